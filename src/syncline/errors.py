@@ -1,0 +1,76 @@
+"""The exception tree. Every error that a user can meet is a :class:`SynclineError`; this module imports nothing.
+
+A message states the rule that was broken, the value that broke it, the remedy, and who (rank, host, file and line).
+"""
+
+
+class SynclineError(Exception):
+    """Base of every error that Syncline raises on purpose."""
+
+
+class ConfigurationError(SynclineError, ValueError):
+    """A value that the user gave (argument, environment variable, file) cannot be used."""
+
+
+class UnitError(ConfigurationError):
+    """A quantity such as ``"10 Gbit/s"`` cannot be parsed."""
+
+
+class TopologyError(ConfigurationError):
+    """A topology is malformed, or does not fit the job."""
+
+
+class ScheduleError(SynclineError):
+    """A draft of a schedule does not do what its collective promises, so it cannot be run."""
+
+
+class FabricError(SynclineError):
+    """Messages cannot be moved between ranks."""
+
+
+class RendezvousError(FabricError):
+    """The ranks did not find each other in time."""
+
+
+class HandshakeError(FabricError):
+    """A connection was refused while it was being opened (job, version, rank or secret differ)."""
+
+
+class PeerLostError(FabricError):
+    """A peer is dead, silent for too long, or left.
+
+    ``rank`` is the lost peer, ``host`` its host's name.
+    """
+
+    def __init__(self, message: str, *, rank: int, host: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+
+
+class FabricClosedError(FabricError):
+    """The fabric was closed while the operation was under way, or before it began."""
+
+
+class DeadlineError(SynclineError, TimeoutError):
+    """An operation was not finished at its deadline; the message names whom it waited for."""
+
+
+class MismatchError(SynclineError):
+    """Ranks called different collectives; the message names both calls."""
+
+
+class UpdateError(SynclineError):
+    """An update rule cannot do what the model, the optimizer or the training loop asks of it."""
+
+
+class CheckpointError(SynclineError):
+    """A checkpoint cannot be written or read."""
+
+
+class LaunchError(SynclineError):
+    """A rank's process failed, or could not be started."""
+
+
+class LabError(SynclineError):
+    """The emulated cluster cannot be built, used or removed on this machine."""

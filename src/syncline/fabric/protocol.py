@@ -1,0 +1,95 @@
+"""What a fabric promises: messages between ranks, in no order but that of their urgency.
+
+The engine and the update rules reach peers only through :class:`Fabric`; whether sockets or plain memory are behind
+it they cannot tell. Everything here is called on the communication loop's thread alone, and no callback may block.
+
+A message has a *tag*, unique among the messages in flight from one rank to another, and a *signature*: 32 bits that say
+which call it belongs to, so that two ranks that call different things never mix their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from syncline.fabric.statistics import FabricStatistics
+
+
+class FabricListener(Protocol):
+    """Who is told what a fabric sees beside the messages that were asked for."""
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """``peer`` is gone for good: no message will arrive from it. Called once for each peer."""
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """A small out-of-band message from ``peer``, in the order in which ``peer`` sent them."""
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """A message of ``peer`` carries another signature (or size) than the receive that was posted for its tag.
+
+        Its bytes were not written to the destination.
+        """
+
+
+class Fabric(Protocol):
+    """Moves messages between the ranks of one job."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+
+    def set_listener(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        connection_class: int,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue ``payload`` (C-contiguous bytes, unchanged until ``on_sent``) for ``peer``; lower urgency goes first.
+
+        A send to a peer that is lost is dropped: its loss was reported to the listener.
+        """
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+    ) -> None:
+        """Let the message ``tag`` of ``peer`` land in ``destination`` (writable bytes of exactly its size)."""
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a posted receive; its destination is not written any more after this returns."""
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether ``peer`` was reported lost."""
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host b1)"``."""
+
+    def statistics(self) -> FabricStatistics:
+        """A frozen record of what was sent, received, queued and refused."""
+
+    async def close(self) -> None:
+        """Send what is queued, say goodbye, and release every socket and task, all within the close deadline."""
+
+    def abort(self) -> None:
+        """Release everything at once, without goodbye; peers see this rank as lost."""

@@ -1,0 +1,39 @@
+"""The house's size promises: files of at most 400 lines, functions of at most 50, nesting of at most 3 (house rules)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "syncline"
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_NESTING = 3
+ROOMS_WITHOUT_A_NOUN = {"utils", "util", "common", "core", "helpers", "misc"}
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    deepest = depth
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            is_elif = isinstance(node, ast.If) and field == "orelse" and isinstance(child, ast.If)
+            deepest = max(deepest, nesting(child, depth + (isinstance(child, BLOCKS) and not is_elif)))
+    return deepest
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_file_keeps_the_size_promises(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), f"{path} does not say in its first lines what it is for"
+    assert text.count("\n") <= MAX_FILE_LINES
+    assert not ROOMS_WITHOUT_A_NOUN & {path.stem, *path.relative_to(SOURCE).parts}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {lines} lines"
+            assert nesting(node) <= MAX_NESTING, f"{path}:{node.lineno} {node.name} nests {nesting(node)} deep"
