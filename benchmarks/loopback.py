@@ -1,0 +1,153 @@
+"""Collectives on loopback: Syncline and gloo in the same processes, in the same run, call by call in turns.
+
+Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output for
+reduce-scatter and all-gather), with one arithmetic thread for each rank. The rate is size / time, where size is that of the whole
+tensor (the input of a reduce-scatter, the output of an all-gather) and time is the median over the rounds of the slowest
+rank's time. Ratios of one run are worth more than its absolute figures.
+
+    python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --rounds 15 --record benchmarks/records/2026-11-21_loopback
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import syncline
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table. Rates in bytes per second of tensor size."""
+
+    ranks: int
+    operation: str
+    size_bytes: int
+    syncline_s: float
+    gloo_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times gloo's rate."""
+        return self.gloo_s / self.syncline_s
+
+
+def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
+    """The same operation through both libraries, on tensors of their own."""
+    size, share = num_elements, num_elements // fleet.world_size
+    whole, part = torch.ones(size), torch.ones(share)
+    if operation == "all_reduce":
+        return {"syncline": lambda: fleet.all_reduce(whole), "gloo": lambda: dist.all_reduce(whole)}
+    if operation == "reduce_scatter":
+        return {
+            "syncline": lambda: fleet.reduce_scatter(part, whole),
+            "gloo": lambda: dist.reduce_scatter_single(part, whole),
+        }
+    return {"syncline": lambda: fleet.all_gather(whole, part), "gloo": lambda: dist.all_gather_single(whole, part)}
+
+
+def measure(call: Callable[[], object]) -> float:
+    """Seconds of one call, on the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    elapsed = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return float(elapsed)
+
+
+def run_rank(rank: int, world_size: int, ports: tuple[int, int], sizes: list[int], rounds: int, out: str) -> None:
+    """One rank: every operation and size, both libraries in turns."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=world_size)
+    rows = []
+    with syncline.init() as fleet:
+        for operation in OPERATIONS:
+            for size_bytes in sizes:
+                num_elements = size_bytes // 4 // world_size * world_size
+                both = calls(fleet, operation, num_elements)
+                times: dict[str, list[float]] = {name: [] for name in both}
+                for i in range(rounds + 3):
+                    for name, call in both.items():
+                        seconds = measure(call)
+                        if i >= 3:
+                            times[name].append(seconds)
+                medians = {name: statistics.median(values) for name, values in times.items()}
+                rows.append(
+                    Row(
+                        ranks=world_size,
+                        operation=operation,
+                        size_bytes=size_bytes,
+                        syncline_s=medians["syncline"],
+                        gloo_s=medians["gloo"],
+                    )
+                )
+    dist.destroy_process_group()
+    if rank == 0:
+        Path(out).write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = tuple(one.getsockname()[1] for one in sockets)
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, rates in MB/s."""
+    lines = [f"{'ranks':>5} {'operation':<15} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"]
+    for row in rows:
+        rates = [row.size_bytes / seconds / 1e6 for seconds in (row.syncline_s, row.gloo_s)]
+        lines.append(
+            f"{row.ranks:>5} {row.operation:<15} {row.size_bytes // 2**20:>4} MB "
+            f"{rates[0]:>6.0f} MB/s {rates[1]:>6.0f} MB/s {row.ratio:>6.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse the arguments, start the ranks, print and record the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--record", type=Path, help="folder for table.txt and results.json")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for world_size in arguments.ranks:
+        out = Path(f"/tmp/syncline-loopback-{os.getpid()}.json")
+        sizes = [megabytes * 2**20 for megabytes in arguments.megabytes]
+        mp.spawn(run_rank, (world_size, free_ports(2), sizes, arguments.rounds, str(out)), nprocs=world_size)
+        rows += [Row(**row) for row in json.loads(out.read_text())]
+        out.unlink()
+    print(table(rows))
+    if arguments.record:
+        arguments.record.mkdir(parents=True, exist_ok=True)
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.release()}"
+        versions = f"torch {torch.__version__}, syncline {syncline.__version__}, Python {platform.python_version()}"
+        (arguments.record / "table.txt").write_text(f"{machine}\n{versions}\n\n{table(rows)}\n")
+        (arguments.record / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
