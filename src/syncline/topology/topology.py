@@ -1,0 +1,239 @@
+"""The topology: a checked tree of switches, hosts and ranks, and the questions that planners ask of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from syncline.errors import TopologyError
+from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    """What can be asked of a topology often, computed once."""
+
+    nodes: Mapping[str, Node]
+    parents: Mapping[str, Node]
+    hosts: tuple[Host, ...]
+    host_of_rank: tuple[Host, ...]
+    paths: tuple[tuple[Node, ...], ...]
+    upward: tuple[tuple[DirectedLink, ...], ...]
+    downward: tuple[tuple[DirectedLink, ...], ...]  # leaf first, as `upward`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The tree of a job's network.
+
+    ``source`` is the file that it came from and ``lines`` where each host and switch stands in it; both serve errors
+    alone and do not count when topologies are compared.
+    """
+
+    name: str
+    root: Switch | Host
+    source: str | None = field(default=None, compare=False)
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _index: _Index = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_index", _build_index(self.root, self._label()))
+
+    @classmethod
+    def flat(cls, num_hosts: int, *, rate: float = math.inf, latency_s: float = 0.0) -> Topology:
+        """Build one switch with ``num_hosts`` hosts h0, h1 ... of one rank each; ``rate`` in bytes per second."""
+        if num_hosts < 1:
+            raise TopologyError(f"a flat topology needs at least 1 host, not {num_hosts}")
+        link = Link.symmetric(rate, latency_s=latency_s)
+        hosts = tuple(Host(name=f"h{k}", link=link, ranks=(Rank(rank=k),)) for k in range(num_hosts))
+        return cls(name=f"flat-{num_hosts}", root=Switch(name="switch", link=None, children=hosts))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Topology:
+        """Read a topology file, or a shipped topology by its name (``"two-racks-5-3"``)."""
+        from syncline.topology.shipped import find_topology_text
+
+        text, source = find_topology_text(path)
+        return cls.parse(text, source=source)
+
+    @classmethod
+    def parse(cls, text: str, *, source: str | None = None) -> Topology:
+        """Read a topology from YAML; every error names ``source`` and the line."""
+        from syncline.topology.document import parse_document
+
+        return parse_document(text, source=source)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._index.paths)
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts in file order."""
+        return self._index.hosts
+
+    @property
+    def digest(self) -> str:
+        """A short stable hash of the tree, equal exactly where the trees are; the topology's name does not count."""
+        return hashlib.sha256(repr(_canonical(self.root)).encode()).hexdigest()[:16]
+
+    def host_of(self, rank: int) -> Host:
+        """Return the host that ``rank`` runs on."""
+        self._check_rank(rank)
+        return self._index.host_of_rank[rank]
+
+    def ranks_of(self, host_name: str) -> tuple[int, ...]:
+        """Return the ranks of a host, in file order."""
+        for host in self.hosts:
+            if host.name == host_name:
+                return tuple(rank.rank for rank in host.ranks)
+        known = ", ".join(host.name for host in self.hosts[:16])
+        more = ", ..." if len(self.hosts) > 16 else ""
+        raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
+
+    def node(self, name: str) -> Node:
+        """Return the node of that name."""
+        if name not in self._index.nodes:
+            raise TopologyError(f"{self._label()} has no node {name!r}")
+        return self._index.nodes[name]
+
+    def parent_of(self, name: str) -> Node | None:
+        """Return the parent of the node of that name, None for the root."""
+        self.node(name)
+        return self._index.parents.get(name)
+
+    def path(self, rank: int) -> tuple[Node, ...]:
+        """Return the nodes from ``rank`` up to just below the root, leaf first."""
+        self._check_rank(rank)
+        return self._index.paths[rank]
+
+    def links(self) -> tuple[tuple[str, Link], ...]:
+        """Return every link with the name of the child that it joins to its parent, depth first."""
+        return tuple((node.name, node.link) for node in self.walk() if node.link is not None)
+
+    def route(self, source: int, destination: int) -> tuple[DirectedLink, ...]:
+        """Return the directed links that a message from one rank to another crosses, in order; none to itself."""
+        self._check_rank(source)
+        self._check_rank(destination)
+        upward, downward = self._index.upward[source], self._index.downward[destination]
+        num_up, num_down = len(upward), len(downward)
+        while num_up and num_down and upward[num_up - 1].child == downward[num_down - 1].child:
+            num_up -= 1
+            num_down -= 1
+        return upward[:num_up] + downward[:num_down][::-1]
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node, depth first, in file order."""
+        return walk(self.root)
+
+    def render(self) -> str:
+        """Draw the tree for people."""
+        from syncline.topology.rendering import render_topology
+
+        return render_topology(self)
+
+    def to_yaml(self) -> str:
+        """Write the topology so that :meth:`parse` gives an equal one."""
+        from syncline.topology.rendering import write_document
+
+        return write_document(self)
+
+    def permuted(self, order: Sequence[int]) -> Topology:
+        """Return the same tree with other rank numbers: the new rank k takes the place of the rank ``order[k]``."""
+        if sorted(order) != list(range(self.num_ranks)):
+            raise TopologyError(
+                f"{self._label()}: an order names each of the ranks 0 to {self.num_ranks - 1} once, not {list(order)!r}"
+            )
+        number = {old: new for new, old in enumerate(order)}
+        root = _renumber(self.root, number)
+        assert not isinstance(root, Rank)
+        return Topology(name=self.name, root=root, source=self.source, lines=self.lines)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise unless the job has exactly as many ranks as the topology."""
+        if world_size == self.num_ranks:
+            return
+        where = self._label()
+        if world_size < self.num_ranks and (line := self.lines.get(self.host_of(max(world_size, 0)).name)):
+            where += f" line {line} (host {self.host_of(max(world_size, 0)).name}, rank {max(world_size, 0)})"
+        raise TopologyError(
+            f"{where}: the topology has {_count(self.num_ranks, 'rank')} but the job has {world_size}; start "
+            f"{self.num_ranks}, or give a topology of {world_size}"
+        )
+
+    def _label(self) -> str:
+        return f"Topology {(self.source or self.name)!r}"
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.num_ranks:
+            raise TopologyError(f"{self._label()} has no rank {rank}; its ranks are 0 to {self.num_ranks - 1}")
+
+
+def _build_index(root: Switch | Host, label: str) -> _Index:
+    if root.link is not None:
+        raise TopologyError(f"{label}: the root {root.name!r} has a link, but nothing is above it; remove the link")
+    nodes: dict[str, Node] = {}
+    parents: dict[str, Node] = {}
+    paths: dict[int, tuple[Node, ...]] = {}
+    hosts: list[Host] = []
+
+    def visit(node: Node, above: tuple[Node, ...]) -> None:
+        if node.name in nodes:
+            raise TopologyError(f"{label}: {node.name!r} names two nodes; give each host, switch and rank its own name")
+        nodes[node.name] = node
+        if isinstance(node, Host):
+            hosts.append(node)
+        if isinstance(node, Rank):
+            paths[node.rank] = above
+        for child in node.children:
+            if child.link is None:
+                raise TopologyError(f"{label}: {child.name!r} has no link to {node.name!r}; only the root has none")
+            parents[child.name] = node
+            visit(child, (child, *above))
+
+    visit(root, ())
+    if sorted(paths) != list(range(len(paths))):
+        raise TopologyError(f"{label}: ranks must be numbered 0 to {len(paths) - 1} without a gap, not {sorted(paths)}")
+    return _tabulate(nodes, parents, tuple(hosts), tuple(paths[rank] for rank in range(len(paths))))
+
+
+def _tabulate(
+    nodes: Mapping[str, Node], parents: Mapping[str, Node], hosts: tuple[Host, ...], paths: tuple[tuple[Node, ...], ...]
+) -> _Index:
+    host_of_rank = {rank.rank: host for host in hosts for rank in host.ranks}
+    return _Index(
+        nodes=nodes,
+        parents=parents,
+        hosts=hosts,
+        host_of_rank=tuple(host_of_rank[rank] for rank in range(len(paths))),
+        paths=paths,
+        upward=tuple(tuple(DirectedLink(node.name, "up") for node in path) for path in paths),
+        downward=tuple(tuple(DirectedLink(node.name, "down") for node in path) for path in paths),
+    )
+
+
+def _renumber(node: Node, number: Mapping[int, int]) -> Node:
+    if isinstance(node, Rank):
+        return replace(node, rank=number[node.rank])
+    if isinstance(node, Host):
+        return replace(node, ranks=tuple(replace(rank, rank=number[rank.rank]) for rank in node.ranks))
+    children = tuple(_renumber(child, number) for child in node.children)
+    return Switch(name=node.name, link=node.link, children=children)  # type: ignore[arg-type]
+
+
+def _canonical(node: Node) -> tuple[object, ...]:
+    link = node.link and (
+        float(node.link.up_bytes_per_s),
+        float(node.link.down_bytes_per_s),
+        float(node.link.latency_s),
+    )
+    features = sorted(node.features.items()) if isinstance(node, Host) else []
+    return (type(node).__name__, node.name, link, features, tuple(_canonical(child) for child in node.children))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
