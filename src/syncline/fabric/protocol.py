@@ -12,20 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from syncline.errors import PeerLostError
 from syncline.fabric.statistics import FabricStatistics
+
+MAX_CONTROL_BYTES = 16384
+"""A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
+
+
+class PeerLeftError(PeerLostError):
+    """A peer closed its fabric in good order: everything that it sent has arrived, and nothing more will.
+
+    What was already under way without needing that peer may still finish.
+    """
 
 
 class FabricListener(Protocol):
     """Who is told what a fabric sees beside the messages that were asked for."""
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
-        """``peer`` is gone for good: no message will arrive from it. Called once for each peer."""
+        """``peer`` is gone for good: no message will arrive from it. Called once for each peer.
+
+        The error is a :class:`~syncline.errors.PeerLostError`; it is a :class:`PeerLeftError` if ``peer`` closed its
+        fabric in good order. Messages that had arrived before can still be received.
+        """
 
     def on_control(self, peer: int, payload: bytes) -> None:
-        """A small out-of-band message from ``peer``, in the order in which ``peer`` sent them."""
+        """Take a small out-of-band message; those of one peer come in the order in which it sent them."""
 
     def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """A message of ``peer`` carries another signature (or size) than the receive that was posted for its tag.
+        """Take note that a message of ``peer`` has another signature (or size) than the receive posted for its tag.
 
         Its bytes were not written to the destination.
         """
@@ -58,7 +73,8 @@ class Fabric(Protocol):
     ) -> None:
         """Queue ``payload`` (C-contiguous bytes, unchanged until ``on_sent``) for ``peer``; lower urgency goes first.
 
-        A send to a peer that is lost is dropped: its loss was reported to the listener.
+        ``on_sent`` says that the memory is free again, not that the message was received; it never runs inside this
+        call. A send to a peer that is lost is dropped, ``on_sent`` with it: the loss was reported to the listener.
         """
 
     def receive(
@@ -71,10 +87,17 @@ class Fabric(Protocol):
         urgency: int,
         on_received: Callable[[], None],
     ) -> None:
-        """Let the message ``tag`` of ``peer`` land in ``destination`` (writable bytes of exactly its size)."""
+        """Let the message ``tag`` of ``peer`` land in ``destination`` (writable bytes of exactly its size).
+
+        ``on_received`` never runs inside this call. A large message is granted in the order of the ``urgency`` of its
+        sender; this one orders what the sender has not announced yet.
+        """
 
     def cancel(self, peer: int, tag: int) -> None:
-        """Forget a posted receive; its destination is not written any more after this returns."""
+        """Forget a posted receive; its destination is not written any more after this returns.
+
+        If a part of the message had arrived, the rest is thrown away.
+        """
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
@@ -86,7 +109,7 @@ class Fabric(Protocol):
         """``"rank 3 (host b1)"``."""
 
     def statistics(self) -> FabricStatistics:
-        """A frozen record of what was sent, received, queued and refused."""
+        """Return a frozen record of what was sent, received, queued and refused."""
 
     async def close(self) -> None:
         """Send what is queued, say goodbye, and release every socket and task, all within the close deadline."""

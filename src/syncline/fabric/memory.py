@@ -1,0 +1,369 @@
+"""The in-memory fabric: every rank of a job in one process, on one loop, without sockets.
+
+It keeps the promises of :class:`syncline.fabric.Fabric` and as little more than that as it can: a small message is
+copied and sent ahead, a large one stays in the sender's memory until its receive is posted, callbacks never run inside
+the call that caused them, and with a seed the messages arrive in a random order that the seed replays exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from syncline.errors import FabricClosedError, PeerLostError
+from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
+
+CONTROL_URGENCY = -(1 << 62)
+"""Control messages go ahead of all data."""
+
+
+def memory_fabrics(
+    world_size: int, *, seed: int | None = None, eager_bytes: int = 16384, close_s: float = 10.0
+) -> tuple[MemoryFabric, ...]:
+    """Connect ``world_size`` ranks in memory, on the running loop.
+
+    Without a seed, messages are delivered by urgency, then in the order in which they were sent; with one, in random
+    order (control messages of one sender to one receiver stay in order, as the protocol promises). Messages of at most
+    ``eager_bytes`` do not wait for their receive.
+    """
+    network = _Network(seed=seed, eager_bytes=eager_bytes)
+    network.fabrics = tuple(MemoryFabric(network, rank, close_s=close_s) for rank in range(world_size))
+    return network.fabrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parcel:
+    """A message on its way; ``payload`` is the sender's memory, or a copy if it was sent ahead."""
+
+    source: int
+    target: int
+    tag: int
+    payload: memoryview
+    signature: int
+    urgency: int
+    connection_class: int
+    on_sent: Callable[[], None] | None
+    is_control: bool = False
+    is_settled: bool = False
+    """The sender is done with it; it is the receiver's now."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Posted:
+    """A receive that waits for its message."""
+
+    destination: memoryview
+    signature: int
+    on_received: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Counters:
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    received_bytes: int = 0
+    received_messages: int = 0
+    queued_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Network:
+    """What lies between the ranks: the parcels under way, and the order in which they arrive."""
+
+    seed: int | None
+    eager_bytes: int
+    fabrics: tuple[MemoryFabric, ...] = ()
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _random: random.Random | None = None
+    _queue: list[tuple[int, int, _Parcel]] = field(default_factory=list)
+    _controls: dict[tuple[int, int], list[_Parcel]] = field(default_factory=dict)
+    _sequence: int = 0
+    _is_pumping: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            self._random = random.Random(self.seed)  # noqa: S311 - a replayable order, no secret
+
+    def put(self, parcel: _Parcel) -> None:
+        """Take a parcel; it is delivered in a later iteration of the loop, one parcel in each."""
+        if parcel.is_control:
+            self._controls.setdefault((parcel.source, parcel.target), []).append(parcel)
+        self._sequence += 1
+        heapq.heappush(self._queue, (parcel.urgency, self._sequence, parcel))
+        if not self._is_pumping:
+            self._is_pumping = True
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_pumping = False
+        parcel = self._take()
+        if self._queue:
+            self._is_pumping = True
+            self.loop.call_soon(self._pump)
+        if parcel.is_control:
+            # Whichever control parcel was drawn, the oldest of that pair of ranks goes first.
+            parcel = self._controls[parcel.source, parcel.target].pop(0)
+        self.fabrics[parcel.target]._deliver(parcel)
+
+    def _take(self) -> _Parcel:
+        if self._random is None:
+            return heapq.heappop(self._queue)[2]
+        place = self._random.randrange(len(self._queue))
+        self._queue[place], self._queue[-1] = self._queue[-1], self._queue[place]
+        return self._queue.pop()[2]
+
+
+class MemoryFabric:
+    """One rank's end of the in-memory fabric (see :func:`memory_fabrics`)."""
+
+    def __init__(self, network: _Network, rank: int, *, close_s: float) -> None:
+        self._network = network
+        self._rank = rank
+        self._close_s = close_s
+        self._listener: FabricListener | None = None
+        self._backlog: list[Callable[[FabricListener], None]] = []
+        self._posted: dict[tuple[int, int], _Posted] = {}
+        self._held: dict[tuple[int, int], _Parcel] = {}
+        self._outgoing = 0
+        self._drained = asyncio.Event()
+        self._lost: dict[int, PeerLostError] = {}
+        self._counters: dict[tuple[int, int], _Counters] = {}
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._posted)} receives, {len(self._held)} held"
+        return f"<MemoryFabric rank {self._rank} of {self.world_size}: {state}>"
+
+    @property
+    def rank(self) -> int:
+        """This end's rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._network.fabrics)
+
+    def set_listener(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on; what happened before is delivered at once."""
+        self._listener = listener
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            event(listener)
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        connection_class: int,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue ``payload`` for ``peer`` (see the protocol)."""
+        self._check_open(peer)
+        if peer in self._lost:
+            return
+        counters = self._count(peer, connection_class)
+        counters.queued_bytes += payload.nbytes
+        is_eager = payload.nbytes <= self._network.eager_bytes
+        self._outgoing += 1
+        self._network.put(
+            _Parcel(
+                source=self._rank,
+                target=peer,
+                tag=tag,
+                payload=memoryview(bytes(payload)) if is_eager else payload.cast("B"),
+                signature=signature,
+                urgency=urgency,
+                connection_class=connection_class,
+                on_sent=on_sent,
+            )
+        )
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,  # noqa: ARG002 - in memory the sender's urgency orders already
+        on_received: Callable[[], None],
+    ) -> None:
+        """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
+        self._check_open(peer)
+        assert (peer, tag) not in self._posted, f"rank {self._rank} posted tag {tag:#x} of rank {peer} twice"
+        self._posted[peer, tag] = _Posted(
+            destination=destination.cast("B"), signature=signature, on_received=on_received
+        )
+        held = self._held.pop((peer, tag), None)
+        if held is not None:
+            self._network.put(held)
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a posted receive."""
+        self._posted.pop((peer, tag), None)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        """Send a small message ahead of all data."""
+        self._check_open(peer)
+        assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
+        if peer in self._lost:
+            return
+        self._outgoing += 1
+        self._network.put(
+            _Parcel(
+                source=self._rank,
+                target=peer,
+                tag=0,
+                payload=memoryview(bytes(payload)),
+                signature=0,
+                urgency=CONTROL_URGENCY,
+                connection_class=-1,
+                on_sent=None,
+                is_control=True,
+            )
+        )
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether ``peer`` was reported lost."""
+        return peer in self._lost
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host memory)"``."""
+        return f"rank {peer} (host memory)"
+
+    def statistics(self) -> FabricStatistics:
+        """Return a frozen record of all counters."""
+        return FabricStatistics(
+            rank=self._rank,
+            connections=tuple(
+                ConnectionStatistics(
+                    peer=peer,
+                    connection_class=connection_class,
+                    sent_bytes=counters.sent_bytes,
+                    sent_messages=counters.sent_messages,
+                    received_bytes=counters.received_bytes,
+                    received_messages=counters.received_messages,
+                    overhead_bytes=0,
+                    queued_bytes=counters.queued_bytes,
+                )
+                for (peer, connection_class), counters in sorted(self._counters.items())
+            ),
+            unexpected_bytes=sum(
+                parcel.payload.nbytes
+                for parcel in self._held.values()
+                if parcel.payload.nbytes <= self._network.eager_bytes
+            ),
+            pending_receives=len(self._posted),
+            refused_connections=0,
+            lost_peers=tuple(sorted(self._lost)),
+        )
+
+    async def close(self) -> None:
+        """Wait until what was sent has arrived (at most ``close_s``), then leave; the others are told so."""
+        if self._is_closed:
+            return
+        try:
+            async with asyncio.timeout(self._close_s):
+                while self._outgoing:
+                    self._drained.clear()
+                    await self._drained.wait()
+        except TimeoutError:
+            pass  # what no one receives within the deadline is dropped, as TCP would
+        self._leave(PeerLeftError, "left: it closed its fabric")
+
+    def abort(self) -> None:
+        """Leave at once; the others see this rank as lost."""
+        self._leave(PeerLostError, "is lost: its fabric was aborted")
+
+    def kill(self, rank: int) -> None:
+        """Let ``rank`` die as a killed process does: it hears nothing more, and every other rank loses it."""
+        self._network.fabrics[rank]._leave(PeerLostError, "is lost: its process died or was killed")
+
+    def _leave(self, kind: type[PeerLostError], reason: str) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._posted.clear()
+        for parcel in self._held.values():
+            self._network.fabrics[parcel.source]._finish(parcel, was_delivered=False)
+        self._held.clear()
+        for fabric in self._network.fabrics:
+            if fabric is not self and not fabric._is_closed:
+                error = kind(f"{self.describe_peer(self._rank)} {reason}", rank=self._rank, host="memory")
+                self._network.loop.call_soon(fabric._lose, self._rank, error)
+
+    def _lose(self, peer: int, error: PeerLostError) -> None:
+        if self._is_closed or peer in self._lost:
+            return
+        self._lost[peer] = error
+        self._tell(lambda listener: listener.on_peer_lost(peer, error))
+
+    def _deliver(self, parcel: _Parcel) -> None:
+        """Take a parcel that arrived: hand it over, or hold it until its receive is posted."""
+        source = self._network.fabrics[parcel.source]
+        if self._is_closed or (parcel.source in self._lost and not parcel.is_settled):
+            source._finish(parcel, was_delivered=False)
+        elif parcel.is_control:
+            source._finish(parcel, was_delivered=True)
+            payload = bytes(parcel.payload)
+            self._tell(lambda listener: listener.on_control(parcel.source, payload))
+        elif (parcel.source, parcel.tag) in self._posted:
+            self._land(parcel, self._posted.pop((parcel.source, parcel.tag)))
+            source._finish(parcel, was_delivered=True)
+        else:
+            self._held[parcel.source, parcel.tag] = parcel
+            if parcel.payload.nbytes <= self._network.eager_bytes:
+                source._finish(parcel, was_delivered=True)
+
+    def _land(self, parcel: _Parcel, posted: _Posted) -> None:
+        if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:
+            peer, tag, expected, received = parcel.source, parcel.tag, posted.signature, parcel.signature
+            self._tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
+            return
+        posted.destination[:] = parcel.payload
+        counters = self._count(parcel.source, parcel.connection_class)
+        counters.received_bytes += parcel.payload.nbytes
+        counters.received_messages += 1
+        posted.on_received()
+
+    def _finish(self, parcel: _Parcel, *, was_delivered: bool) -> None:
+        """Settle the sender's account of ``parcel``, once: what is held was settled when it arrived, if it is small."""
+        if parcel.is_settled:
+            return
+        parcel.is_settled = True
+        self._outgoing -= 1
+        if not self._outgoing:
+            self._drained.set()
+        on_sent, parcel.on_sent = parcel.on_sent, None
+        if not parcel.is_control:
+            counters = self._count(parcel.target, parcel.connection_class)
+            counters.queued_bytes -= parcel.payload.nbytes
+            if was_delivered:
+                counters.sent_bytes += parcel.payload.nbytes
+                counters.sent_messages += 1
+        if on_sent is not None and was_delivered and not self._is_closed:
+            on_sent()
+
+    def _tell(self, event: Callable[[FabricListener], None]) -> None:
+        if self._listener is None:
+            self._backlog.append(event)
+        else:
+            event(self._listener)
+
+    def _count(self, peer: int, connection_class: int) -> _Counters:
+        return self._counters.setdefault((peer, connection_class), _Counters())
+
+    def _check_open(self, peer: int) -> None:
+        if self._is_closed:
+            raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+        assert 0 <= peer < self.world_size, f"rank {peer} is not in the job"
+        assert peer != self._rank, f"rank {self._rank} sends to itself"

@@ -1,0 +1,105 @@
+"""A listener that records, and the fabrics that the conformance suite runs on."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+from syncline.fabric import memory_fabrics
+
+
+class Recorder:
+    """Writes down what its fabric tells, and lets a test wait for it."""
+
+    def __init__(self):
+        self.lost = {}
+        self.controls = []
+        self.mismatches = []
+        self._changed = asyncio.Event()
+
+    def on_peer_lost(self, peer, error):
+        assert peer not in self.lost, "a peer is lost once"
+        self.lost[peer] = error
+        self._changed.set()
+
+    def on_control(self, peer, payload):
+        self.controls.append((peer, payload))
+        self._changed.set()
+
+    def on_signature_mismatch(self, peer, tag, expected, received):
+        self.mismatches.append((peer, tag, expected, received))
+        self._changed.set()
+
+    async def wait_until(self, condition, deadline_s=10.0):
+        async with asyncio.timeout(deadline_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Mail:
+    """Messages with futures in place of callbacks."""
+
+    def __init__(self, fabrics):
+        self.fabrics = fabrics
+
+    def send(self, source, target, tag, payload, *, signature=7, urgency=0, connection_class=0):
+        sent = asyncio.get_running_loop().create_future()
+        self.fabrics[source].send(
+            target,
+            tag,
+            memoryview(payload),
+            signature=signature,
+            urgency=urgency,
+            connection_class=connection_class,
+            on_sent=lambda: sent.set_result(None),
+        )
+        assert not sent.done(), "on_sent ran inside send"
+        return sent
+
+    def receive(self, target, source, tag, num_bytes, *, signature=7, urgency=0):
+        buffer = bytearray(num_bytes)
+        received = asyncio.get_running_loop().create_future()
+        self.fabrics[target].receive(
+            source,
+            tag,
+            memoryview(buffer),
+            signature=signature,
+            urgency=urgency,
+            on_received=lambda: received.set_result(buffer),
+        )
+        assert not received.done(), "on_received ran inside receive"
+        return received
+
+
+async def gather(*futures, deadline_s=20.0):
+    async with asyncio.timeout(deadline_s):
+        return await asyncio.gather(*futures)
+
+
+@asynccontextmanager
+async def open_memory(world_size):
+    fabrics = memory_fabrics(world_size)
+    yield fabrics
+    for fabric in fabrics:
+        fabric.abort()
+
+
+@asynccontextmanager
+async def open_shuffled_memory(world_size):
+    fabrics = memory_fabrics(world_size, seed=20)
+    yield fabrics
+    for fabric in fabrics:
+        fabric.abort()
+
+
+OPENERS = {"memory": open_memory, "shuffled memory": open_shuffled_memory}
+
+
+def run_scenario(opener, world_size, scenario):
+    async def main():
+        async with opener(world_size) as fabrics:
+            recorders = [Recorder() for _ in fabrics]
+            for fabric, recorder in zip(fabrics, recorders, strict=True):
+                fabric.set_listener(recorder)
+            await scenario(fabrics, recorders, Mail(fabrics))
+
+    asyncio.run(main())
