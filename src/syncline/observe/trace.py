@@ -1,0 +1,171 @@
+"""What happened and when: spans, instants and counters of one rank, written so that Perfetto opens them.
+
+Recording is an append to a list, because it happens between two messages; encoding waits until some thousand events
+are together. With a path, events go to the file as they are encoded, so that a process that is killed loses no more
+than the last few: the JSON array form of the Chrome trace format needs no closing bracket. Memory and file are bounded
+by ``max_events``; what comes after is dropped and counted.
+
+Times are ``time.monotonic_ns``, which all processes of a host share. An anchor ties them to the wall clock, so that
+:func:`syncline.observe.merge_traces` can lay ranks of different hosts side by side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from syncline.observe.rows import Rows
+
+FLUSH_EVENTS = 4096
+"""Events that may be lost when the process is killed; encoding that many takes some 10 ms."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_Event = tuple[str, str, str, int, int, dict[str, Any]]
+"""Phase letter of the format, name, category, start, end (both in ns), arguments."""
+
+
+class Trace:
+    """Records the events of one rank; any thread may call any method.
+
+    ``path``: where events are written as the run goes on; None keeps them in memory for :meth:`save`.
+    ``max_events``: how many are kept at most; the rest is counted in :attr:`num_dropped`.
+    """
+
+    enabled = True
+
+    def __init__(
+        self, *, rank: int = 0, host: str = "", path: str | Path | None = None, max_events: int = 2_000_000
+    ) -> None:
+        self.rank = rank
+        self.host = host
+        self.num_dropped = 0
+        self._events: list[_Event] = []
+        self._num_left = max_events
+        self._rows = Rows(rank)
+        self._lock = threading.Lock()
+        self._anchor = (time.monotonic_ns(), time.time_ns())
+        self._path = Path(path) if path is not None else None
+        if self._path is not None:
+            self._path.write_text(self._head(), encoding="utf-8")
+            atexit.register(self.close)
+
+    @staticmethod
+    def now_ns() -> int:
+        """Read the clock of the trace: monotonic, and the same in all processes of a host."""
+        return time.monotonic_ns()
+
+    def span(self, name: str, category: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Something that took from ``start_ns`` to ``end_ns``; ``category`` is its row."""
+        self._record(("X", name, category, start_ns, end_ns, args))
+
+    def instant(self, name: str, category: str, **args: Any) -> None:
+        """Something that happened now."""
+        now_ns = time.monotonic_ns()
+        self._record(("i", name, category, now_ns, now_ns, args))
+
+    def counter(self, name: str, value: float) -> None:
+        """Record a quantity that has ``value`` from now on."""
+        now_ns = time.monotonic_ns()
+        self._record(("C", name, "", now_ns, now_ns, {"value": value}))
+
+    def flush(self) -> None:
+        """Write what was recorded to the file, if there is one."""
+        with self._lock:
+            self._write_out()
+
+    def save(self, path: str | Path) -> None:
+        """Write all events to ``path`` (the trace goes on)."""
+        with self._lock:
+            self._write_out()
+            kept = self._head() if self._path is None else self._path.read_text(encoding="utf-8")
+            text = kept + self._encoded(self._events) + self._tail()
+        Path(path).write_text(text, encoding="utf-8")
+
+    def close(self) -> None:
+        """Write what is left and complete the file; what is recorded later is dropped."""
+        with self._lock:
+            self._write_out()
+            self._num_left = 0
+            if self._path is not None:
+                self._append(self._tail())
+                self._path = None
+        with contextlib.suppress(Exception):  # the interpreter may be ending already
+            atexit.unregister(self.close)
+
+    def _record(self, event: _Event) -> None:
+        if self._num_left <= 0:
+            self.num_dropped += 1
+            return
+        self._num_left -= 1
+        self._events.append(event)
+        if self._path is not None and len(self._events) >= FLUSH_EVENTS:
+            self.flush()
+
+    def _write_out(self) -> None:
+        if self._path is None:
+            return
+        events, self._events = self._events, []
+        self._append(self._encoded(events))
+
+    def _append(self, text: str) -> None:
+        assert self._path is not None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _head(self) -> str:
+        name = f"rank {self.rank}" + (f" (host {self.host})" if self.host else "")
+        monotonic_ns, wall_ns = self._anchor
+        return "[\n" + _lines(
+            [
+                self._metadata("process_name", name=name),
+                self._metadata("process_sort_index", sort_index=self.rank),
+                self._metadata("syncline_clock", monotonic_ns=monotonic_ns, wall_ns=wall_ns, boot=_boot_id()),
+            ]
+        )
+
+    def _tail(self) -> str:
+        """End the array with an event that has no comma behind it, so that the closed file is strict JSON."""
+        return json.dumps(self._metadata("syncline_dropped", num_events=self.num_dropped)) + "\n]\n"
+
+    def _metadata(self, kind: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": self.rank, "tid": 0, "args": args}
+
+    def _encoded(self, events: list[_Event]) -> str:
+        new_rows, encoded = self._rows.place(events)
+        return _lines(new_rows) + _lines(encoded)
+
+
+class NullTrace(Trace):
+    """A trace that is off: every call returns at once."""
+
+    enabled = False
+
+    def __init__(self) -> None:
+        super().__init__(max_events=0)
+
+    def span(self, name: str, category: str, start_ns: int, end_ns: int, **args: Any) -> None:
+        """Nothing."""
+
+    def instant(self, name: str, category: str, **args: Any) -> None:
+        """Nothing."""
+
+    def counter(self, name: str, value: float) -> None:
+        """Nothing."""
+
+
+def _lines(events: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(event, default=str) + ",\n" for event in events)
+
+
+def _boot_id() -> str:
+    """Name the boot: processes that share it share their monotonic clock, whatever their hosts are called."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
