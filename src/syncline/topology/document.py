@@ -1,0 +1,146 @@
+"""A topology file (YAML) made into a topology. Every error names the file and the line, and says what to write."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from syncline.errors import TopologyError
+from syncline.topology.entries import DOCUMENT, HostDocument, HostEntry, SwitchDocument, SwitchEntry, known_keys
+from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.marked import MarkedData, read_marked
+from syncline.topology.topology import Topology
+from syncline.topology.tree import Host, Link, Rank, Switch, check_name
+
+_MAX_PROBLEMS_SHOWN = 5
+Location = tuple[str | int, ...]
+
+
+def parse_document(text: str, *, source: str | None = None) -> Topology:
+    """Make a topology of the text of a file; ``source`` is the file's name, for errors."""
+    marked = read_marked(text, label=f"Topology {source or 'text'!r}")
+    try:
+        document = DOCUMENT.validate_python(marked.data)
+    except ValidationError as error:
+        raise TopologyError("\n".join(_describe_all(error, marked))) from error
+    name = document.topology or (PurePath(source).stem if source else "topology")
+    builder = _Builder(marked, document)
+    root = builder.build_root(document)
+    return Topology(name=name, root=root, source=source, lines=builder.lines)
+
+
+class _Builder:
+    """Builds nodes in file order, counting ranks and noting the line of each name."""
+
+    def __init__(self, marked: MarkedData, document: SwitchDocument | HostDocument) -> None:
+        self.lines: dict[str, int] = {}
+        self._marked = marked
+        self._num_ranks = 0
+        self._numbers = document.rank_numbers
+
+    def build_root(self, document: SwitchDocument | HostDocument) -> Switch | Host:
+        if document.uplink is not None:
+            raise self._marked.error(("uplink",), "the root has an uplink, but nothing is above it; remove the key")
+        if isinstance(document, SwitchDocument):
+            root: Switch | Host = self._switch(document, None, ())
+        else:
+            hosts = self._hosts(document, None, ())
+            if len(hosts) > 1:
+                raise self._marked.error(("host",), "the root is one host; put several under a switch")
+            root = hosts[0]
+        self._check_numbers()
+        return root
+
+    def _child(self, entry: SwitchEntry | HostEntry, location: Location) -> tuple[Switch | Host, ...]:
+        if entry.uplink is None:
+            raise self._marked.error(
+                location, "key 'uplink' is missing; write the rate of the link to the parent, such as '1 Gbit/s'"
+            )
+        link = entry.uplink.link()
+        if isinstance(entry, SwitchEntry):
+            return (self._switch(entry, link, location),)
+        return self._hosts(entry, link, location)
+
+    def _switch(self, entry: SwitchEntry, link: Link | None, location: Location) -> Switch:
+        self._claim(entry.switch, "switch", (*location, "switch"))
+        children: list[Switch | Host] = []
+        for index, child in enumerate(entry.children):
+            children += self._child(child, (*location, "children", index))
+        return Switch(name=entry.switch, link=link, children=tuple(children))
+
+    def _hosts(self, entry: HostEntry, link: Link | None, location: Location) -> tuple[Host, ...]:
+        try:
+            names = expand_hostlist(entry.host)
+        except TopologyError as error:
+            raise self._marked.error((*location, "host"), str(error)) from error
+        return tuple(self._host(name, entry, link, location) for name in names)
+
+    def _host(self, name: str, entry: HostEntry, link: Link | None, location: Location) -> Host:
+        self._claim(name, "host", (*location, "host"))
+        local = [local.link() for local in entry.local or ()] or [Link.unlimited()]
+        links = local * entry.ranks if len(local) == 1 else local
+        ranks = tuple(Rank(rank=self._next_rank(), link=rank_link) for rank_link in links)
+        return Host(name=name, link=link, ranks=ranks, features=entry.features)
+
+    def _next_rank(self) -> int:
+        index = self._num_ranks
+        self._num_ranks += 1
+        if self._numbers is None:
+            return index
+        return self._numbers[index] if index < len(self._numbers) else index
+
+    def _claim(self, name: str, kind: str, location: Location) -> None:
+        try:
+            check_name(name, kind)
+        except TopologyError as error:
+            raise self._marked.error(location, str(error)) from error
+        if name in self.lines:
+            message = f"{kind} {name!r} is a name given before, in line {self.lines[name]}; give each its own"
+            raise self._marked.error(location, message)
+        self.lines[name] = self._marked.line_of(location)
+
+    def _check_numbers(self) -> None:
+        if self._numbers is not None and sorted(self._numbers) != list(range(self._num_ranks)):
+            last = self._num_ranks - 1
+            raise self._marked.error(("rank_numbers",), f"'rank_numbers' must list each of 0 to {last} once")
+
+
+def _describe_all(error: ValidationError, marked: MarkedData) -> list[str]:
+    problems = error.errors(include_url=False)
+    lines = [str(marked.error(problem["loc"], _describe(problem, marked))) for problem in problems]
+    shown = lines[:_MAX_PROBLEMS_SHOWN]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
+    return shown
+
+
+def _describe(problem: Mapping[str, Any], marked: MarkedData) -> str:
+    kind, location, value = problem["type"], problem["loc"], problem["input"]
+    key = next((str(step) for step in reversed(location) if isinstance(step, str)), "")
+    if kind == "value_error":
+        return str(problem["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return _describe_unknown_key(key, location, marked)
+    if kind == "too_short" and key == "children":
+        return "this switch is empty; give it children, or leave it out"
+    if kind.startswith("union_tag"):
+        return "this entry is neither a host nor a switch; begin it with 'host: NAME' or 'switch: NAME'"
+    ordinary = {"missing": f"key {key!r} is missing", "string_type": f"{key!r} must be text, not {value!r}; quote it"}
+    return ordinary.get(kind, f"{key!r} cannot be {value!r}: {problem['msg'].lower()}")
+
+
+def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> str:
+    mapping = marked.data
+    steps = 0
+    for step in location[:-1]:
+        if (isinstance(mapping, dict) and step in mapping) or isinstance(mapping, list):
+            mapping = mapping[step]  # type: ignore[index]
+            steps += 1
+    known = known_keys(mapping, is_root=steps == 0)
+    close = difflib.get_close_matches(key, known, n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
+    return f"unknown key {key!r}; {remedy}"

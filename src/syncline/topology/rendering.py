@@ -1,0 +1,64 @@
+"""A topology drawn as a tree for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from syncline.topology.tree import Host, Link, Node
+from syncline.units import format_duration, format_rate
+
+if TYPE_CHECKING:
+    from syncline.topology.topology import Topology
+
+
+def render_topology(topology: Topology) -> str:
+    """Draw one node a line; a host's ranks stand on its own line where their links do not limit."""
+    num_hosts, num_ranks = len(topology.hosts), topology.num_ranks
+    ranks, hosts = ("rank" if num_ranks == 1 else "ranks"), ("host" if num_hosts == 1 else "hosts")
+    rows = [(topology.root.name, _note(topology.root)), *_rows(topology.root, "")]
+    width = max(len(branch) for branch, _ in rows) + 2
+    lines = [f"{topology.name}: {num_ranks} {ranks} on {num_hosts} {hosts}"]
+    lines += [f"{branch.ljust(width)}{note}".rstrip() for branch, note in rows]
+    return "\n".join(lines)
+
+
+def _rows(node: Node, indent: str) -> Iterator[tuple[str, str]]:
+    children = _shown_children(node)
+    for child in children:
+        is_last = child is children[-1]
+        yield f"{indent}{'└── ' if is_last else '├── '}{child.name}", _note(child)
+        yield from _rows(child, indent + ("    " if is_last else "│   "))
+
+
+def _shown_children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Host) and all(rank.link == Link.unlimited() for rank in node.ranks):
+        return ()
+    return node.children
+
+
+def _note(node: Node) -> str:
+    parts = [] if node.link is None else [describe_link(node.link)]
+    if isinstance(node, Host) and not _shown_children(node):
+        numbers = [rank.rank for rank in node.ranks]
+        parts.append(f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {_spell(numbers)}")
+    if isinstance(node, Host) and node.features:
+        parts.append(
+            ", ".join(
+                f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+                for key, value in node.features.items()
+            )
+        )
+    return "  ".join(parts)
+
+
+def describe_link(link: Link) -> str:
+    """Spell a link: ``"1 Gbit/s"``, ``"up 1 Gbit/s, down 2 Gbit/s, 5 ms"``."""
+    up, down = format_rate(link.up_bytes_per_s), format_rate(link.down_bytes_per_s)
+    rates = up if link.up_bytes_per_s == link.down_bytes_per_s else f"up {up}, down {down}"
+    return f"{rates}, {format_duration(link.latency_s)}" if link.latency_s else rates
+
+
+def _spell(numbers: list[int]) -> str:
+    is_run = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{numbers[0]} to {numbers[-1]}" if is_run and len(numbers) > 2 else ", ".join(map(str, numbers))

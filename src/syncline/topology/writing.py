@@ -1,0 +1,76 @@
+"""A topology written as YAML, one host a line, so that reading it gives an equal topology."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import yaml
+
+from syncline.topology.tree import Host, Link, Node, Rank, Switch
+from syncline.units import format_duration, format_rate
+
+if TYPE_CHECKING:
+    from syncline.topology.topology import Topology
+
+_INDENT = "  "
+
+
+def write_document(topology: Topology) -> str:
+    """Write the whole file."""
+    lines = [f"topology: {_scalar(topology.name)}"]
+    numbers = [node.rank for node in topology.walk() if isinstance(node, Rank)]
+    if numbers != sorted(numbers):
+        lines.append(f"rank_numbers: {_flow(numbers)}")
+    if isinstance(topology.root, Host):
+        lines += [f"{key}: {_flow(value)}" for key, value in _host_entry(topology.root).items()]
+    else:
+        lines += [f"switch: {_scalar(topology.root.name)}", "children:"]
+        lines += [line for child in topology.root.children for line in _child_lines(child, _INDENT)]
+    return "\n".join(lines) + "\n"
+
+
+def _child_lines(node: Node, indent: str) -> Iterator[str]:
+    if isinstance(node, Host):
+        yield f"{indent}- {_flow(_host_entry(node))}"
+        return
+    assert isinstance(node, Switch)
+    assert node.link is not None
+    yield f"{indent}- switch: {_scalar(node.name)}"
+    yield f"{indent}  uplink: {_flow(_link_entry(node.link))}"
+    yield f"{indent}  children:"
+    for child in node.children:
+        yield from _child_lines(child, indent + _INDENT * 2)
+
+
+def _host_entry(host: Host) -> dict[str, object]:
+    entry: dict[str, object] = {"host": host.name}
+    if host.link is not None:
+        entry["uplink"] = _link_entry(host.link)
+    if len(host.ranks) > 1:
+        entry["ranks"] = len(host.ranks)
+    links = [rank.link for rank in host.ranks]
+    if any(link != links[0] for link in links):
+        entry["local"] = [_link_entry(link) for link in links]
+    elif links[0] != Link.unlimited():
+        entry["local"] = _link_entry(links[0])
+    if host.features:
+        entry["features"] = dict(host.features)
+    return entry
+
+
+def _link_entry(link: Link) -> object:
+    up, down = (format_rate(rate, exact=True) for rate in (link.up_bytes_per_s, link.down_bytes_per_s))
+    latency = {"latency": format_duration(link.latency_s, exact=True)} if link.latency_s else {}
+    if link.up_bytes_per_s != link.down_bytes_per_s:
+        return {"up": up, "down": down, **latency}
+    return {"rate": up, **latency} if latency else up
+
+
+def _flow(value: object) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _scalar(text: str) -> str:
+    return _flow(text)
