@@ -1,0 +1,124 @@
+"""How a buffer is laid over a schedule: cut into slices that run by themselves, and each slice at the schedule's cuts.
+
+A schedule is correct for any monotone map from its cuts to element offsets, so a layout may choose: even slices that
+each look like a small copy of the whole (:meth:`Layout.build`); slices that keep every rank's part in one piece
+(:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; the same with cuts moved to given
+boundaries (:meth:`Layout.aligned`), so that no parameter has two owners.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from syncline.errors import ScheduleError
+from syncline.schedule.schedule import Schedule
+
+_MAX_WINDOW_OFFSETS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """For each slice the m + 1 absolute element offsets of the schedule's cuts; atom i is [offsets[i], offsets[i + 1]).
+
+    Slices do not overlap and cover the buffer; their order is the order in which they should run. A buffer of no
+    elements has one empty slice.
+    """
+
+    slices: tuple[tuple[int, ...], ...]
+    num_elements: int
+
+    @classmethod
+    def build(cls, schedule: Schedule, num_elements: int, slice_elements: int) -> Layout:
+        """Cut the buffer into even slices of at most ``slice_elements``, each divided like the whole."""
+        _check_sizes(num_elements, slice_elements)
+        num_slices = max(1, -(-num_elements // slice_elements))
+        bounds = [num_elements * number // num_slices for number in range(num_slices + 1)]
+        within = {stop - start: schedule.offsets(stop - start) for start, stop in pairwise(bounds)}
+        slices = tuple(
+            tuple(start + offset for offset in within[stop - start]) if start else within[stop - start]
+            for start, stop in pairwise(bounds)
+        )
+        return cls(slices=slices, num_elements=num_elements)
+
+    @classmethod
+    def contiguous(cls, schedule: Schedule, num_elements: int, slice_elements: int) -> Layout:
+        """Cut the buffer as a whole at the schedule's cuts, so that each owner's part is in one piece.
+
+        With a schedule of target "rank_order", rank k owns exactly the elements [k n / N, (k + 1) n / N), floored.
+        Slices then are windows on one owner's part each, and go round the owners, so that all links stay busy.
+        """
+        _check_sizes(num_elements, slice_elements)
+        return cls._windows(schedule, schedule.offsets(num_elements), slice_elements)
+
+    @classmethod
+    def aligned(cls, schedule: Schedule, boundaries: Sequence[int], slice_elements: int) -> Layout:
+        """Move each cut to the nearest of ``boundaries``, so that what lies between two of them has one owner.
+
+        ``boundaries`` rise from 0 to the number of elements.
+        """
+        if not boundaries or boundaries[0] != 0 or any(left > right for left, right in pairwise(boundaries)):
+            raise ScheduleError(f"boundaries must rise from 0 to the number of elements, not {list(boundaries)[:8]}...")
+        _check_sizes(boundaries[-1], slice_elements)
+        offsets = tuple(_nearest(boundaries, offset) for offset in schedule.offsets(boundaries[-1]))
+        return cls._windows(schedule, offsets, slice_elements)
+
+    @classmethod
+    def _windows(cls, schedule: Schedule, offsets: tuple[int, ...], slice_elements: int) -> Layout:
+        num_elements = offsets[-1]
+        parts = _parts(schedule, offsets)
+        most_rounds = max(1, _MAX_WINDOW_OFFSETS // (len(offsets) * max(1, len(parts))))
+        num_rounds = min(-(-num_elements // slice_elements), most_rounds)
+        if num_rounds <= 1:
+            return cls(slices=(offsets,), num_elements=num_elements)
+        windows = [
+            (start + (stop - start) * number // num_rounds, start + (stop - start) * (number + 1) // num_rounds)
+            for number in range(num_rounds)
+            for start, stop in parts
+        ]
+        slices = tuple(_clamp(offsets, start, stop) for start, stop in windows if start < stop)
+        return cls(slices=slices, num_elements=num_elements)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the layout, equal in all processes."""
+        return hashlib.blake2b(repr((self.num_elements, self.slices)).encode(), digest_size=8).hexdigest()
+
+    def owned_ranges(self, schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the element ranges [start, stop) that ``rank`` owns: sorted, merged, none of them empty."""
+        runs = schedule.owned(rank)
+        ranges = sorted((offsets[first], offsets[last]) for offsets in self.slices for first, last in runs)
+        merged: list[tuple[int, int]] = []
+        for start, stop in ranges:
+            if start == stop:
+                continue
+            begin = merged.pop()[0] if merged and merged[-1][1] == start else start
+            merged.append((begin, stop))
+        return tuple(merged)
+
+
+def _check_sizes(num_elements: int, slice_elements: int) -> None:
+    if num_elements < 0 or slice_elements < 1:
+        raise ScheduleError(
+            f"a buffer has at least 0 elements and a slice at least 1, not {num_elements} and {slice_elements}"
+        )
+
+
+def _nearest(boundaries: Sequence[int], offset: int) -> int:
+    above = bisect.bisect_left(boundaries, offset)
+    candidates = boundaries[max(0, above - 1) : above + 1]
+    return min(candidates, key=lambda boundary: abs(boundary - offset))
+
+
+def _parts(schedule: Schedule, offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the element ranges of the runs of atoms that have one owner each, in order, empty ones left out."""
+    starts = [0, *(atom for atom in range(1, schedule.num_atoms) if schedule.owners[atom] != schedule.owners[atom - 1])]
+    ends = [offsets[start] for start in starts] + [offsets[-1]]
+    return [(start, stop) for start, stop in pairwise(ends) if start < stop]
+
+
+def _clamp(offsets: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    return tuple(min(max(offset, start), stop) for offset in offsets)

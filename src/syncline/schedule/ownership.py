@@ -1,0 +1,168 @@
+"""Who owns what on a tree: the recursion that makes tree collectives work where branches differ.
+
+    own(rank)            = { [0, 1): rank }
+    own(parent, c1..cd)  : cut [0, 1) at every breakpoint of own(c1) ... own(cd);
+                           for each interval I, with p_k = own(c_k)(I) for every child:
+                               split I in d parts; p_k is given part k; every other p_j sends part k to p_k, which adds
+
+So branches exchange only the same range, a rank ends with the product of its branches' shares along its path, and a
+branch with d - 1 siblings sends (d - 1)/d of the data upward once, not once for each of its ranks. Parts need not be
+equal: each child has an integer *weight*. Parents with one child are passed through.
+
+With target "rank_order" rank k must end with exactly [k/N, (k+1)/N): an interval whose final owner lies below child c
+goes whole to p_c, any other is split as usual.
+
+All cuts are exact integers over one denominator, chosen beforehand so that every split comes out even. Intervals are
+columns; only the cuts themselves are Python integers. Complexity: O(intervals x degree) for each parent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import numpy as np
+
+from syncline.errors import ScheduleError
+from syncline.schedule.transfers import IntArray
+from syncline.topology import Node, Topology
+
+Target = Literal["balanced", "rank_order"]
+Fractions = Mapping[str, Sequence[int]]
+"""The integer weights of a parent's children in file order, by the parent's name; a parent not named splits evenly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """[0, 1) divided among the ranks below one node: ``owners[i]`` owns [cuts[i], cuts[i + 1])."""
+
+    cuts: list[int]
+    owners: IntArray
+
+    def lookup(self, cuts: Sequence[int]) -> IntArray:
+        """Return the owner of each interval of a finer division."""
+        position = dict(zip(cuts, range(len(cuts)), strict=True))
+        return np.repeat(self.owners, np.diff([position[cut] for cut in self.cuts]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What happens at one parent: for interval i, ``holders[i, k]`` holds it below child k and is given part k of it.
+
+    Part k of interval i is [bounds[i * (d + 1) + k], bounds[i * (d + 1) + k + 1]); it may be empty. ``height`` counts
+    the exchanges below, this one included.
+    """
+
+    parent: str
+    height: int
+    holders: IntArray
+    bounds: list[int]
+    own: Ownership
+
+
+class TreeDivision:
+    """The recursion, run over all below ``top``: ``exchanges`` with children before parents, and the final ``own``.
+
+    ``denominator`` must be a multiple of :func:`denominator_of`; it lets several divisions share their cuts.
+    """
+
+    def __init__(
+        self,
+        top: Node,
+        *,
+        num_ranks: int,
+        fractions: Fractions,
+        target: Target = "balanced",
+        denominator: int | None = None,
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._in_rank_order = target == "rank_order"
+        self._fractions = fractions
+        self.exchanges: list[Exchange] = []
+        self.denominator = denominator or denominator_of(top, fractions, num_ranks if self._in_rank_order else 1)
+        self.own, self.height, _ = self._divide(top)
+
+    def cuts(self) -> set[int]:
+        """Return every cut that any exchange uses."""
+        return {0, self.denominator}.union(*(exchange.bounds for exchange in self.exchanges))
+
+    def _divide(self, node: Node) -> tuple[Ownership, int, list[int]]:
+        """Return who owns what below ``node``, the number of exchanges on top of each other, and the ranks below."""
+        if not node.children:
+            rank: int = node.rank  # type: ignore[union-attr]
+            whole = Ownership(cuts=[0, self.denominator], owners=np.array([rank], dtype=np.int32))
+            return whole, 0, [rank]
+        below = [self._divide(child) for child in node.children]
+        if len(below) == 1:
+            return below[0]
+        height = 1 + max(part[1] for part in below)
+        cuts, chosen = self._cut_at_breakpoints([part[0] for part in below], [part[2] for part in below])
+        holders = np.stack([part[0].lookup(cuts) for part in below], axis=1)
+        bounds = _split(cuts, chosen, weights_of(node, self._fractions))
+        own = _join_neighbours(bounds, holders)
+        self.exchanges.append(Exchange(parent=node.name, height=height, holders=holders, bounds=bounds, own=own))
+        return own, height, [rank for part in below for rank in part[2]]
+
+    def _cut_at_breakpoints(
+        self, children: Sequence[Ownership], ranks_below: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[int | None]]:
+        """Return the common cuts, and for each interval the child that must have it whole, if one must."""
+        cuts = sorted(set().union(*(child.cuts for child in children)))
+        if not self._in_rank_order:
+            return cuts, [None] * (len(cuts) - 1)
+        share = self.denominator // self._num_ranks
+        child_of = {rank: child for child, ranks in enumerate(ranks_below) for rank in ranks}
+        cuts = sorted({*cuts, *(share * (rank + end) for rank in child_of for end in (0, 1))})
+        return cuts, [child_of.get(cut // share) for cut in cuts[:-1]]
+
+
+def weights_of(node: Node, fractions: Fractions) -> Sequence[int]:
+    """Return the weights of a parent's children."""
+    return fractions.get(node.name) or [1] * len(node.children)
+
+
+def denominator_of(node: Node, fractions: Fractions, leaf_denominator: int = 1) -> int:
+    """Return the smallest denominator over which every split below ``node`` comes out even."""
+    if not node.children:
+        return leaf_denominator
+    below = math.lcm(*{denominator_of(child, fractions, leaf_denominator) for child in node.children})
+    return below * sum(weights_of(node, fractions)) if len(node.children) > 1 else below
+
+
+def check_fractions(topology: Topology, fractions: Fractions | None) -> Fractions:
+    """Raise unless each named parent has a weight for each child, not all of them zero."""
+    fractions = fractions or {}
+    parents = {node.name: len(node.children) for node in topology.walk() if node.children}
+    for name, weights in fractions.items():
+        valid = len(weights) == parents.get(name) and all(weight >= 0 for weight in weights) and sum(weights) > 0
+        if not valid:
+            raise ScheduleError(
+                f"fractions give each child of a parent an integer weight, not all zero; {name!r} has "
+                f"{parents.get(name, 'no')} children and was given {list(weights)!r}"
+            )
+    return fractions
+
+
+def _split(cuts: Sequence[int], chosen: Sequence[int | None], weights: Sequence[int]) -> list[int]:
+    upto, total = [0, *accumulate(weights)], sum(weights)
+    bounds: list[int] = []
+    for (start, stop), child in zip(pairwise(cuts), chosen, strict=True):
+        if child is None:
+            bounds += [start + (stop - start) * weight // total for weight in upto]
+        else:
+            bounds += [start] * (child + 1) + [stop] * (len(weights) - child)
+    return bounds
+
+
+def _join_neighbours(bounds: Sequence[int], holders: IntArray) -> Ownership:
+    degree = holders.shape[1]
+    starts = [start for i in range(0, len(bounds), degree + 1) for start in bounds[i : i + degree]]
+    stops = [stop for i in range(0, len(bounds), degree + 1) for stop in bounds[i + 1 : i + degree + 1]]
+    filled = [part for part, (start, stop) in enumerate(zip(starts, stops, strict=True)) if start < stop]
+    owners = holders.reshape(-1)[filled]
+    changes = np.flatnonzero(np.diff(owners, prepend=-1))
+    cuts = [starts[filled[change]] for change in changes.tolist()]
+    return Ownership(cuts=[*cuts, bounds[-1]], owners=owners[changes])

@@ -1,0 +1,103 @@
+"""What a schedule puts on each directed link of a topology, as a whole and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.schedule.draft import Draft
+from syncline.schedule.transfers import Transfers
+from syncline.topology import DirectedLink, Node, Topology
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """The directed links of a topology as columns; ``index`` counts all links up, then all links down.
+
+    ``routes[r]`` are the numbers of the links above rank r, from the leaf; ``depths`` pads them with -1.
+    """
+
+    links: tuple[DirectedLink, ...]
+    bytes_per_s: Floats
+    latency_s: Floats
+    ancestors: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, topology: Topology) -> LinkTable:
+        """Tabulate a topology."""
+        nodes = [node for node in topology.walk() if node.link is not None]
+        number = {node.name: index for index, node in enumerate(nodes)}
+        depth = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
+        ancestors = np.full((topology.num_ranks, depth), -1, dtype=np.int64)
+        for rank in range(topology.num_ranks):
+            path = topology.path(rank)[::-1]
+            ancestors[rank, : len(path)] = [number[node.name] for node in path]
+        return cls(
+            links=tuple(DirectedLink(node.name, direction) for direction in ("up", "down") for node in nodes),
+            bytes_per_s=np.array([_rate(node, up) for up in (True, False) for node in nodes]),
+            latency_s=np.array([_latency(node) for _ in range(2) for node in nodes]),
+            ancestors=ancestors,
+        )
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of links, both directions counted as one."""
+        return len(self.links) // 2
+
+    def load(self, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32], amounts: Floats) -> Floats:
+        """Return for each directed link the sum of the amounts of all messages that cross it."""
+        loads = np.zeros(len(self.links) + 1)  # the last one takes what belongs to no link
+        for level in range(self.ancestors.shape[1]):
+            above_src, above_dst = self.ancestors[src, level], self.ancestors[dst, level]
+            apart = above_src != above_dst
+            for above, offset in ((above_src, 0), (above_dst, self.num_pairs)):
+                crossed = np.where(apart & (above >= 0), above + offset, len(self.links))
+                loads += np.bincount(crossed, weights=amounts, minlength=len(loads))
+        return loads[:-1]
+
+    def latencies(self, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]) -> Floats:
+        """Return the sum of the latencies along each route."""
+        total = np.zeros(len(src))
+        padded = np.append(self.latency_s[: self.num_pairs], 0.0)
+        for level in range(self.ancestors.shape[1]):
+            above_src, above_dst = self.ancestors[src, level], self.ancestors[dst, level]
+            total += np.where(above_src != above_dst, padded[above_src] + padded[above_dst], 0.0)
+        return total
+
+
+def _rate(node: Node, up: bool) -> float:
+    assert node.link is not None
+    return node.link.up_bytes_per_s if up else node.link.down_bytes_per_s
+
+
+def _latency(node: Node) -> float:
+    assert node.link is not None
+    return node.link.latency_s
+
+
+def link_bytes(draft: Draft, topology: Topology, num_bytes: int) -> Mapping[DirectedLink, int]:
+    """Return the bytes on each directed link for a buffer of ``num_bytes`` single bytes in one slice."""
+    table = LinkTable.of(topology)
+    offsets = np.array([cut * num_bytes // draft.denominator for cut in draft.cuts], dtype=np.float64)
+    rows = draft.transfers
+    loads = table.load(rows.src, rows.dst, offsets[rows.last] - offsets[rows.first])
+    return dict(zip(table.links, np.rint(loads).astype(np.int64).tolist(), strict=True))
+
+
+def shares(draft: Draft) -> Floats:
+    """Return what part of the data each transfer moves."""
+    positions = np.array([cut / draft.denominator for cut in draft.cuts])
+    moved: Floats = positions[draft.transfers.last] - positions[draft.transfers.first]
+    return moved
+
+
+def steps_of(rows: Transfers) -> Iterator[slice]:
+    """Yield the rows of each step that has any, as slices."""
+    starts = np.flatnonzero(np.diff(rows.step, prepend=-1)).tolist()
+    for start, stop in zip(starts, [*starts[1:], len(rows)][: len(starts)], strict=True):
+        yield slice(start, stop)

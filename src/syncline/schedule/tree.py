@@ -1,0 +1,70 @@
+"""The tree planner: reduce-scatter, all-gather and all-reduce by direct exchange at each parent of the topology.
+
+Mechanism 2. From the leaves up, the children of one parent exchange apportioned, combined data (see
+:mod:`syncline.schedule.ownership`); the all-gather is the same in reverse. Siblings send in rotation: child k first to
+child k + 1, so that no receiver is hit by all at once.
+
+Cost of one parent with R children that have the fractions f_c: for a reduce-scatter the link of child c carries (1 -
+f_c) S up and (R - 1) f_c S down, for an all-gather the reverse, and for an all-reduce (1 + (R - 2) f_c) S in each
+direction; links below also carry their share of what goes on above. There are as many steps as parents on the longest
+path, twice for an all-reduce. Complexity: O(transfers).
+"""
+
+from __future__ import annotations
+
+from syncline.schedule.collective import Collective
+from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.exchange import draw_exchanges
+from syncline.schedule.ownership import Fractions, Target, TreeDivision, check_fractions
+from syncline.schedule.schedule import Schedule
+from syncline.schedule.transfers import Transfers
+from syncline.schedule.tree_broadcast import draft_tree_broadcast
+from syncline.schedule.verifier import verify
+from syncline.topology import Topology
+
+
+def plan_tree(
+    topology: Topology,
+    collective: Collective,
+    *,
+    fractions: Fractions | None = None,
+    target: Target = "balanced",
+    root: int = 0,
+) -> Schedule:
+    """Plan a collective along the tree; equal portions unless ``fractions`` weighs the children of some parents.
+
+    ``target="rank_order"`` makes rank k own exactly [k/N, (k+1)/N). ``root`` matters to a broadcast alone.
+    """
+    return verify(draft_tree(topology, collective, fractions=fractions, target=target, root=root))
+
+
+def draft_tree(
+    topology: Topology,
+    collective: Collective,
+    *,
+    fractions: Fractions | None = None,
+    target: Target = "balanced",
+    root: int = 0,
+    planner: str = "tree",
+) -> Draft:
+    """Draw what :func:`plan_tree` verifies."""
+    if collective is Collective.BROADCAST:
+        return draft_tree_broadcast(topology, root=root, fractions=fractions, planner=planner)
+    weights = check_fractions(topology, fractions)
+    division = TreeDivision(topology.root, num_ranks=topology.num_ranks, fractions=weights, target=target)
+    cuts = tuple(sorted(division.cuts()))
+    scatter = draw_exchanges(division, cuts).merged()
+    gather = scatter.reversed()
+    transfers = {
+        Collective.REDUCE_SCATTER: lambda: scatter,
+        Collective.ALL_GATHER: lambda: gather,
+        Collective.ALL_REDUCE: lambda: Transfers.concatenate([scatter, gather.shifted(division.height)]),
+    }[collective]()
+    return Draft(
+        collective=collective,
+        num_ranks=topology.num_ranks,
+        cuts=lowest_terms(cuts),
+        transfers=transfers,
+        owners=division.own.lookup(cuts),
+        planner=planner,
+    )

@@ -1,0 +1,135 @@
+"""Proves drafts. What is not proved cannot be run.
+
+Proved is: (1) *form*: cuts rise from 0 to the denominator, ranks and atoms exist, nobody sends to itself; (2)
+*writes*: in one step no atom of a rank is overwritten twice, or both overwritten and added to; (3) *counts*: every
+rank that is promised a result holds each contribution exactly once (counts, not presence), and nothing is read before
+it was written; (4) *owners*: in an all-reduce, the owner of an atom has made its result itself, so that the schedule
+can be split there.
+
+Complexity: time in proportion to the sum over transfers of their atoms (numpy), memory bounded by blocks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.errors import ScheduleError
+from syncline.schedule.blame import describe_atom, explain
+from syncline.schedule.collective import Collective
+from syncline.schedule.draft import UNOWNED, Draft
+from syncline.schedule.replay import find_suspect
+from syncline.schedule.schedule import Schedule, prove
+
+
+def verify(draft: Draft) -> Schedule:
+    """Prove that the draft does what its collective promises, and return it as a schedule that can be run.
+
+    Raises :class:`~syncline.errors.ScheduleError` that names the rule, the rank, the atom and who is counted how often.
+    """
+    _check_cuts(draft)
+    _check_ranks(draft)
+    _check_rows(draft)
+    _check_writes(draft)
+    suspect = find_suspect(draft)
+    if suspect is not None:
+        raise _refusal(draft, explain(draft, suspect))
+    if draft.collective is Collective.ALL_REDUCE:
+        _check_owners_reduce(draft)
+    counted = f"each of {draft.num_ranks} contributions exactly once" if draft.collective.adds else "the one source"
+    return prove(draft, f"{draft.collective.after.value}: {counted}, in each of {draft.num_atoms} atoms")
+
+
+def _refusal(draft: Draft, reason: str) -> ScheduleError:
+    return ScheduleError(
+        f"the {draft.planner} draft for {draft.collective} on {draft.num_ranks} ranks is refused: {reason}; "
+        "this is a fault of the planner, choose another one"
+    )
+
+
+def _check_cuts(draft: Draft) -> None:
+    cuts = draft.cuts
+    rising = len(cuts) >= 2 and all(left < right for left, right in pairwise(cuts))
+    if not rising or cuts[0] != 0:
+        raise _refusal(draft, f"cuts must rise from 0 to the denominator, not {cuts[:8]}...")
+
+
+def _check_ranks(draft: Draft) -> None:
+    if draft.num_ranks < 1 or not 0 <= draft.root < draft.num_ranks:
+        raise _refusal(draft, f"the root must be one of the ranks, not {draft.root}")
+    if draft.owners.shape != (draft.num_atoms,):
+        raise _refusal(draft, f"each of the {draft.num_atoms} atoms needs an owner, not {draft.owners.shape}")
+    lowest = 0 if draft.collective.needs_owners else UNOWNED
+    wrong = np.flatnonzero((draft.owners < lowest) | (draft.owners >= draft.num_ranks))
+    if len(wrong):
+        atom = int(wrong[0])
+        raise _refusal(draft, f"atom {atom} ({describe_atom(draft, atom)}) has rank {draft.owners[atom]} as its owner")
+
+
+def _check_rows(draft: Draft) -> None:
+    rows = draft.transfers
+    rules = {
+        "steps begin at 0 and the rows stand in their order": np.diff(rows.step, prepend=0) >= 0,
+        "sources are ranks": (rows.src >= 0) & (rows.src < draft.num_ranks),
+        "destinations are ranks": (rows.dst >= 0) & (rows.dst < draft.num_ranks),
+        "no rank sends to itself": rows.src != rows.dst,
+        "atoms exist and no transfer is empty": (rows.first >= 0)
+        & (rows.first < rows.last)
+        & (rows.last <= draft.num_atoms),
+    }
+    for rule, kept in rules.items():
+        if not kept.all():
+            row = int(np.flatnonzero(~kept)[0])
+            raise _refusal(draft, f"{rule}, but transfer {row} is {_describe_row(draft, row)}")
+
+
+def _describe_row(draft: Draft, row: int) -> str:
+    return str(next(iter(draft.transfers.take(np.array([row])))))
+
+
+def _check_writes(draft: Draft) -> None:
+    rows = draft.transfers
+    copies = np.flatnonzero(~rows.add)
+    if not len(copies):
+        return
+    keys = (rows.step.astype(np.int64) * draft.num_ranks + rows.dst) * (draft.num_atoms + 1)
+    starts, stops = keys + rows.first, keys + rows.last
+    copies = copies[np.argsort(starts[copies])]
+    clashes = np.flatnonzero(starts[copies[1:]] < stops[copies[:-1]])
+    if len(clashes):
+        raise _clash(draft, int(copies[clashes[0]]), int(copies[clashes[0] + 1]))
+    adds = np.flatnonzero(rows.add & np.isin(rows.step, np.unique(rows.step[copies])))
+    before = np.searchsorted(starts[copies], stops[adds], side="left") - 1
+    clashes = np.flatnonzero((before >= 0) & (stops[copies[before]] > starts[adds]))
+    if len(clashes):
+        raise _clash(draft, int(copies[before[clashes[0]]]), int(adds[clashes[0]]))
+
+
+def _clash(draft: Draft, copy: int, other: int) -> ScheduleError:
+    rows = draft.transfers
+    atom = max(int(rows.first[copy]), int(rows.first[other]))
+    return _refusal(
+        draft,
+        f"in one step an atom is written once or added to, but in step {rows.step[copy]} rank {rows.dst[copy]}, "
+        f"atom {atom} ({describe_atom(draft, atom)}) is overwritten from rank {rows.src[copy]} and also written from "
+        f"rank {rows.src[other]}",
+    )
+
+
+def _check_owners_reduce(draft: Draft) -> None:
+    rows, num_atoms = draft.transfers, draft.num_atoms
+    copies = np.flatnonzero(~rows.add)
+    owned: npt.NDArray[np.int64] = np.sort(draft.owners.astype(np.int64) * num_atoms + np.arange(num_atoms))
+    target = rows.dst[copies].astype(np.int64) * num_atoms
+    low = np.searchsorted(owned, target + rows.first[copies])
+    high = np.searchsorted(owned, target + rows.last[copies])
+    wrong = np.flatnonzero(high > low)
+    if len(wrong):
+        row, atom = int(copies[wrong[0]]), int(owned[low[wrong[0]]] % num_atoms)
+        raise _refusal(
+            draft,
+            f"an owner makes its result itself, but rank {rows.dst[row]} owns atom {atom} "
+            f"({describe_atom(draft, atom)}) and is sent it by rank {rows.src[row]} in step {rows.step[row]}",
+        )
