@@ -1,0 +1,154 @@
+"""`syncline cluster`: which machines would form a cluster, from which features, and why so many clusters."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from syncline.errors import ConfigurationError
+from syncline.topology import Topology
+from syncline.updates.clustered.clustering import Clustering, cluster_vectors
+from syncline.updates.clustered.features import (
+    TOLERANCE,
+    Column,
+    FeatureTable,
+    build_table,
+    topology_features,
+    topology_latencies,
+)
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+_MAX_FORMS = 4
+
+
+@app.command()
+def cluster(
+    topology: Annotated[str | None, typer.Argument(help="A topology file, or the name of a shipped topology.")] = None,
+    clusters: Annotated[int | None, typer.Option(help="Number of clusters (default: by silhouette).")] = None,
+    feature: Annotated[list[str] | None, typer.Option(help="A feature that counts (default: all); repeat.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER: how much a feature counts; repeat.")] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="A feature that differs by less than this part of its mean says nothing.")
+    ] = TOLERANCE,
+    seed: Annotated[int, typer.Option(help="Seed of k-means.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    here: Annotated[
+        bool, typer.Option("--here", help="Print this machine's features, to be pasted into a topology file.")
+    ] = False,
+) -> None:
+    """Print the features of the hosts, normalised, the clusters, the silhouette of each k, and why."""
+    if here:
+        _print_here()
+        return
+    if topology is None:
+        raise ConfigurationError("no topology was given; name a file or a shipped topology, or say --here")
+    loaded = Topology.load(topology)
+    table = build_table(
+        topology_features(loaded),
+        latencies_s=topology_latencies(loaded),
+        use=feature or None,
+        weights=_parse_weights(weight or []),
+        tolerance=tolerance,
+    )
+    clustering = cluster_vectors(table.vectors, num_clusters=clusters, seed=seed)
+    if as_json:
+        print(json.dumps(_record(loaded, table, clustering), indent=2))
+    else:
+        _print_tables(loaded, table, clustering)
+
+
+def _parse_weights(texts: list[str]) -> dict[str, float]:
+    weights = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            raise ConfigurationError(f"--weight {text!r} is not NAME=NUMBER; write for example site=2") from None
+    return weights
+
+
+def _print_here() -> None:
+    from syncline.updates.clustered.machine import read_machine
+
+    pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine(probe_directory=Path.cwd()).items())
+    print(f"features: {{{pairs}}}")
+
+
+def _record(topology: Topology, table: FeatureTable, clustering: Clustering) -> dict[str, object]:
+    return {
+        "topology": topology.name,
+        "hosts": list(table.hosts),
+        "columns": [
+            {
+                "label": column.label,
+                "weight": column.weight,
+                "values": [None if math.isnan(value) else value for value in column.values],
+                "normalised": column.normalised.tolist(),
+            }
+            for column in table.columns
+        ],
+        "clusters": [[table.hosts[host] for host in hosts] for hosts in clustering.clusters],
+        "ranks": [_ranks(topology, table, hosts) for hosts in clustering.clusters],
+        "silhouettes": {str(k): score for k, score in clustering.silhouettes.items()},
+        "reason": clustering.reason,
+    }
+
+
+def _ranks(topology: Topology, table: FeatureTable, hosts: tuple[int, ...]) -> list[int]:
+    return sorted(rank for host in hosts for rank in topology.ranks_of(table.hosts[host]))
+
+
+def _print_tables(topology: Topology, table: FeatureTable, clustering: Clustering) -> None:
+    console = Console(soft_wrap=True)
+    console.print(_feature_table(topology, table, clustering))
+    scores = Table(title="silhouette", title_justify="left")
+    scores.add_column("k", justify="right")
+    scores.add_column("mean silhouette", justify="right")
+    for k, score in clustering.silhouettes.items():
+        scores.add_row(str(k), f"{score:.3f}")
+    if clustering.silhouettes:
+        console.print(scores)
+    console.print(f"{clustering.reason}.", highlight=False)
+    for number, hosts in enumerate(clustering.clusters):
+        names = ", ".join(table.hosts[host] for host in hosts)
+        ranks = ", ".join(map(str, _ranks(topology, table, hosts)))
+        console.print(f"cluster {number}: hosts {names} (ranks {ranks})", highlight=False)
+
+
+def _feature_table(topology: Topology, table: FeatureTable, clustering: Clustering) -> Table:
+    shown = Table(
+        title=f"{topology.name}: features, and below each its normal form (x - mean) / (max - min)",
+        title_justify="left",
+    )
+    shown.add_column("host")
+    shown.add_column("cluster", justify="right")
+    groups: dict[str, list[Column]] = {}
+    for column in table.columns:
+        groups.setdefault(column.feature, []).append(column)
+    for feature in groups:
+        shown.add_column(feature, justify="right")
+    for host, name in enumerate(table.hosts):
+        cells = [_cell(columns, host) for columns in groups.values()]
+        shown.add_row(name, str(clustering.labels[host]), *cells)
+    return shown
+
+
+def _cell(columns: list[Column], host: int) -> str:
+    """Show the value of a feature, and its normal form: one number for each column that it has."""
+    values = [column.values[host] for column in columns]
+    forms = [f"{column.normalised[host]:+.2f}" for column in columns[:_MAX_FORMS]]
+    more = " ..." if len(columns) > _MAX_FORMS else ""
+    if columns[0].text is not None:
+        shown = next((column.text or "" for column in columns if column.values[host] == 1), "?")
+    elif len(columns) > 1:
+        shown = f"mean {sum(values) / len(values):.4g}"
+    else:
+        shown = "?" if math.isnan(values[0]) else f"{values[0]:.4g}"
+    return f"{shown}\n{' '.join(forms)}{more}"

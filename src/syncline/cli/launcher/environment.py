@@ -1,0 +1,65 @@
+"""What each rank is told: torchrun's variables, and Syncline's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from syncline.cli.launcher.job import Job, RankProcess
+
+
+def rank_environment(
+    job: Job,
+    process: RankProcess,
+    *,
+    base: Mapping[str, str],
+    num_cores: int,
+    secret_file: Path | None = None,
+    trace_file: Path | None = None,
+) -> dict[str, str]:
+    """Build the environment of ``process``: ``base``, then what the job says, which ``base`` cannot overrule.
+
+    Only ``OMP_NUM_THREADS``, ``PYTHONUNBUFFERED`` and ``PYTHONFAULTHANDLER`` are defaults that ``base`` may set.
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, num_cores // len(job.processes))),
+        "PYTHONUNBUFFERED": "1",  # a line is seen when it is written
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves a traceback too
+    }
+    environment = defaults | dict(base) | _torch_variables(job, process)
+    return _with_syncline_variables(environment, job, process, secret_file=secret_file, trace_file=trace_file)
+
+
+def _torch_variables(job: Job, process: RankProcess) -> dict[str, str]:
+    num_local = len(job.processes)
+    return {
+        "RANK": str(process.rank),
+        "LOCAL_RANK": str(process.local_rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "GROUP_RANK": str(job.machine_index),
+        "GROUP_WORLD_SIZE": str(job.num_machines),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(process.rank),
+        "ROLE_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": job.master_address,
+        "MASTER_PORT": str(job.master_port),
+    }
+
+
+def _with_syncline_variables(
+    environment: dict[str, str], job: Job, process: RankProcess, *, secret_file: Path | None, trace_file: Path | None
+) -> dict[str, str]:
+    _set_or_clear(environment, "SYNCLINE_HOST", process.host if job.topology else None)
+    _set_or_clear(environment, "SYNCLINE_TOPOLOGY", job.topology)
+    _set_or_clear(environment, "SYNCLINE_TRACE", trace_file)
+    if secret_file is not None:
+        environment.pop("SYNCLINE_SECRET", None)
+        environment["SYNCLINE_SECRET_FILE"] = str(secret_file)
+    return environment
+
+
+def _set_or_clear(environment: dict[str, str], name: str, value: object | None) -> None:
+    environment.pop(name, None)
+    if value is not None:
+        environment[name] = str(value)

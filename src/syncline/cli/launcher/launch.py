@@ -1,0 +1,108 @@
+"""From what the user asked for to a finished job: the one door for ``syncline run`` and ``syncline demo``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from syncline.cli.launcher.environment import rank_environment
+from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master
+from syncline.cli.launcher.scratch import (
+    find_free_port,
+    merge_trace_parts,
+    prepare_secret,
+    trace_parts,
+    trace_target,
+)
+from syncline.cli.launcher.session import Session, run_job
+from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.terminal import Terminal
+from syncline.errors import ConfigurationError
+from syncline.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for; None where he said nothing."""
+
+    command: tuple[str, ...]
+    topology: str | None = None
+    num_ranks: int | None = None
+    host: str | None = None
+    master: str | None = None
+    secret_file: Path | None = None
+    trace: Path | None = None
+    terminal_rank: int | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def launch(request: Request, *, terminal: Terminal | None = None) -> int:
+    """Start this host's ranks and wait for them; returns the exit code."""
+    terminal = terminal or Terminal()
+    topology, named_as = _find_topology(request)
+    host = choose_host(topology, asked=request.host, environment=os.environ) if named_as else None
+    is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
+    master = choose_master(
+        asked=request.master, environment=os.environ, is_whole=is_whole, free_port=find_free_port(), host=host
+    )
+    job = build_job(topology, command=request.command, host=host, master=master, named_as=named_as)
+    with tempfile.TemporaryDirectory(prefix="syncline-") as scratch:
+        return _run_in(Path(scratch), request, job, host, terminal)
+
+
+def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
+    secret = prepare_secret(job, asked=request.secret_file, environment=os.environ, folder=scratch)
+    traces = trace_parts(job, scratch) if request.trace else {}
+    environments = {
+        process.rank: rank_environment(
+            job,
+            process,
+            base=os.environ,
+            num_cores=len(os.sched_getaffinity(0)),
+            secret_file=secret,
+            trace_file=traces.get(process.rank),
+        )
+        for process in job.processes
+    }
+    session = Session(
+        job=job, environments=environments, limits=request.limits, terminal_rank=_terminal_rank(request, job)
+    )
+    code = run_job(session, terminal)
+    if request.trace:
+        _save_trace(trace_target(job, request.trace, host), traces, terminal)
+    return code
+
+
+def _find_topology(request: Request) -> tuple[Topology, str | None]:
+    """Find the topology, and what the ranks are told to load (None for one flat switch)."""
+    # an argument, be it only --ranks, beats the environment
+    named = request.topology or (os.environ.get("SYNCLINE_TOPOLOGY") if request.num_ranks is None else None)
+    if named is None:
+        if request.num_ranks is None:
+            raise ConfigurationError("the number of ranks is not known; say --ranks N or --topology FILE")
+        if request.num_ranks < 1:
+            raise ConfigurationError(f"--ranks must be at least 1, got {request.num_ranks}")
+        if request.host is not None:
+            raise ConfigurationError(f"--host {request.host} needs a topology that names it; add --topology FILE")
+        return Topology.flat(request.num_ranks), None
+    topology = Topology.load(named)
+    if request.num_ranks is not None:
+        topology.check_world_size(request.num_ranks)
+    # a rank may change its folder before it loads the file
+    return topology, str(Path(named).absolute()) if Path(named).is_file() else named
+
+
+def _terminal_rank(request: Request, job: Job) -> int | None:
+    ranks = [process.rank for process in job.processes]
+    return request.terminal_rank if request.terminal_rank in ranks else None
+
+
+def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal) -> None:
+    num_written = merge_trace_parts(parts, target)
+    if num_written:
+        terminal.say(f"trace of {num_written} of {len(parts)} ranks: {target} (opens in https://ui.perfetto.dev)")
+    else:
+        terminal.say("no rank wrote a trace; a script traces itself once it calls syncline.init()", is_error=True)

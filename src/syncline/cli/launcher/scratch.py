@@ -1,0 +1,58 @@
+"""What a launch needs on the side: a free port, a secret that nobody else can read, a trace file for each rank."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from syncline.cli.launcher.job import Job
+
+SECRET_BYTES = 32
+
+
+def find_free_port() -> int:
+    """Find a TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def prepare_secret(job: Job, *, asked: Path | None, environment: Mapping[str, str], folder: Path) -> Path | None:
+    """Find the file with the job's secret: the one asked for; else a fresh one, where all ranks start here.
+
+    Ranks on several machines must share a secret that the user spread; it never travels through the store.
+    """
+    if asked is not None:
+        return asked.absolute()
+    is_given = environment.get("SYNCLINE_SECRET") or environment.get("SYNCLINE_SECRET_FILE")
+    if is_given or not job.is_whole:
+        return None
+    path = folder / "secret"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(SECRET_BYTES))
+    return path
+
+
+def trace_parts(job: Job, folder: Path) -> Mapping[int, Path]:
+    """Say where each rank of this launcher writes its own trace."""
+    return {process.rank: folder / f"trace-{process.rank}.json" for process in job.processes}
+
+
+def merge_trace_parts(parts: Mapping[int, Path], target: Path) -> int:
+    """Write one trace of what the ranks left behind; returns how many of them left something."""
+    from syncline.observe import merge_traces
+
+    written = [path for path in parts.values() if path.exists()]
+    if written:
+        merge_traces(written, target)
+    return len(written)
+
+
+def trace_target(job: Job, asked: Path, host: str | None) -> Path:
+    """Name this launcher's trace: as asked, with the host's name in it where others write theirs too."""
+    return asked if job.is_whole or host is None else asked.with_suffix(f".{host}{asked.suffix}")

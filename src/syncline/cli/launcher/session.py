@@ -1,0 +1,208 @@
+"""Runs a job: the asyncio loop that reads the ranks' output, tells the supervisor what happens, and does what it says.
+
+One thread, no locks: output pipes, the exit of processes (pidfds), signals and timers are all events of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from syncline.cli.launcher.failure import describe_failures, describe_first
+from syncline.cli.launcher.job import Job, RankProcess
+from syncline.cli.launcher.lines import LineSplitter
+from syncline.cli.launcher.process import RankHandle, start_rank
+from syncline.cli.launcher.supervisor import (
+    Announce,
+    Event,
+    Instruction,
+    Interrupted,
+    Limits,
+    RankExited,
+    SendSignal,
+    Supervisor,
+    Terminated,
+    TimePassed,
+)
+from syncline.cli.launcher.terminal import Terminal, colour_of, labels
+
+READ_BYTES = 1 << 16
+NUM_KEPT_LINES = 400
+"""Of each rank's standard error, for the report of a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What :func:`run_job` is given: the job, an environment for each rank, and how its output is shown."""
+
+    job: Job
+    environments: Mapping[int, Mapping[str, str]]
+    limits: Limits
+    terminal_rank: int | None = None
+    """The rank whose standard output is the terminal itself, for a progress bar."""
+
+
+def run_job(session: Session, terminal: Terminal) -> int:
+    """Run all ranks to their end; returns the exit code."""
+    return asyncio.run(_Runner(session, terminal).run())
+
+
+class _Stream:
+    """One output pipe of a rank."""
+
+    def __init__(self, pipe: IO[bytes], *, is_error: bool, show: Callable[[list[str], bool], None]) -> None:
+        self.descriptor = pipe.fileno()
+        self._pipe = pipe
+        self._is_error = is_error
+        self._splitter = LineSplitter()
+        self._show = show
+
+    def read(self, now_s: float) -> bytes | None:
+        """Show what has arrived; empty at the end of the stream, None when nothing is there for now."""
+        try:
+            data = os.read(self.descriptor, READ_BYTES)
+        except BlockingIOError:
+            return None
+        self._show(self._splitter.feed(data, now_s), self._is_error)
+        return data
+
+    def close(self, now_s: float) -> None:
+        """Read what is there, and show a last line without an end too."""
+        while self.read(now_s):
+            pass
+        self._show(self._splitter.finish(), self._is_error)
+        self._pipe.close()
+
+
+class _Runner:
+    def __init__(self, session: Session, terminal: Terminal) -> None:
+        self._session = session
+        self._terminal = terminal
+        self._names = {process.rank: process.name for process in session.job.processes}
+        if session.job.topology is None:
+            self._names = {rank: f"rank {rank}" for rank in self._names}
+        self._supervisor = Supervisor(self._names, session.limits)
+        self._handles: dict[int, RankHandle] = {}
+        self._streams: dict[int, list[_Stream]] = {}
+        self._tails: dict[int, deque[str]] = {rank: deque(maxlen=NUM_KEPT_LINES) for rank in self._names}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._finished = asyncio.Event()
+        with self._signals():
+            try:
+                for process in self._session.job.processes:
+                    self._start(process)
+                await self._finished.wait()
+            finally:
+                self._kill_rest()
+        self._report()
+        return self._supervisor.exit_code
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into events while ranks run; exec resets them to the default actions for the ranks."""
+        endings = (signal.SIGTERM, signal.SIGHUP)
+        self._loop.add_signal_handler(signal.SIGINT, self._handle, Interrupted())
+        for number in endings:
+            self._loop.add_signal_handler(number, self._handle, Terminated(signal_number=number))
+        yield
+        for number in (signal.SIGINT, *endings):
+            self._loop.remove_signal_handler(number)
+
+    def _start(self, process: RankProcess) -> None:
+        job, rank = self._session.job, process.rank
+        handle = start_rank(
+            job.command,
+            environment=self._session.environments[rank],
+            owns_terminal=rank == self._session.terminal_rank,
+            name=self._names[rank],
+        )
+        self._handles[rank] = handle
+        show = self._show_of(rank, "" if rank == self._session.terminal_rank else labels(job)[rank])
+        self._streams[rank] = [
+            _Stream(pipe, is_error=pipe is handle.stderr, show=show)
+            for pipe in (handle.stdout, handle.stderr)
+            if pipe is not None
+        ]
+        for stream in self._streams[rank]:
+            self._loop.add_reader(stream.descriptor, self._on_output, stream)
+        self._loop.add_reader(handle.pidfd, self._on_exit, rank)
+
+    def _show_of(self, rank: int, label: str) -> Callable[[list[str], bool], None]:
+        def show(lines: list[str], is_error: bool) -> None:
+            if is_error:
+                self._tails[rank].extend(lines)
+            self._terminal.write_lines(lines, label=label, colour=colour_of(rank), is_error=is_error)
+
+        return show
+
+    def _on_output(self, stream: _Stream) -> None:
+        if stream.read(self._loop.time()) == b"":
+            self._loop.remove_reader(stream.descriptor)  # its end; the rank's exit closes it
+        if self._terminal.is_broken:
+            self._handle(Terminated(signal_number=signal.SIGPIPE))
+
+    def _on_exit(self, rank: int) -> None:
+        handle = self._handles.pop(rank)
+        self._loop.remove_reader(handle.pidfd)
+        how = handle.take_exit()
+        for stream in self._streams.pop(rank):
+            self._loop.remove_reader(stream.descriptor)
+            stream.close(self._loop.time())
+        self._handle(RankExited(rank=rank, exit=how))
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._supervisor.handle(event, self._loop.time()):
+            self._follow(instruction)
+        if self._timer is not None:
+            self._timer.cancel()
+        wake_at_s = self._supervisor.wake_at_s
+        self._timer = None if wake_at_s is None else self._loop.call_at(wake_at_s, self._handle, TimePassed())
+        if self._supervisor.is_finished:
+            self._finished.set()
+
+    def _follow(self, instruction: Instruction) -> None:
+        if isinstance(instruction, SendSignal):
+            if instruction.rank in self._handles:
+                self._handles[instruction.rank].send_signal(instruction.signal_number)
+            return
+        self._announce(instruction)
+
+    def _announce(self, announcement: Announce) -> None:
+        if announcement.rank is None:
+            how = "Ctrl-C again kills them" if announcement.reason == "interrupt" else "as the launcher was told to end"
+            self._terminal.say(f"ending {len(self._supervisor.living)} ranks; {how}")
+            return
+        failure = self._supervisor.failures[-1]
+        words = describe_first(
+            self._names[failure.rank],
+            failure.exit,
+            num_living=len(self._supervisor.living),
+            grace_s=self._session.limits.grace_s,
+        )
+        self._terminal.say(words, is_error=True)
+
+    def _report(self) -> None:
+        if not self._supervisor.failures or self._supervisor.ended_by is not None:
+            return
+        report = describe_failures(self._supervisor.failures, names=self._names, tails=self._tails)
+        self._terminal.say("\n".join(report), is_error=True)
+
+    def _kill_rest(self) -> None:
+        """Leave nothing behind when the launcher itself fails, for instance because a rank cannot be started."""
+        for rank, handle in self._handles.items():
+            self._loop.remove_reader(handle.pidfd)
+            handle.send_signal(signal.SIGKILL)
+            handle.take_exit()
+            for stream in self._streams.pop(rank, []):
+                self._loop.remove_reader(stream.descriptor)
+                stream.close(self._loop.time())
+        self._handles.clear()

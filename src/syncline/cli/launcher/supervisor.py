@@ -1,0 +1,192 @@
+"""Decides what becomes of a job when one of its ranks ends, fails or is interrupted. Events in, instructions out.
+
+The first rank that fails ends the job, but not at once: the others get ``grace_s`` to notice by themselves, so that the
+launcher never hides what they would have said. Then SIGTERM, then SIGKILL, all inside ten seconds. Ctrl-C is passed on
+once, and the ranks may take their time (a checkpoint is being written) until one of them ends badly; the second Ctrl-C
+kills.
+
+Time is passed in; nothing here touches a process, so tests compare lists of instructions.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long ranks may take to end, in seconds after what made them end."""
+
+    grace_s: float = 5.0
+    """Survivors of a failure, until SIGTERM."""
+    stubborn_s: float = 3.0
+    """From SIGTERM to SIGKILL."""
+    interrupt_s: float = 30.0
+    """After Ctrl-C, until SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a process ended: by itself with ``code``, or by ``signal_number``."""
+
+    code: int | None = None
+    signal_number: int | None = None
+
+    @property
+    def is_success(self) -> bool:
+        """Whether it ended by itself with code 0."""
+        return self.code == 0
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would report."""
+        return self.code if self.code is not None else 128 + (self.signal_number or 0)
+
+    def __str__(self) -> str:
+        if self.signal_number is None:
+            return f"exit code {self.code}"
+        return f"killed by {signal.Signals(self.signal_number).name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited:
+    """Event: a rank's process is over, and its output has been read to the end."""
+
+    rank: int
+    exit: Exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """Event: the user pressed Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminated:
+    """Event: the launcher was asked to end (SIGTERM, SIGHUP, or nobody reads its output any more)."""
+
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """Event: the time in ``wake_at_s`` has come."""
+
+
+Event = RankExited | Interrupted | Terminated | TimePassed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSignal:
+    """Instruction: send a signal to a rank's process group."""
+
+    rank: int
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """Instruction: tell the user; ``rank`` has just failed first, or all are ending because ``reason``."""
+
+    reason: str
+    rank: int | None = None
+
+
+Instruction = SendSignal | Announce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A rank that did not end well, in the order in which they ended."""
+
+    rank: int
+    exit: Exit
+    was_signalled: bool
+    """Whether the launcher had told it to end."""
+
+
+class Supervisor:
+    """The job's state: who lives, who failed, and which signals are due when."""
+
+    def __init__(self, ranks: Iterable[int], limits: Limits | None = None) -> None:
+        self.living = set(ranks)
+        self.failures: list[Failure] = []
+        self.ended_by: int | None = None
+        """The signal by which the user ended the job, if he did."""
+        self._limits = limits or Limits()
+        self._due: list[tuple[float, int]] = []
+        self._were_signalled = False
+        self._were_terminated = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no rank is left."""
+        return not self.living
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When :class:`TimePassed` should be handled, if at all."""
+        return self._due[0][0] if self._due and self.living else None
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher returns once it is finished."""
+        if self.ended_by is not None:
+            return 128 + self.ended_by
+        return self.failures[0].exit.shell_code if self.failures else 0
+
+    def handle(self, event: Event, now_s: float) -> tuple[Instruction, ...]:
+        """Decide what to do about ``event``."""
+        if isinstance(event, RankExited):
+            return self._on_exit(event, now_s)
+        if isinstance(event, Interrupted):
+            return self._on_interrupt(now_s)
+        if isinstance(event, Terminated):
+            return self._on_terminated(event, now_s)
+        return self._on_time(now_s)
+
+    def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
+        self.living.discard(event.rank)
+        if event.exit.is_success:
+            return ()
+        self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
+        if len(self.failures) > 1:
+            return ()
+        self._plan(now_s + self._limits.grace_s)
+        return (Announce(reason="failure", rank=event.rank),) if self.ended_by is None else ()
+
+    def _on_interrupt(self, now_s: float) -> tuple[Instruction, ...]:
+        if self.ended_by is not None:
+            return self._signal_all(signal.SIGKILL)
+        self.ended_by = signal.SIGINT
+        self._plan(now_s + self._limits.interrupt_s)
+        return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
+
+    def _on_terminated(self, event: Terminated, now_s: float) -> tuple[Instruction, ...]:
+        if self.ended_by is not None:
+            return ()
+        self.ended_by = event.signal_number
+        self._plan(now_s)
+        return (Announce(reason="termination"), *self._on_time(now_s))
+
+    def _on_time(self, now_s: float) -> tuple[Instruction, ...]:
+        instructions: list[Instruction] = []
+        while self._due and self._due[0][0] <= now_s:
+            _, signal_number = self._due.pop(0)
+            instructions.extend(self._signal_all(signal_number))
+        return tuple(instructions)
+
+    def _plan(self, terminate_at_s: float) -> None:
+        """End everybody at ``terminate_at_s``, or earlier if that was planned already."""
+        if not self._were_terminated and (not self._due or terminate_at_s < self._due[0][0]):
+            self._due = [
+                (terminate_at_s, signal.SIGTERM),
+                (terminate_at_s + self._limits.stubborn_s, signal.SIGKILL),
+            ]
+
+    def _signal_all(self, signal_number: int) -> tuple[Instruction, ...]:
+        self._were_signalled = True
+        self._were_terminated |= signal_number != signal.SIGINT
+        return tuple(SendSignal(rank=rank, signal_number=signal_number) for rank in sorted(self.living))

@@ -1,0 +1,65 @@
+"""Writes whole lines to the launcher's own standard output and error, each with the name of the rank that wrote it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from syncline.cli.launcher.job import Job
+
+# The colours that read well on dark and light ground; ranks share them in turn.
+RANK_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+RED = 31
+
+
+class Terminal:
+    """The launcher's output. ``is_broken`` tells that nobody reads it any more (``syncline run ... | head``)."""
+
+    def __init__(self, *, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
+        self._stdout = stdout or sys.stdout
+        self._stderr = stderr or sys.stderr
+        self.is_broken = False
+
+    def write_lines(self, lines: list[str], *, label: str, colour: int, is_error: bool) -> None:
+        """Write a rank's ``lines``, each after ``label``."""
+        stream = self._stderr if is_error else self._stdout
+        prefix = _painted(label, colour, stream)
+        self._write(stream, "".join(f"{prefix} {line}\n" if label else f"{line}\n" for line in lines))
+
+    def say(self, text: str, *, is_error: bool = False) -> None:
+        """Write the launcher's own words."""
+        stream = self._stderr
+        self._write(stream, f"{_painted('syncline:', RED if is_error else 1, stream)} {text}\n")
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        if not text or self.is_broken:
+            return
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            self.is_broken = True
+            # Python flushes once more at exit, which would raise again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def labels(job: Job) -> Mapping[int, str]:
+    """``"[2]"``, or ``"[b1:2]"`` where the job's topology names several hosts."""
+    hosts = {process.host for process in job.processes}
+    has_hosts = job.topology is not None and (len(hosts) > 1 or job.num_machines > 1)
+    return {
+        process.rank: f"[{process.host}:{process.rank}]" if has_hosts else f"[{process.rank}]"
+        for process in job.processes
+    }
+
+
+def colour_of(rank: int) -> int:
+    """Choose the colour of a rank's label, as an ANSI number."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def _painted(text: str, colour: int, stream: TextIO) -> str:
+    is_wanted = stream.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[{colour}m{text}\x1b[0m" if is_wanted else text

@@ -1,0 +1,87 @@
+"""The command line's front door: finds the command, imports it then, and turns errors into one clear message."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from syncline.errors import SynclineError
+
+USAGE_ERROR = 2
+
+# name -> (module with `app`, what `syncline --help` says); a module is imported when its command is called
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "run": ("syncline.cli.run", "Start this host's ranks of a training script."),
+    "demo": ("syncline.cli.demo", "Train a small byte-level GPT on Python's own source, across 4 ranks."),
+    "plan": ("syncline.cli.plan", "Show bytes and time on each link, the lower bound, and which planner wins."),
+    "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),
+}
+
+
+class _Commands(typer.core.TyperGroup):
+    """Knows its commands by name and one line; the rest is imported when one of them is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the base class has it)
+        """List the names, in the order in which they are learnt."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a stand-in that carries the name and the help line."""
+        if cmd_name not in COMMANDS:
+            return None
+        return typer.core.TyperCommand(name=cmd_name, help=COMMANDS[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that ``args`` begin with, and import it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in COMMANDS:
+            command = typer.main.get_command(import_module(COMMANDS[name][0]).app)
+        return name, command, rest
+
+
+app = typer.Typer(
+    name="syncline",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"syncline {version('syncline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _front(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fast data-parallel PyTorch training on networks that are not uniform."""
+
+
+def main() -> None:
+    """Run the command line; an error that Syncline raised on purpose is printed without a traceback."""
+    try:
+        app()
+    except SynclineError as error:
+        is_colourful = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        red, plain = ("\x1b[1;31m", "\x1b[0m") if is_colourful else ("", "")
+        print(f"{red}error:{plain} {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""``syncline run``: start this host's ranks of a training script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syncline.cli.launcher.launch import Request, launch
+from syncline.errors import ConfigurationError
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The script, or module, or program.", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    *,
+    topology: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks.", show_default=False)] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
+    ] = None,
+    foreground: Annotated[
+        int | None,
+        typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+) -> None:
+    """Start this host's ranks of a training script, and end them together.
+
+    Each rank gets torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), so a script that
+    uses torch.distributed alone starts too.
+
+    Which ranks start here: those of --host; else of SYNCLINE_HOST; else of the topology's host that is named like this
+    machine; else all of them, so that one machine stands for all hosts.
+
+    If a rank fails, the others get 5 s to end by themselves, then SIGTERM, then SIGKILL: all within 10 s.
+    """
+    request = Request(
+        command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),
+        topology=topology,
+        num_ranks=ranks,
+        host=host,
+        master=master,
+        secret_file=secret_file,
+        trace=trace,
+        terminal_rank=foreground,
+    )
+    raise typer.Exit(launch(request))
+
+
+def build_command(script: str, args: tuple[str, ...], *, is_module: bool, is_program: bool) -> tuple[str, ...]:
+    """Build the command line of a rank."""
+    if is_module and is_program:
+        raise ConfigurationError("--module and --no-python exclude each other; give one of them")
+    if is_program:
+        return (script, *args)
+    if is_module:
+        return (sys.executable, "-m", script, *args)
+    if not Path(script).is_file():
+        raise ConfigurationError(f"there is no script '{script}'; -m starts a module, --no-python any program")
+    return (sys.executable, script, *args)

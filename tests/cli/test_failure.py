@@ -1,0 +1,48 @@
+"""What the user reads when a rank fails."""
+
+from syncline.cli.launcher.failure import describe_failures, describe_first, pick_cause, traceback_of
+from syncline.cli.launcher.supervisor import Exit, Failure
+
+NAMES = {0: "rank 0 (host a1)", 1: "rank 1 (host a1)", 2: "rank 2 (host b1)"}
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "ValueError: boom"]
+
+
+def failure(rank, *, was_signalled=False, **how):
+    return Failure(rank=rank, exit=Exit(**how), was_signalled=was_signalled)
+
+
+def test_the_report_has_rank_host_code_traceback_and_the_others():
+    failures = [failure(2, code=1), failure(0, code=1), failure(1, signal_number=15, was_signalled=True)]
+    tails = {2: ["a warning", *TRACEBACK], 0: ["syncline.errors.PeerLostError: rank 2 (host b1) is gone"]}
+    assert describe_failures(failures, names=NAMES, tails=tails) == [
+        "the job failed: rank 2 (host b1), exit code 1",
+        *(f"    {line}" for line in TRACEBACK),
+        "  then rank 0 (host a1): exit code 1: syncline.errors.PeerLostError: rank 2 (host b1) is gone",
+        "  then rank 1 (host a1): ended by the launcher (killed by SIGTERM)",
+    ]
+
+
+def test_a_rank_that_only_lost_its_peer_is_not_the_cause_though_it_ended_first():
+    failures = [failure(0, code=1), failure(2, signal_number=9)]
+    tails = {0: ["syncline.errors.PeerLostError: rank 2 (host b1) is gone"], 2: []}
+    assert pick_cause(failures, tails).rank == 2
+    assert pick_cause(failures[:1], tails).rank == 0
+
+
+def test_a_signal_is_explained():
+    report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={})
+    assert report == ["the job failed: rank 1 (host a1), killed by SIGKILL (out of memory, or somebody's kill -9)"]
+
+
+def test_chained_tracebacks_are_kept_together_and_other_ends_are_short():
+    chained = [*TRACEBACK, "", "During handling of the above exception, another exception occurred:", "", *TRACEBACK]
+    assert traceback_of(["noise", *chained]) == chained
+    assert traceback_of([f"line {k}" for k in range(100)]) == [f"line {k}" for k in range(80, 100)]
+
+
+def test_the_first_word_says_what_happens_next():
+    how = Exit(code=3)
+    assert describe_first("rank 1", how, num_living=2, grace_s=5.0) == (
+        "rank 1 ended with exit code 3; the other 2 ranks get 5 s to end by themselves"
+    )
+    assert describe_first("rank 1", Exit(signal_number=9), num_living=0, grace_s=5.0) == "rank 1 was killed by SIGKILL"

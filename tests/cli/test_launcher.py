@@ -1,0 +1,243 @@
+"""The launcher on real processes: tiny scripts without torch, and no test that waits by the clock."""
+
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from syncline.cli.launcher.launch import Request, launch
+from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.terminal import Terminal
+from syncline.errors import ConfigurationError, LaunchError, TopologyError
+
+QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
+DEADLINE_S = 20.0
+TWO_HOSTS = """
+topology: two-hosts
+switch: core
+children:
+  - {host: a1, uplink: 1 Gbit/s, ranks: 1}
+  - {host: b1, uplink: 1 Gbit/s, ranks: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SYNCLINE_")]:
+        monkeypatch.delenv(name)
+
+
+def start(script, *, num_ranks=2, **said):
+    """Run ``script`` on all ranks; returns exit code, standard output and standard error."""
+    out, error = io.StringIO(), io.StringIO()
+    command = (sys.executable, "-S", "-c", "import os, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
+    topology = {} if "topology" in said else {"num_ranks": num_ranks}
+    request = Request(command=command, limits=QUICK, **topology, **said)
+    code = launch(request, terminal=Terminal(stdout=out, stderr=error))
+    return code, out.getvalue(), error.getvalue()
+
+
+def test_each_line_carries_its_rank_and_keeps_its_stream():
+    code, out, error = start(
+        """
+        sys.stdout.write("half "); sys.stdout.flush(); print("and half")
+        print("to stderr", file=sys.stderr)
+        sys.stdout.write("no end")
+        """
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] half and half", "[0] no end", "[1] half and half", "[1] no end"]
+    assert sorted(error.splitlines()) == ["[0] to stderr", "[1] to stderr"]
+
+
+def test_lines_of_ranks_never_mix():
+    code, out, _ = start("for k in range(300): print(str(rank) * 200)", num_ranks=3)
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) == 900
+    assert set(lines) == {f"[{rank}] {str(rank) * 200}" for rank in range(3)}
+
+
+def test_the_ranks_of_one_host_know_their_place(tmp_path):
+    path = tmp_path / "net.yaml"
+    path.write_text(TWO_HOSTS)
+    script = "import json; print(json.dumps({k: v for k, v in os.environ.items()}))"
+    code, out, _ = start(script, topology=str(path), host="b1", master="127.0.0.1:4000")
+    assert code == 0
+    told = {label: json.loads(rest) for label, rest in (line.split(" ", 1) for line in out.splitlines())}
+    assert sorted(told) == ["[b1:1]", "[b1:2]"]
+    last = told["[b1:2]"]
+    assert [last[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["2", "1", "3", "2"]
+    assert [last[name] for name in ("MASTER_PORT", "SYNCLINE_HOST")] == ["4000", "b1"]
+    assert last["SYNCLINE_TOPOLOGY"] == str(path)
+
+
+def test_ranks_share_a_secret_that_no_argument_shows():
+    script = """
+    path = os.environ["SYNCLINE_SECRET_FILE"]
+    secret = open(path).read()
+    assert secret not in open("/proc/self/cmdline").read()
+    print(oct(os.stat(path).st_mode), secret)
+    """
+    code, out, _ = start(script)
+    assert code == 0
+    shown = {line.split(" ", 1)[1] for line in out.splitlines()}
+    assert len(shown) == 1
+    assert shown.pop().startswith("0o100600 ")
+
+
+def test_a_failure_is_reported_with_rank_code_and_traceback():
+    code, _, error = start("if rank == 1: raise ValueError('boom')")
+    assert code == 1
+    assert "syncline: rank 1 ended with exit code 1" in error
+    report = error[error.index("the job failed") :]
+    assert report.startswith("the job failed: rank 1, exit code 1\n    Traceback (most recent call last):")
+    assert "    ValueError: boom" in report
+
+
+def test_survivors_may_say_what_they_saw_before_they_are_ended():
+    script = """
+    if rank == 1:
+        sys.exit(3)
+    print("lost a peer", file=sys.stderr); sys.exit(4)
+    """
+    code, _, error = start(script)
+    assert code in {3, 4}  # whichever ended first
+    assert "lost a peer" in error
+
+
+def test_a_stubborn_rank_is_killed(tmp_path):
+    os.mkfifo(tmp_path / "ready")
+    code, _, error = start(
+        f"""
+        import signal
+        if rank == 0:
+            open({str(tmp_path / "ready")!r}).read()  # until the others have deaf ears
+            os._exit(7)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open({str(tmp_path / "ready")!r}, "w").close()
+        while True: signal.pause()
+        """
+    )
+    assert code == 7
+    assert "then rank 1: ended by the launcher (killed by SIGKILL)" in error
+
+
+def test_what_a_rank_leaves_running_is_ended_with_it(tmp_path):
+    script = """
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"],
+                             stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(child.pid)
+    """
+    code, out, _ = start(script, num_ranks=1)
+    assert code == 0
+    wait_until_ended(int(out.split()[1]))
+
+
+def test_one_rank_can_own_the_terminal(capfd):
+    code, out, _ = start("print('from', rank)", terminal_rank=0)
+    assert code == 0
+    assert out == "[1] from 1\n"
+    assert capfd.readouterr().out == "from 0\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ({"num_ranks": 0}, ConfigurationError, "--ranks must be at least 1"),
+        ({"num_ranks": None}, ConfigurationError, "say --ranks N or --topology FILE"),
+        ({"num_ranks": 2, "host": "a1"}, ConfigurationError, "--host a1 needs a topology"),
+        ({"num_ranks": 3, "topology": "demo-1-3"}, TopologyError, "4 ranks but the job has 3"),
+        ({"num_ranks": 1, "command": ("/no/such/program",)}, LaunchError, "rank 0 cannot be started.*No such file"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_a_reason(said, error, message):
+    with pytest.raises(error, match=message):
+        launch(Request(**({"command": ("true",)} | said)), terminal=Terminal(stdout=io.StringIO()))
+
+
+class Launcher:
+    """``syncline run`` in a process of its own, for signals."""
+
+    def __init__(self, script, tmp_path, *options):
+        path = tmp_path / "script.py"
+        path.write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
+        command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", *options, str(path)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def lines(self, count):
+        return sorted(self.process.stdout.readline().rstrip("\n") for _ in range(count))
+
+    def finish(self):
+        out, error = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, error
+
+
+def test_ctrl_c_ends_all_ranks_cleanly(tmp_path):
+    launcher = Launcher(
+        """
+        try:
+            print("ready")
+            while True: signal.pause()
+        except KeyboardInterrupt:
+            print("saved")
+        """,
+        tmp_path,
+    )
+    assert launcher.lines(2) == ["[0] ready", "[1] ready"]
+    launcher.process.send_signal(signal.SIGINT)
+    code, out, error = launcher.finish()
+    assert (code, sorted(out.splitlines())) == (130, ["[0] saved", "[1] saved"])
+    assert "Traceback" not in error
+
+
+def test_the_second_ctrl_c_kills(tmp_path):
+    launcher = Launcher(
+        """
+        signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
+        print("ready")
+        while True: signal.pause()
+        """,
+        tmp_path,
+    )
+    launcher.lines(2)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.lines(2) == ["[0] heard", "[1] heard"]
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish()[0] == 130
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_die_with_their_launcher(tmp_path, signal_number):
+    launcher = Launcher("print(os.getpid())\nwhile True: signal.pause()", tmp_path)
+    pidfds = [os.pidfd_open(int(line.split()[1])) for line in launcher.lines(2)]
+    launcher.process.send_signal(signal_number)
+    launcher.finish()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], DEADLINE_S)[0], "a rank outlived its launcher"
+        os.close(pidfd)
+
+
+def test_a_reader_that_goes_away_ends_the_job(tmp_path):
+    launcher = Launcher("while True: print('again')", tmp_path)
+    launcher.lines(1)
+    launcher.process.stdout.close()
+    assert launcher.process.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
+    launcher.process.stderr.close()
+
+
+def wait_until_ended(pid):
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([pidfd], [], [], DEADLINE_S)[0], f"process {pid} still runs"
+    os.close(pidfd)

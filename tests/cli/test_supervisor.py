@@ -1,0 +1,115 @@
+"""The supervisor's decisions, as lists of instructions: no processes, no sockets, no waiting."""
+
+import signal
+
+from syncline.cli.launcher.supervisor import (
+    Announce,
+    Exit,
+    Interrupted,
+    Limits,
+    RankExited,
+    SendSignal,
+    Supervisor,
+    Terminated,
+    TimePassed,
+)
+
+LIMITS = Limits(grace_s=5.0, stubborn_s=3.0, interrupt_s=30.0)
+
+
+def supervisor(num_ranks=3):
+    return Supervisor(range(num_ranks), LIMITS)
+
+
+def ended(rank, code=0):
+    return RankExited(rank=rank, exit=Exit(code=code))
+
+
+def sent(signal_number, *ranks):
+    return tuple(SendSignal(rank=rank, signal_number=signal_number) for rank in ranks)
+
+
+def test_ranks_that_end_well_end_the_job_well():
+    job = supervisor()
+    assert [job.handle(ended(rank), 1.0) for rank in range(3)] == [(), (), ()]
+    assert job.is_finished
+    assert job.exit_code == 0
+
+
+def test_survivors_of_a_failure_get_grace_then_sigterm_then_sigkill_within_ten_seconds():
+    job = supervisor()
+    assert job.wake_at_s is None
+    assert job.handle(ended(1, code=3), 100.0) == (Announce(reason="failure", rank=1),)
+    assert job.wake_at_s == 105.0
+    assert job.handle(TimePassed(), 105.0) == sent(signal.SIGTERM, 0, 2)
+    assert job.wake_at_s == 108.0
+    assert job.handle(RankExited(rank=0, exit=Exit(signal_number=signal.SIGTERM)), 106.0) == ()
+    assert job.handle(TimePassed(), 108.0) == sent(signal.SIGKILL, 2)
+    job.handle(RankExited(rank=2, exit=Exit(signal_number=signal.SIGKILL)), 108.1)
+    assert job.is_finished
+    assert job.exit_code == 3
+    assert [(failure.rank, failure.was_signalled) for failure in job.failures] == [(1, False), (0, True), (2, True)]
+
+
+def test_default_limits_end_everybody_within_ten_seconds():
+    assert Limits().grace_s + Limits().stubborn_s < 10.0
+
+
+def test_a_second_failure_neither_shortens_nor_prolongs_the_grace():
+    job = supervisor()
+    job.handle(ended(1, code=1), 100.0)
+    assert job.handle(ended(2, code=1), 104.0) == ()
+    assert job.wake_at_s == 105.0
+
+
+def test_a_killed_rank_gives_the_exit_code_of_a_shell():
+    job = supervisor(1)
+    job.handle(RankExited(rank=0, exit=Exit(signal_number=signal.SIGKILL)), 0.0)
+    assert job.exit_code == 137
+
+
+def test_ctrl_c_is_passed_on_once_and_the_second_one_kills():
+    job = supervisor(2)
+    assert job.handle(Interrupted(), 10.0) == (Announce(reason="interrupt"), *sent(signal.SIGINT, 0, 1))
+    assert job.wake_at_s == 40.0
+    assert job.handle(ended(0), 11.0) == ()
+    assert job.handle(Interrupted(), 12.0) == sent(signal.SIGKILL, 1)
+    job.handle(RankExited(rank=1, exit=Exit(signal_number=signal.SIGKILL)), 12.1)
+    assert job.exit_code == 130
+
+
+def test_after_ctrl_c_a_rank_that_ends_badly_starts_the_grace_of_the_others():
+    job = supervisor(2)
+    job.handle(Interrupted(), 10.0)
+    assert job.handle(ended(0, code=1), 11.0) == ()
+    assert job.wake_at_s == 16.0
+    assert job.handle(TimePassed(), 16.0) == sent(signal.SIGTERM, 1)
+    assert job.handle(TimePassed(), 19.0) == sent(signal.SIGKILL, 1)
+
+
+def test_ctrl_c_during_the_grace_does_not_prolong_it():
+    job = supervisor(2)
+    job.handle(ended(0, code=1), 10.0)
+    job.handle(Interrupted(), 12.0)
+    assert job.wake_at_s == 15.0
+
+
+def test_ctrl_c_after_sigterm_does_not_put_sigkill_off():
+    job = supervisor(2)
+    job.handle(ended(0, code=1), 10.0)
+    job.handle(TimePassed(), 15.0)
+    job.handle(Interrupted(), 16.0)
+    assert job.wake_at_s == 18.0
+
+
+def test_a_launcher_that_is_told_to_end_ends_its_ranks():
+    job = supervisor(2)
+    event = Terminated(signal_number=signal.SIGTERM)
+    assert job.handle(event, 10.0) == (Announce(reason="termination"), *sent(signal.SIGTERM, 0, 1))
+    assert job.wake_at_s == 13.0
+    assert job.handle(event, 11.0) == ()
+    job.handle(ended(0, code=1), 11.0)
+    assert job.wake_at_s == 13.0
+    job.handle(ended(1, code=1), 11.0)
+    assert job.exit_code == 143
+    assert job.wake_at_s is None
