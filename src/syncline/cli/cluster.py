@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.errors import ConfigurationError
-from syncline.topology import Topology
-from syncline.updates.clustered.clustering import Clustering, cluster_vectors
-from syncline.updates.clustered.features import (
+from syncline.machines.clustering import Clustering, cluster_vectors
+from syncline.machines.features import (
     TOLERANCE,
     Column,
     FeatureTable,
@@ -22,9 +21,10 @@ from syncline.updates.clustered.features import (
     topology_features,
     topology_latencies,
 )
+from syncline.topology import Topology
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-_MAX_FORMS = 4
+_MAX_FORMS = 3
 
 
 @app.command()
@@ -75,7 +75,7 @@ def _parse_weights(texts: list[str]) -> dict[str, float]:
 
 
 def _print_here() -> None:
-    from syncline.updates.clustered.machine import read_machine
+    from syncline.machines.reading import read_machine
 
     pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine(probe_directory=Path.cwd()).items())
     print(f"features: {{{pairs}}}")

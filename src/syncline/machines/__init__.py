@@ -1,0 +1,1 @@
+"""What kind of machine each host is, read from the system or from the topology, and which of them are alike."""

@@ -1,0 +1,217 @@
+"""What kind of machine each host is: features, their normal form, and the vectors that clusters are made from.
+
+    x' = (x - mean) / (max - min), and 0 where max = min
+
+The mean, the highest and the lowest value are those of all hosts (mechanism 5). A feature that is text (`site`, `gpu`)
+becomes a column for each of its values, 0 or 1, each scaled by sqrt(1/2): two hosts with different texts are then
+exactly one weight apart. Latencies between hosts become a column for each host, scaled by sqrt(1/hosts), so that they
+weigh as much as one feature whose values lie at both ends. What is not known of a host counts as the mean.
+
+The normal form blows the smallest difference up to 1. Measured values of equal machines differ a little, and this noise
+would count as much as a real difference: so where max - min is at most ``tolerance`` of the mean, x' is 0 too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from syncline.errors import ConfigurationError
+from syncline.topology import Host, Switch, Topology
+
+Feature = float | str
+Features = Mapping[str, Feature]
+Floats = NDArray[np.float64]
+
+LATENCY = "latency_s"
+SITE = "site"
+UPLINK = "uplink_bytes_per_s"
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One coordinate of the vectors: a feature's number, or whether its text is ``text``."""
+
+    feature: str
+    label: str
+    values: tuple[float, ...]
+    """One for each host; NaN where it is not known."""
+    weight: float
+    tolerance: float = 0.0
+    text: str | None = None
+
+    @property
+    def normalised(self) -> Floats:
+        """The values in normal form, without the weight."""
+        return normalise(np.array(self.values), tolerance=self.tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureTable:
+    """The features of all hosts as columns."""
+
+    hosts: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def vectors(self) -> Floats:
+        """One row for each host: its normalised, weighted features."""
+        if not self.columns:
+            return np.zeros((len(self.hosts), 1))
+        return np.stack([column.normalised * column.weight for column in self.columns], axis=1)
+
+
+def normalise(values: Floats, *, tolerance: float = 0.0) -> Floats:
+    """Return (x - mean) / (max - min) of the known values; 0 for unknown ones.
+
+    0 everywhere if max = min, or if they differ by no more than ``tolerance`` of the mean.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return np.zeros_like(values)
+    low, high, mean = values[known].min(), values[known].max(), values[known].mean()
+    if high - low <= tolerance * abs(mean):
+        return np.zeros_like(values)
+    return np.where(known, (values - mean) / (high - low), 0.0)
+
+
+def build_table(
+    features: Mapping[str, Features],
+    *,
+    latencies_s: Floats | None = None,
+    use: Sequence[str] | None = None,
+    weights: Mapping[str, float] | None = None,
+    tolerance: float = TOLERANCE,
+) -> FeatureTable:
+    """Build the table of ``features`` (by host, in order), with the hosts' latencies to one another if given.
+
+    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each).
+    """
+    hosts = tuple(features)
+    names = list(dict.fromkeys(name for of_host in features.values() for name in of_host))
+    if latencies_s is not None and LATENCY not in names:
+        names.append(LATENCY)
+    _check_names(names, use, "features")
+    _check_names(names, weights, "weights")
+    weights = weights or {}
+    columns: list[Column] = []
+    for name in names if use is None else use:
+        weight = _checked_weight(name, weights.get(name, 1.0))
+        given = [of_host.get(name) for of_host in features.values()]
+        if name == LATENCY and latencies_s is not None and all(value is None for value in given):
+            columns += _latency_columns(hosts, latencies_s, weight)
+        else:
+            columns += _columns(name, given, weight, tolerance)
+    return FeatureTable(hosts=hosts, columns=tuple(columns))
+
+
+def _columns(name: str, given: Sequence[Feature | None], weight: float, tolerance: float) -> list[Column]:
+    texts = sorted({value for value in given if isinstance(value, str)})
+    if not texts:
+        values = tuple(math.nan if value is None else float(value) for value in given)
+        return [Column(feature=name, label=name, values=values, weight=weight, tolerance=tolerance)]
+    if any(value is not None and not isinstance(value, str) for value in given):
+        raise ConfigurationError(f"feature {name!r} is text on some hosts and a number on others; write it one way")
+    return [
+        Column(
+            feature=name,
+            label=f"{name} {text}",
+            values=tuple(math.nan if value is None else float(value == text) for value in given),
+            weight=weight * math.sqrt(0.5),
+            text=text,
+        )
+        for text in texts
+    ]
+
+
+def _latency_columns(hosts: Sequence[str], latencies_s: Floats, weight: float) -> list[Column]:
+    if latencies_s.shape != (len(hosts), len(hosts)):
+        raise ConfigurationError(
+            f"latencies between {len(hosts)} hosts are a square of that side, not {latencies_s.shape}; give one row "
+            "and one column for each host"
+        )
+    return [
+        Column(
+            feature=LATENCY,
+            label=f"latency to {host}",
+            values=tuple(float(value) for value in latencies_s[:, index]),
+            weight=weight / math.sqrt(len(hosts)),
+        )
+        for index, host in enumerate(hosts)
+    ]
+
+
+def _check_names(known: Sequence[str], wanted: Iterable[str] | None, argument: str) -> None:
+    for name in wanted or ():
+        if name not in known:
+            raise ConfigurationError(f"{argument}: no host has the feature {name!r}; known are {', '.join(known)}")
+
+
+def _checked_weight(name: str, weight: float) -> float:
+    if not 0 <= weight < math.inf:
+        raise ConfigurationError(f"weights: that of {name!r} is {weight!r}; write a number of at least 0")
+    return weight
+
+
+def topology_features(topology: Topology) -> dict[str, dict[str, Feature]]:
+    """Return what the topology says of each host: site, uplink, and the `features:` of the file, which go first."""
+    return {host.name: _derived(topology, host) | dict(host.features) for host in topology.hosts}
+
+
+def _derived(topology: Topology, host: Host) -> dict[str, Feature]:
+    """Site is the topmost switch above the host, the root apart; uplink is the rate of the host's own link."""
+    above = topology.path(host.ranks[0].rank)[1:]
+    derived: dict[str, Feature] = {}
+    sites = [node.name for node in above if isinstance(node, Switch)]
+    if any(isinstance(child, Switch) for child in topology.root.children):
+        derived[SITE] = sites[-1] if sites else topology.root.name
+    rates = [node.link.up_bytes_per_s for node in above if node.link is not None]
+    finite = [rate for rate in rates[:1] if math.isfinite(rate)]
+    if finite:
+        derived[UPLINK] = finite[0]
+    return derived
+
+
+def topology_latencies(topology: Topology) -> Floats | None:
+    """Return the latency in seconds from each host to each other, one way; None where the topology gives none."""
+    of_link = {name: link.latency_s for name, link in topology.links()}
+    if not any(of_link.values()):
+        return None
+    firsts = [host.ranks[0].rank for host in topology.hosts]
+    routes = [[topology.route(source, destination) for destination in firsts] for source in firsts]
+    return np.array([[sum(of_link[link.child] for link in route) for route in row] for row in routes])
+
+
+class FeatureHistory:
+    """The features of one host, period by period; what counts is their mean over the last ``window`` periods."""
+
+    def __init__(self, *, window: int = 16) -> None:
+        if window < 1:
+            raise ConfigurationError(f"a history keeps at least 1 period, not {window}")
+        self._window = window
+        self._periods: list[dict[str, Feature]] = []
+
+    @property
+    def num_periods(self) -> int:
+        """Number of periods that are kept."""
+        return len(self._periods)
+
+    def record(self, features: Features) -> None:
+        """Add what was measured in a period."""
+        self._periods = [*self._periods, dict(features)][-self._window :]
+
+    def summary(self) -> dict[str, Feature]:
+        """Return the mean of each number, and the newest of each text."""
+        names = dict.fromkeys(name for period in self._periods for name in period)
+        return {name: _summarise([period[name] for period in self._periods if name in period]) for name in names}
+
+
+def _summarise(values: Sequence[Feature]) -> Feature:
+    numbers = [value for value in values if not isinstance(value, str)]
+    newest = values[-1]
+    return newest if isinstance(newest, str) else math.fsum(numbers) / len(numbers)

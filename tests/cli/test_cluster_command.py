@@ -1,0 +1,52 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from syncline.cli.cluster import app
+from syncline.errors import ConfigurationError
+
+runner = CliRunner()
+
+
+def test_table_clusters_silhouettes_and_why() -> None:
+    result = runner.invoke(app, ["two-sites"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    for text in ("site", "uplink_bytes_per_s", "+0.50", "silhouette", "k = 2 has the highest silhouette (1.000)"):
+        assert text in result.output
+    assert "cluster 0: hosts h0, h1, h2, h3 (ranks 0, 1, 2, 3)" in result.output
+
+
+def test_features_of_the_file_decide(tmp_path: Path) -> None:
+    path = tmp_path / "net.yaml"
+    path.write_text(
+        "switch: core\nchildren:\n"
+        + "".join(
+            f"  - {{host: h{k}, uplink: 1 Gbit/s, features: {{gpu: {'old' if k % 2 else 'new'}}}}}\n" for k in range(6)
+        )
+    )
+    record = json.loads(runner.invoke(app, [str(path), "--json"]).output)
+    assert record["ranks"] == [[0, 2, 4], [1, 3, 5]]
+    asked = json.loads(runner.invoke(app, [str(path), "--json", "--clusters", "3"]).output)
+    assert len(asked["clusters"]) == 3
+    unweighted = json.loads(runner.invoke(app, [str(path), "--json", "--weight", "gpu=0"]).output)
+    assert len(unweighted["clusters"]) == 1
+
+
+def test_this_machine() -> None:
+    result = runner.invoke(app, ["--here"])
+    assert result.output.startswith("features: {cpu_hz:") or "memory_bytes:" in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["two-sites", "--weight", "site"], ["two-sites", "--feature", "moon"]])
+def test_a_wrong_call_is_explained(arguments: list[str]) -> None:
+    result = runner.invoke(app, arguments)
+    assert isinstance(result.exception, ConfigurationError)
+
+
+def test_answers_without_torch() -> None:
+    probe = "import sys, syncline.cli.cluster; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0

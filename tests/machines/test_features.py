@@ -1,0 +1,118 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import ConfigurationError
+from syncline.machines.features import (
+    FeatureHistory,
+    build_table,
+    normalise,
+    topology_features,
+    topology_latencies,
+)
+from syncline.topology import Topology
+
+NUMBERS = st.floats(-1e12, 1e12)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=20))
+def test_normal_form_is_the_formula(values: list[float]) -> None:
+    low, high, mean = min(values), max(values), float(np.mean(values))
+    expected = [0.0 if high == low else (value - mean) / (high - low) for value in values]
+    np.testing.assert_allclose(normalise(np.array(values)), expected)
+
+
+def test_equal_values_and_unknown_ones_become_zero() -> None:
+    assert normalise(np.array([5.0, 5.0])).tolist() == [0, 0]
+    assert normalise(np.array([1.0, math.nan, 3.0])).tolist() == [-0.5, 0, 0.5]
+    assert normalise(np.array([math.nan, math.nan])).tolist() == [0, 0]
+
+
+def test_noise_below_the_tolerance_says_nothing() -> None:
+    assert normalise(np.array([100.0, 104.0]), tolerance=0.1).tolist() == [0, 0]
+    assert normalise(np.array([100.0, 150.0]), tolerance=0.1).tolist() == [-0.5, 0.5]
+
+
+def test_hosts_with_different_texts_are_one_weight_apart() -> None:
+    table = build_table({"a": {"site": "x"}, "b": {"site": "y"}, "c": {"site": "x"}}, weights={"site": 3.0})
+    assert np.linalg.norm(table.vectors[0] - table.vectors[1]) == pytest.approx(3.0)
+    assert np.linalg.norm(table.vectors[0] - table.vectors[2]) == 0
+
+
+def test_latencies_together_weigh_as_much_as_one_feature() -> None:
+    latencies = np.array([[0, 1, 9, 9], [1, 0, 9, 9], [9, 9, 0, 1], [9, 9, 1, 0]], dtype=float)
+    table = build_table({name: {} for name in "abcd"}, latencies_s=latencies)
+    assert np.linalg.norm(table.vectors[0] - table.vectors[2]) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_chosen_feature_alone_counts() -> None:
+    table = build_table({"a": {"x": 1.0, "y": 0.0}, "b": {"x": 1.0, "y": 5.0}}, use=["x"])
+    assert [column.label for column in table.columns] == ["x"]
+    assert not table.vectors.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use": ["z"]}, "no host has the feature 'z'"),
+        ({"weights": {"z": 1.0}}, "no host has the feature 'z'"),
+        ({"weights": {"x": -1.0}}, "at least 0"),
+        ({"latencies_s": np.zeros((3, 3))}, "one row"),
+    ],
+)
+def test_a_wrong_choice_is_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_table({"a": {"x": 1.0}, "b": {"x": 2.0}}, **arguments)
+
+
+def test_text_on_one_host_and_a_number_on_another_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="text on some hosts"):
+        build_table({"a": {"site": "x"}, "b": {"site": 2.0}})
+
+
+def test_the_topology_tells_site_and_uplink_and_its_file_goes_first() -> None:
+    topology = Topology.parse(
+        """
+switch: core
+children:
+  - {host: lone, uplink: 1 Gbit/s}
+  - switch: row
+    uplink: 100 Mbit/s
+    children:
+      - switch: rack
+        uplink: 1 Gbit/s
+        children:
+          - {host: h0, uplink: 2 Gbit/s, features: {site: moon, cpu_hz: 3.0e+9}}
+          - {host: h1, uplink: 2 Gbit/s}
+"""
+    )
+    features = topology_features(topology)
+    assert features["lone"] == {"site": "core", "uplink_bytes_per_s": 125e6}
+    assert features["h0"] == {"site": "moon", "uplink_bytes_per_s": 250e6, "cpu_hz": 3e9}
+    assert features["h1"]["site"] == "row"
+
+
+def test_a_flat_network_has_no_sites_and_no_latencies() -> None:
+    topology = Topology.flat(3, rate=1e6)
+    assert all("site" not in features for features in topology_features(topology).values())
+    assert topology_latencies(topology) is None
+
+
+def test_latencies_are_those_of_the_route() -> None:
+    latencies = topology_latencies(Topology.load("two-sites"))
+    assert latencies is not None
+    assert latencies[0, 4] == pytest.approx(0.02)
+    assert latencies[0, 1] == 0
+
+
+def test_history_is_the_mean_of_the_newest_periods() -> None:
+    history = FeatureHistory(window=2)
+    for rate in (100.0, 2.0, 4.0):
+        history.record({"disk": rate, "site": f"s{rate:.0f}"})
+    assert history.summary() == {"disk": 3.0, "site": "s4"}
+    assert history.num_periods == 2
+    with pytest.raises(ConfigurationError):
+        FeatureHistory(window=0)
