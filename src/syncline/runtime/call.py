@@ -1,0 +1,95 @@
+"""A collective as it is asked for: what every rank must ask for alike, and what each may choose for itself."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from syncline.errors import ConfigurationError
+from syncline.runtime.reduction import Reduction
+from syncline.schedule import Layout, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One collective on one buffer, in place.
+
+    Ranks match their calls by (``stream``, running number in that stream), so calls of different streams may be made in
+    different orders on different ranks. Stream 0 is the user's. ``buffer`` holds ``layout.num_elements`` elements as
+    writable bytes and is the engine's until the call ends. A lower ``urgency`` goes first; ``urgency``,
+    ``connection_class`` and ``timeout_s`` are each rank's own affair, all else must agree.
+    """
+
+    stream: int
+    schedule: Schedule
+    layout: Layout
+    buffer: memoryview
+    reduction: Reduction
+    label: str
+    timeout_s: float
+    urgency: int = 0
+    connection_class: int = 0
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        needed_bytes = self.layout.num_elements * self.reduction.itemsize
+        if self.buffer.nbytes != needed_bytes or self.buffer.readonly or self.buffer.format != "B":
+            raise ConfigurationError(
+                f"{self.what}: the buffer must be {needed_bytes} writable bytes ({self.layout.num_elements} x "
+                f"{self.reduction.dtype}), not {self.buffer.nbytes} {'read-only ' * self.buffer.readonly}bytes of "
+                f"format {self.buffer.format!r}; give memoryview(array).cast('B')"
+            )
+        if self.timeout_s <= 0:
+            raise ConfigurationError(f"{self.what}: a deadline lies in the future, not {self.timeout_s} s away")
+
+    @property
+    def what(self) -> str:
+        """``"all_gather of bucket 4, step 118"``."""
+        return self.label if self.step is None else f"{self.label}, step {self.step}"
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices; none if there is nothing to move."""
+        return len(self.layout.slices) if self.layout.num_elements else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a call tells the other ranks: ``identity`` must be equal on all of them, ``text`` is for people."""
+
+    identity: str
+    text: str
+
+    @property
+    def signature(self) -> int:
+        """32 bits that every message of the call carries."""
+        return zlib.crc32(self.identity.encode())
+
+
+class Describer:
+    """Describes calls; remembers the digests of layouts, since one of many slices takes its time."""
+
+    def __init__(self, max_layouts: int = 256) -> None:
+        self._max_layouts = max_layouts
+        self._digests: dict[int, tuple[Layout, str]] = {}
+
+    def describe(self, call: CollectiveCall) -> Description:
+        """Describe ``call`` to the other ranks."""
+        kind = call.schedule.collective.value
+        size = f"{call.layout.num_elements} x {call.reduction.dtype}"
+        layout = self._digest(call.layout)
+        return Description(
+            identity=f"{kind} {size} {call.schedule.digest} {layout}",
+            text=f"{kind} of {size} ({call.what[:200]}; schedule {call.schedule.planner} {call.schedule.digest[:8]}, "
+            f"layout {layout})",
+        )
+
+    def _digest(self, layout: Layout) -> str:
+        known = self._digests.get(id(layout))
+        if known is not None:
+            return known[1]
+        if len(self._digests) >= self._max_layouts:
+            self._digests.clear()
+        digest = layout.digest
+        self._digests[id(layout)] = (layout, digest)  # keeping the layout keeps its id from being used again
+        return digest

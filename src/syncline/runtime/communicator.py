@@ -1,0 +1,273 @@
+"""The communicator: what other threads see of the engine, the fabric and the loop that both live on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from syncline.errors import FabricError, SynclineError
+from syncline.fabric import Fabric
+from syncline.observe import Counters, NullTrace, Trace
+from syncline.runtime.call import CollectiveCall
+from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES, Engine
+from syncline.runtime.loop import CommunicationLoop
+from syncline.runtime.plans import Planner, Plans, Target, plan_best
+from syncline.runtime.reduction import Reduction, numpy_reduction
+from syncline.runtime.statistics import FleetStatistics, link_bytes
+from syncline.runtime.work import Work
+from syncline.schedule import Collective, Layout, Schedule
+from syncline.topology import Topology
+
+DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_SLICE_BYTES = 1 << 20
+CLOSE_S = 30.0
+"""The fabric's own deadline ends a close long before; this one is for a loop that does not answer."""
+
+
+class Communicator:
+    """Runs the collectives of one rank from any thread; a context manager that closes itself.
+
+    ``loop`` must be running, and ``fabric`` live on it. ``planner`` decides which schedule a collective gets,
+    ``on_close`` is called once when the communicator has released everything (it may stop the loop).
+    """
+
+    def __init__(
+        self,
+        loop: CommunicationLoop,
+        fabric: Fabric,
+        topology: Topology,
+        *,
+        trace: Trace | None = None,
+        planner: Planner = plan_best,
+        slice_bytes: int = DEFAULT_SLICE_BYTES,
+        max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        topology.check_world_size(fabric.world_size)
+        self.rank, self.world_size = fabric.rank, fabric.world_size
+        self.topology = topology
+        self.trace = trace if trace is not None else NullTrace()
+        self.timeout_s = timeout_s
+        self._loop = loop
+        self._fabric = fabric
+        self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
+        self._waits = Counters()
+        self._on_close = on_close
+        self._is_closed = False
+        self._last_statistics: FleetStatistics | None = None
+        self._engine = loop.run(self._make_engine(max_inflight_bytes), CLOSE_S)
+        loop.on_crash(self._engine.crash)
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.world_size}: {'closed' if self._is_closed else self._engine}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> SynclineError | None:
+        """The error that every call ends with from now on; None as long as all is well."""
+        return self._engine.failure_error()
+
+    def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
+        """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
+        return self._plans.schedule(collective, num_bytes, target=target, root=root)
+
+    def layout(self, schedule: Schedule, num_elements: int, itemsize: int) -> Layout:
+        """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
+        return self._plans.layout(schedule, num_elements, itemsize)
+
+    def submit(self, call: CollectiveCall) -> Work:
+        """Begin ``call``; from any thread. Its buffer must not be touched until the work is done."""
+        work = Work(call.what, timeout_s=call.timeout_s, defer=self._loop.call_soon)
+        if self._loop.is_current():
+            self._begin(call, work)
+        else:
+            self._loop.call_soon(self._begin, call, work)
+        return work
+
+    def all_reduce(
+        self,
+        buffer: memoryview,
+        reduction: Reduction,
+        *,
+        label: str = "all_reduce",
+        step: int | None = None,
+        urgency: int = 0,
+        connection_class: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Sum ``buffer`` over all ranks, in place and on every rank."""
+        schedule = self.plan(Collective.ALL_REDUCE, buffer.nbytes)
+        return self._submit_user(buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s)
+
+    def reduce_scatter(
+        self,
+        buffer: memoryview,
+        reduction: Reduction,
+        *,
+        label: str = "reduce_scatter",
+        step: int | None = None,
+        urgency: int = 0,
+        connection_class: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
+
+        The rest of the buffer holds partial sums afterwards.
+        """
+        schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
+        return self._submit_user(buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s)
+
+    def all_gather(
+        self,
+        buffer: memoryview,
+        reduction: Reduction | None = None,
+        *,
+        label: str = "all_gather",
+        step: int | None = None,
+        urgency: int = 0,
+        connection_class: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Give every rank the whole of ``buffer``, of which rank k holds the elements [k n / N, (k + 1) n / N).
+
+        ``reduction`` says what an element is (default: a byte).
+        """
+        schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
+        return self._submit_user(
+            buffer, reduction or numpy_reduction("uint8"), schedule, label, step, urgency, connection_class, timeout_s
+        )
+
+    def broadcast(
+        self,
+        buffer: memoryview,
+        *,
+        root: int = 0,
+        label: str = "broadcast",
+        step: int | None = None,
+        urgency: int = 0,
+        connection_class: int = 0,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Give every rank what ``root`` has in ``buffer``."""
+        schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
+        return self._submit_user(
+            buffer, numpy_reduction("uint8"), schedule, label, step, urgency, connection_class, timeout_s
+        )
+
+    def barrier(self, *, label: str = "barrier", timeout_s: float | None = None) -> Work:
+        """End when every rank has called it."""
+        buffer = memoryview(bytearray(1))
+        return self.all_reduce(buffer, numpy_reduction("uint8"), label=label, timeout_s=timeout_s)
+
+    def note_wait(self, phase: str, seconds: float) -> None:
+        """Add to the time that was waited in ``phase``; from any thread."""
+        self._waits.add(phase, seconds)
+
+    def statistics(self) -> FleetStatistics:
+        """Return a frozen record of all counters; after a close, the last one."""
+        if self._last_statistics is not None:
+            return self._last_statistics
+        return self._loop.run(self._take_statistics(), CLOSE_S)
+
+    def close(self) -> None:
+        """Say goodbye and release everything; calls that are under way fail. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._loop.is_running():
+                self._loop.run(self._leave(), CLOSE_S)
+        finally:
+            self._released()
+
+    def abort(self) -> None:
+        """Release everything at once; the other ranks see this one as lost. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._loop.is_running():
+                self._loop.run(self._break_off(), CLOSE_S)
+        finally:
+            self._released()
+
+    def _submit_user(
+        self,
+        buffer: memoryview,
+        reduction: Reduction,
+        schedule: Schedule,
+        label: str,
+        step: int | None,
+        urgency: int,
+        connection_class: int,
+        timeout_s: float | None,
+    ) -> Work:
+        is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        layout = self._plans.layout(
+            schedule, buffer.nbytes // reduction.itemsize, reduction.itemsize, is_contiguous=is_contiguous
+        )
+        call = CollectiveCall(
+            stream=0,
+            schedule=schedule,
+            layout=layout,
+            buffer=buffer,
+            reduction=reduction,
+            urgency=urgency,
+            connection_class=connection_class,
+            label=label,
+            step=step,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+        )
+        return self.submit(call)
+
+    def _begin(self, call: CollectiveCall, work: Work) -> None:
+        try:
+            self._engine.submit(call, work.finish)
+        except Exception as error:  # a bug of ours must not leave a caller waiting
+            self._engine.crash(error)
+            if not work.done():
+                work.finish(FabricError(f"{call.what} could not begin: {error!r}"))
+
+    async def _make_engine(self, max_inflight_bytes: int) -> Engine:
+        return Engine(
+            self._fabric,
+            topology=self.topology,
+            clock=self._loop.clock,
+            trace=self.trace,
+            max_inflight_bytes=max_inflight_bytes,
+        )
+
+    async def _take_statistics(self) -> FleetStatistics:
+        fabric, engine = self._fabric.statistics(), self._engine
+        return FleetStatistics(
+            fabric=fabric,
+            link_bytes=MappingProxyType(link_bytes(fabric, self.topology)),
+            calls=MappingProxyType(dict(engine.num_calls)),
+            call_bytes=MappingProxyType(dict(engine.call_bytes)),
+            waited_s=self._waits.statistics(),
+            num_pending_calls=engine.num_pending_calls,
+            num_active_slices=engine.num_active_slices,
+            inflight_bytes=engine.inflight_bytes,
+            temporary_bytes=engine.temporary_bytes,
+        )
+
+    async def _leave(self) -> None:
+        self._engine.leave()
+        await self._fabric.close()
+        self._last_statistics = await self._take_statistics()
+
+    async def _break_off(self) -> None:
+        self._last_statistics = await self._take_statistics()
+        self._fabric.abort()
+        self._engine.leave(tell=False)
+
+    def _released(self) -> None:
+        self.trace.flush()
+        if self._on_close is not None:
+            self._on_close()

@@ -1,0 +1,373 @@
+"""The engine: runs verified schedules on any fabric, many calls and many slices at once.
+
+It lives on the communication loop's thread and is made of callbacks. A call is cut into slices by its layout; each
+slice runs through the dataflow of its schedule by itself, so all links are busy at once. How many slices are under way
+is bounded in bytes over all calls (:class:`SliceOrder`). Results are reproducible to the bit: contributions are added
+in rank order, not in order of arrival.
+
+A call that goes wrong ends all calls, here and on the other ranks: after that the ranks no longer agree on what was
+done. No failed call leaves a posted receive behind that could write to its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from syncline.errors import ConfigurationError, SynclineError
+from syncline.fabric import Fabric, PeerLeftError
+from syncline.observe import NullTrace, Trace
+from syncline.runtime import control, failures
+from syncline.runtime.active import ActiveCall, Done, SliceOrder
+from syncline.runtime.agreement import Agreement, CallKey, Disagreement
+from syncline.runtime.call import CollectiveCall, Describer
+from syncline.runtime.clock import Clock
+from syncline.runtime.control import ControlKind, Failure
+from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.pool import TemporaryPool
+from syncline.runtime.slicerun import SliceRun
+from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit
+from syncline.topology import Topology
+
+DEFAULT_INFLIGHT_BYTES = 8 << 20
+
+
+class Engine:
+    """Runs the collectives of one rank; every method is called on the clock's thread.
+
+    ``max_inflight_bytes`` bounds the slices under way, and so the temporaries, which need at most that much for each
+    level of a schedule.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        *,
+        topology: Topology | None,
+        clock: Clock,
+        trace: Trace | None = None,
+        max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+    ) -> None:
+        self._fabric = fabric
+        self._topology = topology
+        self._clock = clock
+        self._trace = trace if trace is not None else NullTrace()
+        self._rank, self._world_size = fabric.rank, fabric.world_size
+        self._predecessor = (fabric.rank - 1) % fabric.world_size
+        self._order = SliceOrder(max_inflight_bytes)
+        self._pool = TemporaryPool(2 * max_inflight_bytes)
+        self._agreement = Agreement(self._predecessor)
+        self._describer = Describer()
+        self._dataflows = Dataflows(fabric.rank)
+        self._calls: dict[CallKey, ActiveCall] = {}
+        self._owners: dict[SliceRun, ActiveCall] = {}
+        self._next_numbers: dict[int, int] = {}
+        self._num_submitted = 0
+        self._lost: dict[int, Failure] = {}
+        self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
+        self._heard_s = [clock.time()] * fabric.world_size
+        self.num_calls: dict[str, int] = {}
+        self.call_bytes: dict[str, int] = {}
+        self._is_filling = False
+        self._failure: Failure | None = None
+        self._cause: BaseException | None = None
+        fabric.set_listener(self)
+
+    def __repr__(self) -> str:
+        state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"
+        return f"<Engine rank {self._rank} of {self._world_size}: {state}, {len(self._owners)} slices>"
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the engine gave up, if it did."""
+        return self._failure
+
+    def failure_error(self) -> SynclineError | None:
+        """Return why the engine gave up as an error, if it did."""
+        return None if self._failure is None else self._error(self._failure, None)
+
+    @property
+    def num_pending_calls(self) -> int:
+        """Calls under way, now."""
+        return len(self._calls)
+
+    @property
+    def num_active_slices(self) -> int:
+        """Slices under way, now."""
+        return len(self._owners)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of the slices under way, now."""
+        return self._order.inflight_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporaries, in use or kept, now."""
+        return self._pool.used_bytes + self._pool.kept_bytes
+
+    def submit(self, call: CollectiveCall, on_done: Done) -> None:
+        """Begin ``call``; ``on_done`` is told once, with None or with what went wrong."""
+        number = self._next_numbers.get(call.stream, 0)
+        self._next_numbers[call.stream] = number + 1
+        try:
+            self._check(call)
+            active = self._activate(call, number, on_done)
+        except SynclineError as error:
+            on_done(error)
+            return
+        failure = self._failure or next(iter(self._lost.values()), None)
+        if failure is not None:
+            on_done(self._error(failure, call))
+            return
+        self._begin(active)
+
+    def leave(self, *, tell: bool = True) -> None:
+        """Tell the others which calls are complete, then end those that are not."""
+        if tell and self._failure is None:
+            oldest: dict[int, int] = dict(self._next_numbers)
+            for (stream, _), active in self._calls.items():
+                oldest[stream] = min(oldest[stream], active.number)
+            for payload in control.encode_leaving(oldest):
+                self._tell_all(payload)
+        text = f"the communicator of rank {self._rank} is closed"
+        self._fail(Failure(reason=failures.CLOSED, text=text, rank=self._rank, host=""), tell=False)
+
+    def crash(self, error: BaseException) -> None:
+        """End all calls because our own code failed."""
+        text = f"the communication loop of {self._fabric.describe_peer(self._rank)} failed: {error!r}"
+        self._cause = self._cause or error
+        self._fail(Failure(reason=failures.CRASH, text=text, rank=self._rank, host=self._host(self._rank)))
+
+    # What slices tell.
+
+    def slice_done(self, run: SliceRun) -> None:
+        """Go on with the next slice."""
+        active = self._owners.pop(run)
+        active.runs.discard(run)
+        self._order.ended(active, run)
+        if active.is_complete:
+            self._complete(active)
+        self._fill()
+
+    def slice_crashed(self, error: Exception) -> None:
+        """End all calls."""
+        self.crash(error)
+
+    def heard(self, peer: int) -> None:
+        """Note when ``peer`` delivered something."""
+        self._heard_s[peer] = self._clock.time()
+
+    # What the fabric tells.
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """End what still needs ``peer``; what it has completed, or needs no more, goes on."""
+        failure = Failure(reason=failures.PEER_LOST, text=str(error).rstrip("."), rank=peer, host=self._host(peer))
+        self._lost[peer] = failure
+        if self._failure is not None or isinstance(error, PeerLeftError):
+            return
+        if any(active.needs(peer, self._predecessor) for active in self._calls.values()):
+            self._cause = error
+            self._fail(failure)
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """Take what another engine tells."""
+        kind, stream, number, body = control.decode_head(payload)
+        key = (stream, number & NUMBER_MASK)
+        if kind is ControlKind.DESCRIBE:
+            is_agreed, disagreement = self._agreement.heard(key, peer, control.decode_description(body))
+            self._judge(key, is_agreed, disagreement)
+        elif kind is ControlKind.WAITING:
+            self._note_waiting(key, number, peer, control.decode_waiting(body))
+        elif kind is ControlKind.FAILED:
+            failure = control.decode_failure(body)
+            here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
+            self._fail(here, tell=False)
+        else:
+            self._peer_leaves(peer, control.decode_leaving(body))
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """Tell ``peer`` what was called here: it made another call, so it will find out and tell everyone."""
+        stream, number = call_of_tag(tag)
+        active = self._calls.get((stream, number))
+        if active is None:
+            return
+        if expected == received:
+            self.crash(AssertionError(f"message {tag:#x} of rank {peer} has another size than its receive"))
+            return
+        self._fabric.send_control(peer, control.encode_description(stream, active.number, active.description))
+
+    def _note_waiting(self, key: CallKey, number: int, peer: int, awaited: frozenset[int]) -> None:
+        active = self._calls.get(key)
+        if active is not None:
+            active.awaited[peer] = awaited
+        elif number >= self._next_numbers.get(key[0], 0):
+            self._early_waiting.setdefault(key, {})[peer] = awaited
+
+    def _peer_leaves(self, peer: int, num_completed: Mapping[int, int]) -> None:
+        for active in self._calls.values():
+            if active.number >= num_completed.get(active.call.stream, 0):
+                text = f"{self._fabric.describe_peer(peer)} closed its communicator before {active.call.what} was done"
+                self._fail(Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer)))
+                return
+        text = f"{self._fabric.describe_peer(peer)} closed its communicator"
+        self._lost[peer] = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
+
+    def _check(self, call: CollectiveCall) -> None:
+        if call.schedule.num_ranks != self._world_size:
+            raise ConfigurationError(
+                f"{call.what}: the schedule is for {call.schedule.num_ranks} ranks but the job has {self._world_size}; "
+                "plan on the job's own topology"
+            )
+        check_tags_fit(
+            label=call.what,
+            stream=call.stream,
+            num_slices=call.num_slices,
+            num_messages=self._dataflows.facts(call.schedule).num_indices,
+        )
+
+    def _activate(self, call: CollectiveCall, number: int, on_done: Done) -> ActiveCall:
+        description = self._describer.describe(call)
+        self._num_submitted += 1
+        peers = self._dataflows.facts(call.schedule).peers
+        return ActiveCall(
+            call=call,
+            number=number,
+            order=self._num_submitted,
+            peers=peers,
+            description=description,
+            on_done=on_done,
+            started_s=self._clock.time(),
+            started_ns=self._trace.now_ns(),
+            num_slices=call.num_slices if peers else 0,
+            signature=description.signature,
+            is_agreed=self._world_size == 1,
+        )
+
+    def _begin(self, active: ActiveCall) -> None:
+        key = (active.call.stream, active.number & NUMBER_MASK)
+        self._calls[key] = active
+        active.awaited = self._early_waiting.pop(key, {})
+        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
+        if self._world_size > 1:
+            payload = control.encode_description(active.call.stream, active.number, active.description)
+            self._fabric.send_control((self._rank + 1) % self._world_size, payload)
+            is_agreed, disagreement = self._agreement.made(key, active.description)
+            self._judge(key, is_agreed, disagreement)
+        self._order.add(active)
+        self._fill()
+        if active.is_complete and key in self._calls:
+            self._complete(active)
+
+    def _fill(self) -> None:
+        """Begin slices while there is room; a slice that ends at once comes back here, so this does not recurse."""
+        if self._is_filling:
+            return
+        self._is_filling = True
+        while self._failure is None and (active := self._order.next()) is not None:
+            self._begin_slice(active)
+        self._is_filling = False
+
+    def _begin_slice(self, active: ActiveCall) -> None:
+        run = SliceRun(
+            active.call,
+            self._dataflows.of_slice(active.call.schedule, active.call.layout.slices[active.next_slice]),
+            active.next_slice,
+            signature=active.signature,
+            tag=active.next_tag(),
+            fabric=self._fabric,
+            pool=self._pool,
+            owner=self,
+        )
+        active.next_slice += 1
+        active.runs.add(run)
+        self._owners[run] = active
+        self._order.began(run)
+        run.start()
+
+    def _complete(self, active: ActiveCall) -> None:
+        call = active.call
+        key = (call.stream, active.number & NUMBER_MASK)
+        del self._calls[key]
+        self._agreement.ended(key)
+        if active.timer is not None:
+            active.timer.cancel()
+        kind = call.schedule.collective.value
+        self.num_calls[kind] = self.num_calls.get(kind, 0) + 1
+        self.call_bytes[kind] = self.call_bytes.get(kind, 0) + call.buffer.nbytes
+        if self._trace.enabled:
+            self._trace_span(active)
+        active.on_done(None)
+
+    def _trace_span(self, active: ActiveCall, **args: object) -> None:
+        call = active.call
+        step = {} if call.step is None else {"step": call.step}
+        start_ns, end_ns = active.started_ns, self._trace.now_ns()
+        self._trace.span(call.label, "communication", start_ns, end_ns, bytes=call.buffer.nbytes, **step, **args)
+
+    def _judge(self, key: CallKey, is_agreed: bool, disagreement: Disagreement | None) -> None:
+        active = self._calls.get(key)
+        if disagreement is not None:
+            self._disagree(key, disagreement)
+        elif is_agreed and active is not None:
+            active.is_agreed = True
+            if active.is_complete:
+                self._complete(active)
+
+    def _disagree(self, key: CallKey, disagreement: Disagreement) -> None:
+        pairs = sorted(((self._rank, disagreement.ours.text), (disagreement.peer, disagreement.theirs.text)))
+        called = ", but ".join(f"{self._fabric.describe_peer(rank)} called {text}" for rank, text in pairs)
+        place = f"call {key[1]} of stream {key[0]}"
+        text = f"All ranks must make the same calls in the same order; at {place}, {called}"
+        self._fail(Failure(reason=failures.MISMATCH, text=text, rank=disagreement.peer, host=""))
+
+    def _half_time(self, active: ActiveCall) -> None:
+        """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
+        peers = active.awaited_peers(self._predecessor)
+        self._tell_all(control.encode_waiting(active.call.stream, active.number, peers))
+        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active)
+
+    def _time_over(self, active: ActiveCall) -> None:
+        active.awaited[self._rank] = active.awaited_peers(self._predecessor)
+        culprits = failures.find_culprits(active.awaited, self._rank)
+        sentences = [self._accuse(active, peer, waiters) for peer, waiters in sorted(culprits.items())]
+        text = "; ".join(sentences[:8]) or f"{active.call.what} was not done within {active.call.timeout_s:g} s"
+        rank = min(culprits, default=self._rank)
+        self._fail(Failure(reason=failures.DEADLINE, text=text, rank=rank, host=self._host(rank)))
+
+    def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
+        silent_s = self._clock.time() - max(self._heard_s[peer], active.started_s)
+        return (
+            f"{self._fabric.describe_peer(peer)} sent nothing for {silent_s:.1f} s during {active.call.what} "
+            f"(deadline {active.call.timeout_s:g} s); {failures.wait_for(waiters, 'it')}"
+        )
+
+    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
+        """End every call, now and later; the first failure counts."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        if tell:
+            self._tell_all(control.encode_failure(failure))
+        self._trace.instant(f"failed: {failure.reason}", "communication", text=failure.text)
+        calls = list(self._calls.values())
+        self._calls.clear()
+        self._owners.clear()
+        for active in calls:
+            active.stop()
+            if self._trace.enabled:
+                self._trace_span(active, failed=failure.reason)
+        for active in calls:
+            active.on_done(self._error(failure, active.call))
+
+    def _error(self, failure: Failure, call: CollectiveCall | None) -> SynclineError:
+        error = failures.error_for(failure, call)
+        error.__cause__ = self._cause
+        return error
+
+    def _tell_all(self, payload: bytes) -> None:
+        for peer in range(self._world_size):
+            if peer != self._rank and not self._fabric.is_lost(peer):
+                self._fabric.send_control(peer, payload)
+
+    def _host(self, rank: int) -> str:
+        return self._topology.host_of(rank).name if self._topology is not None else ""

@@ -1,0 +1,97 @@
+"""From what went wrong to the errors that callers see: rule, value, remedy, and who.
+
+A failure ends every call that is under way and every later one, because after it the ranks no longer agree on what was
+done. Each call gets an error of its own, with its own label and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from syncline.errors import (
+    DeadlineError,
+    FabricClosedError,
+    FabricError,
+    MismatchError,
+    PeerLostError,
+    SynclineError,
+)
+from syncline.runtime.control import Failure
+
+if TYPE_CHECKING:
+    from syncline.runtime.call import CollectiveCall
+    from syncline.schedule import Schedule
+
+MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
+
+
+def error_for(failure: Failure, call: CollectiveCall | None) -> SynclineError:
+    """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself."""
+    what = "a collective" if call is None else call.what
+    if failure.reason == MISMATCH:
+        return MismatchError(failure.text)
+    if failure.reason == CLOSED:
+        return FabricClosedError(f"{what} cannot be done: {failure.text}")
+    if failure.reason == DEADLINE:
+        others = "" if call is None or what in failure.text else f" ({what} ends with it)"
+        return DeadlineError(failure.text + others)
+    if failure.reason == CRASH:
+        return FabricError(f"{what} cannot be done: {failure.text}")
+    text = failure.text
+    if call is not None:
+        text += f", during {what}; {wait_for(ranks_that_need(call.schedule, failure.rank), 'it')}"
+    return PeerLostError(text, rank=failure.rank, host=failure.host)
+
+
+def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
+    """Return what ``failure`` of another rank means here."""
+    if failure.reason in (MISMATCH, PEER_LOST):
+        return failure
+    if failure.reason == DEADLINE:
+        return Failure(reason=DEADLINE, text=failure.text, rank=failure.rank, host=failure.host)
+    return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller, host=host)
+
+
+def ranks_that_need(schedule: Schedule, rank: int) -> list[int]:
+    """Return the ranks that receive something from ``rank`` in the schedule."""
+    transfers = schedule.transfers
+    return [int(peer) for peer in np.unique(transfers.dst[transfers.src == rank])]
+
+
+def wait_for(ranks: Collection[int], whom: str) -> str:
+    """``"ranks 5 and 6 wait for it"``."""
+    if not ranks:
+        return f"no rank waits for {whom}"
+    return f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {whom}"
+
+
+def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
+    """``"ranks 1, 5 and 6"``; of many, the first few."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > max_named:
+        return f"ranks {', '.join(names[:max_named])} and {len(names) - max_named} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def find_culprits(awaited: Mapping[int, Collection[int]], start: int) -> dict[int, list[int]]:
+    """Follow who waits for whom from ``start``: the ranks that are waited for but wait for nobody, and by whom.
+
+    ``awaited`` holds, for each rank that said so, whom it waits for. If all wait in a circle, whom ``start`` waits for
+    is as good an answer as any.
+    """
+    waiters: dict[int, list[int]] = {}
+    queue, seen = [start], {start}
+    while queue:
+        rank = queue.pop(0)
+        for peer in sorted(awaited.get(rank, ())):
+            waiters.setdefault(peer, []).append(rank)
+            if peer not in seen:
+                seen.add(peer)
+                queue.append(peer)
+    culprits = {peer: sorted(ranks) for peer, ranks in waiters.items() if not awaited.get(peer)}
+    return culprits or {peer: [start] for peer in sorted(awaited.get(start, ()))}

@@ -1,0 +1,126 @@
+"""The communication loop: one thread that runs one asyncio loop, on which everything that touches the network lives.
+
+Nothing there needs a lock, and nothing there may block. An exception that no one caught on the loop is a fault of the
+whole communicator: it is handed to ``on_crash``, never only logged, so that no caller waits for a loop that is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from syncline.errors import DeadlineError, FabricClosedError
+
+T = TypeVar("T")
+
+
+class CommunicationLoop:
+    """A thread with an asyncio loop. ``start`` it once, ``stop`` it once; after that, no thread and no file is left."""
+
+    def __init__(self, name: str = "syncline") -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._crash_handlers: list[Callable[[BaseException], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<CommunicationLoop {self._name}: {'running' if self.is_running() else 'stopped'}>"
+
+    def start(self) -> None:
+        """Start the thread; returns once the loop runs."""
+        assert self._thread is None, "the communication loop was started twice"
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._handle_exception)
+        started = threading.Event()
+        self._loop.call_soon(started.set)
+        self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        self._thread.start()
+        started.wait()
+
+    def is_running(self) -> bool:
+        """Whether the thread is there to run things."""
+        return self._thread is not None and self._thread.is_alive() and self._loop is not None
+
+    def is_current(self) -> bool:
+        """Whether the caller is the loop's own thread."""
+        return threading.current_thread() is self._thread
+
+    def on_crash(self, handler: Callable[[BaseException], None]) -> None:
+        """Let ``handler`` know, on the loop's thread, of an exception that no one caught."""
+        self._crash_handlers.append(handler)
+
+    @property
+    def clock(self) -> asyncio.AbstractEventLoop:
+        """The asyncio loop itself, for what lives on it."""
+        if self._loop is None:
+            raise FabricClosedError(f"The communication loop {self._name!r} is stopped; start a new communicator")
+        return self._loop
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> None:
+        """Run ``function(*args)`` on the loop's thread, after what was asked for before; from any thread."""
+        try:
+            self.clock.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:  # asyncio's way to say that it was closed between two lines
+            raise FabricClosedError(f"The communication loop {self._name!r} is stopped: {error}") from error
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run ``coroutine`` on the loop and wait for its result, at most ``timeout_s``; not from the loop's thread."""
+        assert not self.is_current(), "the communication loop cannot wait for itself"
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.clock)
+        except (FabricClosedError, RuntimeError):
+            coroutine.close()
+            raise
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise DeadlineError(
+                f"{getattr(coroutine, '__qualname__', coroutine)} was not done on the loop within {timeout_s:g} s"
+            ) from None
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop and its thread; a second call does nothing."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        if thread.is_alive():
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise DeadlineError(f"The communication loop {self._name!r} did not stop within {timeout_s:g} s")
+        self._loop = None
+
+    def _main(self) -> None:
+        assert self._loop is not None
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # SystemExit in a callback must not end in silence either
+            self._crash(error)
+        finally:
+            self._release(self._loop)
+
+    @staticmethod
+    def _release(loop: asyncio.AbstractEventLoop) -> None:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+    def _handle_exception(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._crash(error if error is not None else RuntimeError(str(context.get("message"))))
+
+    def _crash(self, error: BaseException) -> None:
+        for handler in self._crash_handlers:
+            handler(error)

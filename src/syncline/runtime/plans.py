@@ -1,0 +1,62 @@
+"""The schedules and layouts of a job, planned when they are first needed and remembered.
+
+Every rank plans by itself and must come to the same plan; so sizes are rounded to powers of two before a planner is
+chosen, and nothing else than the call's own arguments goes in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
+
+from syncline.schedule import Collective, Layout, Schedule, plan_tree
+from syncline.topology import Topology
+
+Target = Literal["balanced", "rank_order"]
+Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
+"""Topology, collective, bytes, target, root."""
+
+
+def plan_best(topology: Topology, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
+    """Return the schedule with the least predicted time."""
+    return plan_tree(topology, collective, target=target, root=root)
+
+
+class Plans:
+    """Plans for one topology; any thread may ask. Slices are of about ``slice_bytes``."""
+
+    def __init__(self, topology: Topology, planner: Planner, *, slice_bytes: int, max_layouts: int = 256) -> None:
+        self._topology = topology
+        self._planner = planner
+        self._slice_bytes = slice_bytes
+        self._max_layouts = max_layouts
+        self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
+        self._layouts: OrderedDict[tuple[str, str, int, int], Layout] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def schedule(
+        self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
+    ) -> Schedule:
+        """Return the schedule for a buffer of ``num_bytes``."""
+        size_class = max(num_bytes - 1, 0).bit_length()
+        key = (collective, size_class, target, root)
+        with self._lock:
+            if key not in self._schedules:
+                self._schedules[key] = self._planner(self._topology, collective, 1 << size_class, target, root)
+            return self._schedules[key]
+
+    def layout(self, schedule: Schedule, num_elements: int, itemsize: int, *, is_contiguous: bool = False) -> Layout:
+        """Return how ``num_elements`` are cut; ``is_contiguous`` keeps each rank's part in one piece."""
+        slice_elements = max(1, self._slice_bytes // itemsize)
+        key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements)
+        with self._lock:
+            layout = self._layouts.get(key)
+            if layout is None:
+                build = Layout.contiguous if is_contiguous else Layout.build
+                layout = build(schedule, num_elements, slice_elements)
+                self._layouts[key] = layout
+                if len(self._layouts) > self._max_layouts:
+                    self._layouts.popitem(last=False)
+            return layout

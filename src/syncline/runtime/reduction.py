@@ -1,0 +1,62 @@
+"""How two pieces of a buffer are added: the one thing that the engine has to know about numbers.
+
+Additions run on the communication loop's thread; numpy releases the interpreter lock while it adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from syncline.errors import ConfigurationError
+
+DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+
+
+class Reduction(Protocol):
+    """Adds one range of bytes to another of the same length."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of the number type; ranks whose names differ have called different things."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+
+    def add(self, into: memoryview, other: memoryview) -> None:
+        """Add ``other`` to ``into``, element by element."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Sums that wrap around, as integers do."""
+
+    dtype: str
+    itemsize: int
+
+    def add(self, into: memoryview, other: memoryview) -> None:
+        """Add ``other`` to ``into``."""
+        target = np.frombuffer(into, self.dtype)
+        np.add(target, np.frombuffer(other, self.dtype), out=target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Floats(_Integers):
+    """Sums that may overflow to infinity: whoever reads the result judges that, so numpy need not warn."""
+
+    def add(self, into: memoryview, other: memoryview) -> None:
+        """Add ``other`` to ``into``."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            _Integers.add(self, into, other)
+
+
+def numpy_reduction(dtype: str) -> Reduction:
+    """Return the sum of elements of ``dtype``, one of :data:`DTYPES`."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"numpy can sum {', '.join(DTYPES)} here, not {dtype!r}; convert the buffer first")
+    numbers = np.dtype(dtype)
+    kind = _Floats if numbers.kind == "f" else _Integers
+    return kind(dtype, numbers.itemsize)

@@ -1,0 +1,264 @@
+"""One slice of one call on its way: begins each operation when nothing it waits for is left.
+
+This is the hot path: a callback for each message, no coroutine, no allocation that can be avoided.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from syncline.fabric import Fabric
+from syncline.runtime.call import CollectiveCall
+from syncline.runtime.dataflow import Dataflow, Kind, Operation
+from syncline.runtime.pool import Temporary, TemporaryPool
+
+
+class SliceOwner(Protocol):
+    """Who is told how a slice goes."""
+
+    def slice_done(self, run: SliceRun) -> None:
+        """Take note that every operation of ``run`` has ended."""
+
+    def slice_crashed(self, error: Exception) -> None:
+        """Take note that our own code failed; the slice will not go on."""
+
+    def heard(self, peer: int) -> None:
+        """Take note that a message of ``peer`` has arrived."""
+
+
+class SliceRun:
+    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
+
+    __slots__ = (
+        "_arrived",
+        "_buffer",
+        "_call",
+        "_cleared",
+        "_dataflow",
+        "_fabric",
+        "_is_stepping",
+        "_itemsize",
+        "_offsets",
+        "_operations",
+        "_owner",
+        "_pool",
+        "_settled",
+        "_signature",
+        "_tag",
+        "_temporaries",
+        "_used",
+        "_uses",
+        "_waits",
+        "is_stopped",
+        "num_bytes",
+        "open_operations",
+        "posted",
+    )
+
+    def __init__(
+        self,
+        call: CollectiveCall,
+        dataflow: Dataflow,
+        slice_number: int,
+        *,
+        signature: int,
+        tag: int,
+        fabric: Fabric,
+        pool: TemporaryPool,
+        owner: SliceOwner,
+    ) -> None:
+        self._call = call
+        self._buffer = call.buffer
+        self._dataflow = dataflow
+        self._operations = dataflow.operations
+        self._offsets = call.layout.slices[slice_number]
+        self._itemsize = call.reduction.itemsize
+        self._signature = signature
+        self._tag = tag
+        self._fabric = fabric
+        self._pool = pool
+        self._owner = owner
+        self._waits = list(dataflow.num_waits)
+        self._settled: list[int] = []
+        self._temporaries: dict[int, Temporary] = {}
+        self._uses: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._arrived: set[int] = set()
+        self._cleared: set[int] = set()
+        self._is_stepping = False
+        self.is_stopped = False
+        self.num_bytes = (self._offsets[-1] - self._offsets[0]) * self._itemsize
+        self.open_operations = set(range(len(self._operations)))
+        self.posted: set[int] = set()
+
+    def start(self) -> None:
+        """Begin what waits for nothing."""
+        self._step(self._dataflow.first)
+
+    def stop(self) -> None:
+        """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
+        self.is_stopped = True
+        for number in self.posted:
+            operation = self._operations[number]
+            self._fabric.cancel(operation.peer, self._tag + operation.index)
+        self.posted.clear()
+        for temporary in self._temporaries.values():
+            self._pool.give_up(temporary)
+        self._temporaries.clear()
+
+    def awaited_peers(self) -> set[int]:
+        """Return who has not delivered yet what may be delivered now."""
+        return {self._operations[number].peer for number in self.posted}
+
+    def open_peers(self) -> set[int]:
+        """Return the ranks that messages still have to be exchanged with."""
+        return {self._operations[number].peer for number in self.open_operations}
+
+    def _begin(self, number: int) -> None:
+        """Begin an operation that waits for nothing more."""
+        operation = self._operations[number]
+        start, stop = self._range(operation)
+        if start == stop:
+            self._settled.append(number)
+        elif operation.kind is Kind.SEND:
+            self._fabric.send(
+                operation.peer,
+                self._tag + operation.index,
+                self._buffer[start:stop],
+                signature=self._signature,
+                urgency=self._call.urgency,
+                connection_class=self._call.connection_class,
+                on_sent=partial(self._settle, number),
+            )
+        elif operation.kind is Kind.APPLY:
+            self._cleared.add(number)
+            self._apply(number, operation)
+        else:
+            self._post(number, operation, start, stop)
+
+    def _post(self, number: int, operation: Operation, start: int, stop: int) -> None:
+        if operation.kind is Kind.LAND:
+            temporary = self._pool.take(stop - start)
+            self._temporaries[number] = temporary
+            self._uses[number] = sum(not self._is_empty(apply) for apply in operation.applies)
+            destination = temporary.view
+        else:
+            destination = self._buffer[start:stop]
+        self.posted.add(number)
+        self._fabric.receive(
+            operation.peer,
+            self._tag + operation.index,
+            destination,
+            signature=self._signature,
+            urgency=self._call.urgency,
+            on_received=partial(self._received, number),
+        )
+
+    def _received(self, number: int) -> None:
+        if self.is_stopped:
+            return
+        self.posted.discard(number)
+        self._owner.heard(self._operations[number].peer)
+        self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """Note that an operation has ended, and go on with what waited for it."""
+        self._settled.append(number)
+        if not self._is_stepping:
+            self._step()
+
+    def _step(self, ready: tuple[int, ...] = ()) -> None:
+        if self.is_stopped:
+            return
+        self._is_stepping = True
+        try:
+            for number in ready:
+                self._begin(number)
+            while self._settled:
+                self._go_on(self._settled.pop())
+        except Exception as error:
+            self._owner.slice_crashed(error)
+            return
+        self._is_stepping = False
+        if not self.open_operations:
+            self.is_stopped = True
+            self._owner.slice_done(self)
+
+    def _go_on(self, number: int) -> None:
+        operation = self._operations[number]
+        self.open_operations.discard(number)
+        for waiting in operation.then:
+            self._waits[waiting] -= 1
+            if not self._waits[waiting]:
+                self._begin(waiting)
+        if operation.applies:
+            self._arrived.add(number)
+            for apply in operation.applies:
+                self._apply(apply, self._operations[apply])
+
+    def _apply(self, number: int, operation: Operation) -> None:
+        """Add as much as has arrived in order: a, b | own | c gives ((a + b) + own) + c.
+
+        ``_used`` counts the contributions that are in, the own one among them, at its place.
+        """
+        if number not in self.open_operations or self._is_empty(number):
+            return
+        num_before = len(operation.before)
+        used = self._apply_before(operation, self._used.get(number, 0))
+        if used >= num_before and number in self._cleared:
+            used = self._apply_after(operation, used)
+            if used == num_before + 1 + len(operation.after):
+                self._settled.append(number)
+        self._used[number] = used
+
+    def _apply_before(self, operation: Operation, used: int) -> int:
+        """Sum what precedes the own value, in the first one's temporary; returns how many are used."""
+        before = operation.before
+        while used < len(before) and before[used] in self._arrived:
+            if used:
+                self._call.reduction.add(self._part(before[0], operation), self._part(before[used], operation))
+                self._release(before[used])
+            used += 1
+        return used
+
+    def _apply_after(self, operation: Operation, used: int) -> int:
+        """Add what is summed so far to the own value, then what follows; returns how many are used."""
+        start, stop = self._range(operation)
+        own = self._buffer[start:stop]
+        before, after = operation.before, operation.after
+        if used == len(before):
+            if before:
+                self._add(own, before[0], operation)
+            used += 1
+        while (place := used - len(before) - 1) < len(after) and after[place] in self._arrived:
+            self._add(own, after[place], operation)
+            used += 1
+        return used
+
+    def _add(self, own: memoryview, landing: int, operation: Operation) -> None:
+        part = self._part(landing, operation)
+        if operation.replaces:
+            own[:] = part
+        else:
+            self._call.reduction.add(own, part)
+        self._release(landing)
+
+    def _is_empty(self, number: int) -> bool:
+        start, stop = self._range(self._operations[number])
+        return start == stop
+
+    def _range(self, operation: Operation) -> tuple[int, int]:
+        """Return the bytes of the buffer that an operation is about."""
+        return self._offsets[operation.first] * self._itemsize, self._offsets[operation.last] * self._itemsize
+
+    def _part(self, landing: int, operation: Operation) -> memoryview:
+        """Return the bytes of a landing that an apply is about."""
+        origin, _ = self._range(self._operations[landing])
+        start, stop = self._range(operation)
+        return self._temporaries[landing].view[start - origin : stop - origin]
+
+    def _release(self, landing: int) -> None:
+        self._uses[landing] -= 1
+        if not self._uses[landing]:
+            self._pool.give_back(self._temporaries.pop(landing))

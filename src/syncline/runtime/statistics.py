@@ -1,0 +1,47 @@
+"""What a fleet's communication has done, as frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from syncline.fabric import FabricStatistics
+from syncline.topology import DirectedLink, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatistics:
+    """All counters of one rank. Sums over ranks give the fleet's: each rank counts what it has sent itself."""
+
+    fabric: FabricStatistics
+    """Bytes and messages per peer and connection class."""
+    link_bytes: Mapping[DirectedLink, int]
+    """Payload that this rank has put on each link of the topology, by the routes of what was really sent."""
+    calls: Mapping[str, int]
+    """Completed calls per collective."""
+    call_bytes: Mapping[str, int]
+    """Bytes of the buffers of these calls."""
+    waited_s: Mapping[str, float]
+    """Seconds that the training thread has waited, per phase (``"forward"``, ``"backward"`` ...)."""
+    num_pending_calls: int
+    num_active_slices: int
+    inflight_bytes: int
+    """Bytes of the slices under way, now."""
+    temporary_bytes: int
+    """Memory of temporaries, in use or kept for reuse, now."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Payload that waits to be sent, now."""
+        return sum(connection.queued_bytes for connection in self.fabric.connections)
+
+
+def link_bytes(fabric: FabricStatistics, topology: Topology) -> dict[DirectedLink, int]:
+    """Return the payload that a rank's fabric has put on each link, its own data classes and control alike."""
+    totals: dict[DirectedLink, int] = {}
+    for connection in fabric.connections:
+        if not connection.sent_bytes:
+            continue
+        for link in topology.route(fabric.rank, connection.peer):
+            totals[link] = totals.get(link, 0) + connection.sent_bytes
+    return totals

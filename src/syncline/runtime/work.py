@@ -1,0 +1,71 @@
+"""What a caller holds of a collective that is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from syncline.errors import DeadlineError
+
+GRACE_S = 30.0
+"""The loop itself fails a call at its deadline; only if the loop does not answer does the waiting thread give up."""
+
+
+class Work:
+    """A collective under way, or done; any thread may wait for it.
+
+    ``defer`` runs a function on the communication loop's thread.
+    """
+
+    __slots__ = ("_callbacks", "_defer", "_error", "_event", "_lock", "_timeout_s", "label")
+
+    def __init__(self, label: str, *, timeout_s: float, defer: Callable[[Callable[[], None]], None]) -> None:
+        self.label = label
+        self._timeout_s = timeout_s
+        self._defer = defer
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Work], None]] = []
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "done" if self._error is None else f"failed: {self._error}"
+        return f"<Work {self.label}: {state}>"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended; raise what went wrong, if anything did.
+
+        Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (it goes on then). None waits as long as
+        the call itself may take.
+        """
+        limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
+        if not self._event.wait(limit_s):
+            raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
+        if self._error is not None:
+            raise self._error
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong; None if nothing did, or it is still under way."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+        """Call ``callback(self)`` on the communication loop's thread once it has ended."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        self._defer(lambda: callback(self))
+
+    def finish(self, error: BaseException | None) -> None:
+        """End it; called once, on the communication loop's thread."""
+        with self._lock:
+            assert not self._event.is_set(), f"{self.label} ended twice"
+            self._error = error
+            self._event.set()
+        for callback in self._callbacks:
+            callback(self)
+        self._callbacks.clear()
