@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from syncline.fabric import memory_fabrics
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
 
 
 class Recorder:
@@ -91,7 +91,67 @@ async def open_shuffled_memory(world_size):
         fabric.abort()
 
 
-OPENERS = {"memory": open_memory, "shuffled memory": open_shuffled_memory}
+class DictStore:
+    """A store in this process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def get(self, key, timeout_s):
+        try:
+            return self.values[key]
+        except KeyError:
+            raise TimeoutError from None
+
+
+async def connect_all(world_size, options=None, *, store=None, topology=None):
+    """Open ``world_size`` TCP fabrics in this process."""
+    store = store or DictStore()
+    options = options or FabricOptions()
+    return await asyncio.gather(
+        *(
+            connect_tcp(
+                options,
+                rank=rank,
+                world_size=world_size,
+                rendezvous=Rendezvous(store, job_id=options.job_id),
+                topology=topology,
+            )
+            for rank in range(world_size)
+        )
+    )
+
+
+def tcp_opener(**settings):
+    @asynccontextmanager
+    async def open_tcp(world_size):
+        fabrics = await connect_all(world_size, FabricOptions(**settings))
+        yield fabrics
+        for fabric in fabrics:
+            fabric.abort()
+
+    return open_tcp
+
+
+OPENERS = {
+    "memory": open_memory,
+    "shuffled memory": open_shuffled_memory,
+    "tcp": tcp_opener(),
+    "tcp ipv6": tcp_opener(address="::1", dscp=(46, 10), num_classes=2),
+    "tcp with little room": tcp_opener(
+        secret=b"s" * 32,
+        credit_bytes=20_000,
+        eager_bytes=4096,
+        unsent_bytes=4096,
+        grant_window_bytes=30_000,
+        chunk_bytes=4096,
+        send_buffer_bytes=4096,
+        receive_buffer_bytes=4096,
+    ),
+}
 
 
 def run_scenario(opener, world_size, scenario):

@@ -1,14 +1,23 @@
 """Bytes between ranks: the fabric protocol, the fabric in memory and the fabric over TCP."""
 
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
+from syncline.fabric.mesh import connect_tcp
+from syncline.fabric.options import FabricOptions
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError
+from syncline.fabric.rendezvous import Rendezvous, Store
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
+from syncline.fabric.tcp import TcpFabric
 
 __all__ = [
     "Fabric",
     "FabricListener",
     "PeerLeftError",
     "MAX_CONTROL_BYTES",
+    "FabricOptions",
+    "connect_tcp",
+    "TcpFabric",
+    "Rendezvous",
+    "Store",
     "MemoryFabric",
     "memory_fabrics",
     "FabricStatistics",

@@ -33,6 +33,8 @@ class FabricStatistics:
     refused_connections: int
     """Connections that were turned away: wrong secret, job, version, or no handshake at all."""
     lost_peers: tuple[int, ...]
+    suspect_peers: tuple[int, ...] = ()
+    """Peers that are silent now, for longer than ``suspect_s``."""
 
     @property
     def sent_bytes(self) -> int:

@@ -1,0 +1,128 @@
+"""The accept loop: strangers get one address, few sockets and little time.
+
+At most 64 sockets are unauthenticated at once, each for the handshake's deadline at most. When all places are taken,
+the oldest loses its place if it had half a second (an honest handshake takes milliseconds); until then the kernel's
+backlog holds the others. What is refused is counted, and logged at most once in five seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from syncline.fabric.dialling import greet
+from syncline.fabric.handshake import RefusedError, Terms
+
+MAX_UNAUTHENTICATED = 64
+MAX_ACCEPTS_AT_ONCE = 16
+PATIENCE_S = 0.5
+PAUSE_S = 0.05
+LOG_INTERVAL_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Acceptor:
+    """Accepts connections and hands the authenticated ones to ``on_connection(rank, class, socket)``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        terms: Terms,
+        *,
+        handshake_s: float,
+        is_taken: Callable[[int, int], bool],
+        on_connection: Callable[[int, int, socket.socket], None],
+    ) -> None:
+        self._socket = sock
+        self._terms = terms
+        self._handshake_s = handshake_s
+        self._is_taken = is_taken
+        self._on_connection = on_connection
+        self._loop = asyncio.get_running_loop()
+        self._began_s: dict[asyncio.Task[None], float] = {}
+        self._resume: asyncio.TimerHandle | None = None
+        self._logged_s = float("-inf")
+        self._num_unlogged = 0
+        self.num_refused = 0
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    @property
+    def num_unauthenticated(self) -> int:
+        """Number of sockets in a handshake."""
+        return len(self._began_s)
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Stop accepting; return the handshakes that were under way, cancelled."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+        if self._resume is not None:
+            self._resume.cancel()
+        tasks = list(self._began_s)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTS_AT_ONCE):
+            if len(self._began_s) >= MAX_UNAUTHENTICATED and not self._make_room():
+                self._pause()
+                return
+            try:
+                sock, address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _log.warning("rank %d cannot accept connections: %s", self._terms.rank, error)
+                self._pause()
+                return
+            sock.setblocking(False)
+            task = self._loop.create_task(self._greet(sock, str(address[0])))
+            self._began_s[task] = self._loop.time()
+            task.add_done_callback(self._began_s.pop)
+
+    def _make_room(self) -> bool:
+        oldest = next(iter(self._began_s))
+        if self._loop.time() - self._began_s[oldest] < PATIENCE_S:
+            return False
+        del self._began_s[oldest]
+        oldest.remove_done_callback(self._began_s.pop)
+        oldest.cancel("the oldest of too many unauthenticated sockets")
+        return True
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket.fileno(), self._accept)
+
+    async def _greet(self, sock: socket.socket, address: str) -> None:
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                rank, connection_class = await greet(sock, self._terms, self._is_taken)
+        except RefusedError as refused:
+            self._refuse(sock, address, refused.refusal.name)
+        except (OSError, EOFError) as error:
+            self._refuse(sock, address, type(error).__name__)
+        except BaseException:
+            self._refuse(sock, address, "no place")
+            raise
+        else:
+            self._on_connection(rank, connection_class, sock)
+
+    def _refuse(self, sock: socket.socket, address: str, why: str) -> None:
+        sock.close()
+        self.num_refused += 1
+        self._num_unlogged += 1
+        if self._loop.time() - self._logged_s < LOG_INTERVAL_S:
+            return
+        self._logged_s = self._loop.time()
+        _log.warning(
+            "rank %d refused a connection from %s (%s); %d since the last such line",
+            self._terms.rank,
+            address,
+            why,
+            self._num_unlogged,
+        )
+        self._num_unlogged = 0

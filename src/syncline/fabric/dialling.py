@@ -1,0 +1,100 @@
+"""Opening connections: the handshake over a socket, from both sides, and dialling until a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from syncline.errors import HandshakeError
+from syncline.fabric.handshake import (
+    FINISH_BYTES,
+    HELLO_BYTES,
+    REASONS,
+    REPLY_BYTES,
+    Dialer,
+    Greeter,
+    RefusedError,
+    Terms,
+)
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.sockets import open_dialling_socket
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    """Read ``num_bytes`` and not one more: frames may follow at once."""
+    loop = asyncio.get_running_loop()
+    buffer = bytearray(num_bytes)
+    view = memoryview(buffer)
+    while view:
+        received = await loop.sock_recv_into(sock, view)
+        if not received:
+            raise EOFError
+        view = view[received:]
+    return bytes(buffer)
+
+
+async def greet(sock: socket.socket, terms: Terms, is_taken: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Shake hands on an accepted socket; return the dialer's rank and the connection's class."""
+    loop = asyncio.get_running_loop()
+    greeter = Greeter(terms, is_taken=is_taken)
+    try:
+        await loop.sock_sendall(sock, greeter.reply(await read_exactly(sock, HELLO_BYTES)))
+        return greeter.finish(await read_exactly(sock, FINISH_BYTES))
+    except RefusedError as refused:
+        if refused.answer:
+            await loop.sock_sendall(sock, refused.answer)
+        raise
+
+
+async def dial(
+    terms: Terms,
+    options: FabricOptions,
+    *,
+    own_address: str,
+    peer: int,
+    peer_name: str,
+    address: tuple[str, int],
+    connection_class: int,
+) -> socket.socket:
+    """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            async with asyncio.timeout(options.handshake_s):
+                return await _dial_once(
+                    options, own_address, Dialer(terms, peer=peer, connection_class=connection_class), address
+                )
+        except RefusedError as refused:
+            raise HandshakeError(
+                f"rank {terms.rank} and {peer_name} at {address[0]} port {address[1]} cannot connect: "
+                f"{REASONS[refused.refusal]}"
+            ) from refused
+        except (OSError, EOFError):
+            # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _dial_once(
+    options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int]
+) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    sock = open_dialling_socket(own_address, options)
+    try:
+        await loop.sock_connect(sock, address)
+        await loop.sock_sendall(sock, dialer.hello())
+        try:
+            finish = dialer.finish(await read_exactly(sock, REPLY_BYTES))
+        except RefusedError as refused:
+            if refused.answer:
+                await loop.sock_sendall(sock, refused.answer)
+            raise
+        await loop.sock_sendall(sock, finish)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,129 @@
+"""Frames: what travels on a connection once it is authenticated.
+
+Every frame is a header of 48 bytes and at most one chunk of payload. Both carry a CRC-32: TCP's own checksum misses
+about one damaged packet in some ten million (Stone and Partridge, 2000), and a damaged gradient is worse than an error.
+The checksum is not a MAC: it finds accidents, not attackers.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from isal.isal_zlib import crc32
+
+from syncline.fabric.options import MAX_CHUNK_BYTES
+
+MAGIC = 0x4C53
+VERSION = 1
+CONTROL_CLASS = -1
+"""The class number of the control connection; data classes count from 0."""
+
+_BODY = struct.Struct("<HBBhHQIQQII")
+_HEADER = struct.Struct("<HBBhHQIQQIII")
+_CRC = struct.Struct("<I")
+BODY_BYTES = _BODY.size
+HEADER_BYTES = _HEADER.size
+
+
+class FrameError(ValueError):
+    """What arrived is not a frame, or not one that is allowed here. The connection cannot go on."""
+
+
+class FrameType(IntEnum):
+    """What a frame is for. All but EAGER, DATA and END travel on the control connection alone."""
+
+    EAGER = 1
+    """A whole small message, sent without asking."""
+    DATA = 2
+    """A chunk of a granted message."""
+    END = 3
+    """The last frame of a connection that is closed in good order."""
+    REQUEST = 4
+    """The sender has a message of ``message_bytes`` for ``tag``."""
+    GRANT = 5
+    """The message ``tag`` may be sent up to byte ``message_bytes``."""
+    DISCARD = 6
+    """Nothing more of ``tag`` will be granted; the sender drops the rest."""
+    CREDIT = 7
+    """``message_bytes`` more may be sent without asking."""
+    CONTROL = 8
+    """A message of the layer above."""
+    HEARTBEAT = 9
+    """The sender's loop runs."""
+    FAREWELL = 10
+    """The END of every connection has been seen: all that was sent has been read."""
+    LOST = 11
+    """Rank ``tag`` is lost; the payload says why."""
+
+
+DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
+_TYPES = frozenset(int(kind) for kind in FrameType)
+
+
+class Frame(NamedTuple):
+    """A decoded header."""
+
+    magic: int
+    version: int
+    type: int
+    connection_class: int
+    flags: int
+    tag: int
+    signature: int
+    message_bytes: int
+    offset: int
+    chunk_bytes: int
+    payload_crc: int
+    header_crc: int
+
+
+def encode_header(
+    kind: FrameType,
+    connection_class: int,
+    *,
+    tag: int = 0,
+    signature: int = 0,
+    message_bytes: int = 0,
+    offset: int = 0,
+    payload: memoryview | bytes = b"",
+) -> bytes:
+    """Return the header of a frame with ``payload``, which is sent after it and not copied."""
+    body = _BODY.pack(
+        MAGIC,
+        VERSION,
+        kind,
+        connection_class,
+        0,
+        tag,
+        signature,
+        message_bytes,
+        offset,
+        len(payload),
+        crc32(payload),
+    )
+    return body + _CRC.pack(crc32(body))
+
+
+def decode_header(buffer: memoryview) -> Frame:
+    """Read a header from the first bytes of ``buffer``; raise :class:`FrameError` if it is none."""
+    frame = Frame._make(_HEADER.unpack_from(buffer))
+    if frame.magic != MAGIC or frame.version != VERSION:
+        raise FrameError(f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours")
+    if frame.header_crc != crc32(buffer[:BODY_BYTES]):
+        raise FrameError("a frame header failed its checksum: bytes were changed on the way")
+    if frame.type not in _TYPES or frame.chunk_bytes > MAX_CHUNK_BYTES or frame.flags:
+        raise FrameError(
+            f"frame type {frame.type} with {frame.chunk_bytes} bytes and flags {frame.flags} is not allowed"
+        )
+    return frame
+
+
+def check_payload(frame: Frame, crc: int) -> None:
+    """Raise :class:`FrameError` unless ``crc`` is what the header promised."""
+    if crc != frame.payload_crc:
+        raise FrameError(
+            f"{frame.chunk_bytes} bytes of message {frame.tag:#x} failed their checksum: they were changed between the "
+            "sender's memory and this one; check cable, NIC offloads and memory"
+        )

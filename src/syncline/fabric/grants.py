@@ -1,0 +1,235 @@
+"""Who may send next: the receiver's grants, and the credit for what is sent without asking.
+
+A large message waits at its sender until its receiver grants it. The receiver grants by (urgency, arrival) *across all
+senders* and keeps no more than a window of granted bytes under way, so that
+
+- two senders that converge on one rank are ordered by urgency even where no switch honours priorities, and the queues
+  in the switches stay short (receiver-driven transport, as in Homa, SIGCOMM 2018);
+- nothing arrives for which no destination is known.
+
+A window alone would let a few slow senders hold all of it while fast ones idle. So a sender that has nothing under way
+gets one quantum more, up to twice the window, unless something more urgent is under way; and one sender's share has its
+own limit. Everything here is pure: events in, grants out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """``peer`` may send its message ``tag`` up to byte ``limit_bytes``."""
+
+    peer: int
+    tag: int
+    limit_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wish:
+    """A message that was announced and whose receive is posted."""
+
+    tag: int
+    num_bytes: int
+    urgency: int
+    order: int
+    granted_bytes: int = 0
+    is_forgotten: bool = False
+
+    def __lt__(self, other: _Wish) -> bool:
+        return (self.urgency, self.order) < (other.urgency, other.order)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sender:
+    """What one peer wishes to send, and how much of it is under way."""
+
+    limit_bytes: int
+    wishes: list[_Wish] = field(default_factory=list)
+    by_tag: dict[int, _Wish] = field(default_factory=dict)
+    underway_bytes: int = 0
+    ready_order: int = 0
+    """Which wish was last offered in the heap of ready senders; 0 if none is in it."""
+    idle_order: int = 0
+
+    def best(self) -> _Wish | None:
+        """Return the most urgent wish that is not wholly granted."""
+        while self.wishes and self.wishes[0].is_forgotten:
+            heapq.heappop(self.wishes)
+        return self.wishes[0] if self.wishes else None
+
+
+class GrantScheduler:
+    """Orders the grants of one rank.
+
+    ``window_bytes`` bounds what is granted and has not arrived, but for one quantum and for the allowance to idle
+    senders (see the module); ``sender_bytes`` does so for single senders. A grant is for ``quantum_bytes`` at most.
+    Each call costs O(log n) in the number of waiting messages.
+    """
+
+    def __init__(self, *, window_bytes: int, quantum_bytes: int, sender_bytes: Mapping[int, int] | None = None) -> None:
+        self.window_bytes = window_bytes
+        self.quantum_bytes = quantum_bytes
+        self._sender_bytes = dict(sender_bytes or {})
+        self._senders: dict[int, _Sender] = {}
+        # One heap of (urgency, order, peer) each for senders below their limit and for senders with nothing under way.
+        # Entries are not removed when they no longer hold: they are checked when they surface.
+        self._ready: list[tuple[int, int, int]] = []
+        self._idle: list[tuple[int, int, int]] = []
+        self._underway_by_urgency: Counter[int] = Counter()
+        self._order = 0
+        self.underway_bytes = 0
+
+    def __repr__(self) -> str:
+        waiting = sum(len(sender.by_tag) for sender in self._senders.values())
+        return f"<GrantScheduler: {self.underway_bytes} of {self.window_bytes} bytes under way, {waiting} messages>"
+
+    @property
+    def has_wishes(self) -> bool:
+        """Whether some message may be waiting for a grant."""
+        return bool(self._ready)
+
+    def wish(self, peer: int, tag: int, *, num_bytes: int, urgency: int) -> None:
+        """Take note that ``peer`` has a message for which a receive is posted."""
+        assert num_bytes > 0, "an empty message needs no grant"
+        sender = self._senders.get(peer)
+        if sender is None:
+            limit = self._sender_bytes.get(peer, self.window_bytes)
+            sender = self._senders[peer] = _Sender(limit_bytes=max(limit, 1))
+        assert tag not in sender.by_tag, f"message {tag:#x} of rank {peer} wishes twice"
+        self._order += 1
+        wish = _Wish(tag=tag, num_bytes=num_bytes, urgency=urgency, order=self._order)
+        sender.by_tag[tag] = wish
+        heapq.heappush(sender.wishes, wish)
+        if sender.best() is wish:
+            self._offer(peer, sender)
+
+    def arrived(self, peer: int, *, num_bytes: int, urgency: int) -> None:
+        """Take note that granted bytes of a message of ``urgency`` are here."""
+        sender = self._senders[peer]
+        sender.underway_bytes -= num_bytes
+        self.underway_bytes -= num_bytes
+        self._count_arrival(urgency, num_bytes)
+        assert sender.underway_bytes >= 0, f"rank {peer} sent more than it was granted"
+        if sender.wishes:
+            self._offer(peer, sender)
+
+    def forget(self, peer: int, tag: int) -> None:
+        """Grant nothing more of this message; what was granted is still expected."""
+        sender = self._senders.get(peer)
+        wish = sender.by_tag.pop(tag, None) if sender else None
+        if sender is None or wish is None:
+            return
+        wish.is_forgotten = True
+        if sender.best() is not None:
+            self._offer(peer, sender)
+
+    def forget_peer(self, peer: int, *, underway: Mapping[int, int]) -> None:
+        """Expect nothing more of ``peer``; ``underway`` is what it was granted and did not send, by urgency."""
+        sender = self._senders.pop(peer, None)
+        if sender is None:
+            return
+        self.underway_bytes -= sender.underway_bytes
+        for urgency, num_bytes in underway.items():
+            self._count_arrival(urgency, num_bytes)
+
+    def grants(self) -> list[Grant]:
+        """Return what may be sent now, most urgent first."""
+        found: list[Grant] = []
+        while self.underway_bytes < self.window_bytes:
+            chosen = self._pop(self._ready, needs_idle=False)
+            if chosen is None:
+                return found
+            found.append(self._grant(*chosen))
+        while self.underway_bytes < 2 * self.window_bytes:
+            chosen = self._pop(self._idle, needs_idle=True)
+            if chosen is None:
+                break
+            peer, sender, wish = chosen
+            if self._is_anything_more_urgent_underway(wish.urgency):
+                self._offer(peer, sender)
+                break
+            found.append(self._grant(peer, sender, wish))
+        return found
+
+    def _grant(self, peer: int, sender: _Sender, wish: _Wish) -> Grant:
+        amount = min(wish.num_bytes - wish.granted_bytes, self.quantum_bytes, sender.limit_bytes)
+        wish.granted_bytes += amount
+        sender.underway_bytes += amount
+        self.underway_bytes += amount
+        self._underway_by_urgency[wish.urgency] += amount
+        if wish.granted_bytes == wish.num_bytes:
+            heapq.heappop(sender.wishes)
+            del sender.by_tag[wish.tag]
+        if sender.wishes:
+            self._offer(peer, sender)
+        return Grant(peer=peer, tag=wish.tag, limit_bytes=wish.granted_bytes)
+
+    def _offer(self, peer: int, sender: _Sender) -> None:
+        """Put the sender's best wish where it may be chosen."""
+        wish = sender.best()
+        if wish is None:
+            return
+        ticket = (wish.urgency, wish.order, peer)
+        if sender.underway_bytes < sender.limit_bytes and sender.ready_order != wish.order:
+            sender.ready_order = wish.order
+            heapq.heappush(self._ready, ticket)
+        if not sender.underway_bytes and sender.idle_order != wish.order:
+            sender.idle_order = wish.order
+            heapq.heappush(self._idle, ticket)
+
+    def _pop(self, heap: list[tuple[int, int, int]], *, needs_idle: bool) -> tuple[int, _Sender, _Wish] | None:
+        while heap:
+            _, order, peer = heapq.heappop(heap)
+            sender = self._senders.get(peer)
+            if sender is None:
+                continue
+            if needs_idle and sender.idle_order == order:
+                sender.idle_order = 0
+            elif not needs_idle and sender.ready_order == order:
+                sender.ready_order = 0
+            wish = sender.best()
+            if wish is None or wish.order != order:
+                continue
+            if sender.underway_bytes == 0 or (not needs_idle and sender.underway_bytes < sender.limit_bytes):
+                return peer, sender, wish
+        return None
+
+    def _count_arrival(self, urgency: int, num_bytes: int) -> None:
+        self._underway_by_urgency[urgency] -= num_bytes
+        if not self._underway_by_urgency[urgency]:
+            del self._underway_by_urgency[urgency]
+
+    def _is_anything_more_urgent_underway(self, urgency: int) -> bool:
+        return min(self._underway_by_urgency, default=urgency) < urgency
+
+
+class EagerCredit:
+    """The receiver's account of what one peer may send without asking.
+
+    A message costs its bytes and a header, so that empty messages have a bound too. What was consumed is given back
+    in batches of a quarter, so that credit costs few frames.
+    """
+
+    def __init__(self, credit_bytes: int) -> None:
+        self.credit_bytes = credit_bytes
+        self.used_bytes = 0
+        self._owed_bytes = 0
+
+    def take(self, cost_bytes: int) -> bool:
+        """Charge an arriving message; False if the peer had no credit for it."""
+        self.used_bytes += cost_bytes
+        return self.used_bytes <= self.credit_bytes
+
+    def consume(self, cost_bytes: int) -> int:
+        """Note that a charged message is out of the way; return the bytes to give back now, or 0."""
+        self._owed_bytes += cost_bytes
+        if self._owed_bytes * 4 < self.credit_bytes:
+            return 0
+        returned, self._owed_bytes = self._owed_bytes, 0
+        self.used_bytes -= returned
+        return returned

@@ -1,0 +1,202 @@
+"""The handshake that opens every connection: three messages of fixed size, before anything is allocated.
+
+::
+
+    dialer                                                     greeter
+    HELLO  versions, job, epoch, ranks, class, nonce   ->
+                                                       <-      REPLY  version, nonce, HMAC(K, "S" + HELLO + REPLY)
+    FINISH HMAC(K, "C" + HELLO + REPLY)                ->
+
+The labels stop reflection, the nonces replay; ranks, class and epoch are bound by the MACs. K comes from the shared
+secret, or from the job's nonce where there is none (then it stops accidents, not attackers). Only the opening is
+authenticated: whoever can change packets on the way can still change frames.
+
+Pure: bytes in, bytes out. A refusal says why, as far as that leaks nothing to a stranger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from syncline.fabric import frames
+
+MAGIC = b"SYNCLINE"
+VERSIONS = (frames.VERSION, frames.VERSION)
+"""The oldest and the newest protocol version that this build speaks."""
+NONCE_BYTES = 32
+_NO_MAC = bytes(32)
+
+_HELLO = struct.Struct("<8sHH32sQIIhH32s")
+_REPLY = struct.Struct("<8sHH32s32s")
+_FINISH = struct.Struct("<8sHH32s")
+_MAC_BYTES = 32
+HELLO_BYTES, REPLY_BYTES, FINISH_BYTES = _HELLO.size, _REPLY.size, _FINISH.size
+
+
+class Refusal(IntEnum):
+    """Why a connection is refused."""
+
+    NONE = 0
+    GARBAGE = 1
+    VERSION = 2
+    JOB = 3
+    EPOCH = 4
+    RANK = 5
+    DUPLICATE = 6
+    CLASSES = 7
+    SECRET = 8
+
+
+REASONS = {
+    Refusal.NONE: "nothing is wrong",
+    Refusal.GARBAGE: "what answers there is not Syncline; check the address and the port",
+    Refusal.VERSION: "the protocol versions differ; install the same Syncline on all hosts",
+    Refusal.JOB: "the job ids differ; give all ranks of a job the same job_id, and other jobs another",
+    Refusal.EPOCH: "it belongs to another start of the job; end the processes that an earlier attempt left behind",
+    Refusal.RANK: "it is not the rank that was dialled; check that each process has its own RANK",
+    Refusal.DUPLICATE: "this rank is connected already; check that no two processes have the same RANK",
+    Refusal.CLASSES: "the numbers of connection classes differ; give all ranks the same options",
+    Refusal.SECRET: "the shared secrets differ; give all ranks the same secret file",
+}
+
+
+class RefusedError(Exception):
+    """The other side cannot be let in. ``answer`` is what to tell it, empty to say nothing."""
+
+    def __init__(self, refusal: Refusal, answer: bytes = b"") -> None:
+        super().__init__(REASONS[refusal])
+        self.refusal = refusal
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What this side brings to a handshake."""
+
+    rank: int
+    world_size: int
+    job_id: str
+    epoch: int
+    key: bytes
+    num_classes: int
+    versions: tuple[int, int] = VERSIONS
+    nonce: Callable[[int], bytes] = secrets.token_bytes
+
+    @property
+    def job(self) -> bytes:
+        """The job's id in 32 bytes."""
+        return hashlib.sha256(self.job_id.encode()).digest()
+
+
+def derive_key(secret: bytes, *, job_id: str) -> bytes:
+    """Return the handshake's key for one job."""
+    return hmac.digest(secret, b"syncline handshake 1\0" + job_id.encode(), "sha256")
+
+
+class Dialer:
+    """The side that connects."""
+
+    def __init__(self, terms: Terms, *, peer: int, connection_class: int) -> None:
+        self._terms = terms
+        self._hello = _HELLO.pack(
+            MAGIC,
+            *terms.versions,
+            terms.job,
+            terms.epoch,
+            terms.rank,
+            peer,
+            connection_class,
+            terms.num_classes,
+            terms.nonce(NONCE_BYTES),
+        )
+
+    def hello(self) -> bytes:
+        """Return the first message."""
+        return self._hello
+
+    def finish(self, reply: bytes) -> bytes:
+        """Judge the greeter's reply and return the last message; :class:`RefusedError` if either side refuses."""
+        magic, version, status, _, mac = _REPLY.unpack(reply)
+        if magic != MAGIC:
+            raise RefusedError(Refusal.GARBAGE)
+        if status:
+            raise RefusedError(_refusal(status))
+        oldest, newest = self._terms.versions
+        if not oldest <= version <= newest:
+            raise RefusedError(Refusal.VERSION, _finish_message(version, Refusal.VERSION))
+        expected = _mac(self._terms.key, b"S", self._hello, reply[:-_MAC_BYTES])
+        if not hmac.compare_digest(mac, expected):
+            raise RefusedError(Refusal.SECRET, _finish_message(version, Refusal.SECRET))
+        return _finish_message(version, Refusal.NONE, _mac(self._terms.key, b"C", self._hello, reply))
+
+
+class Greeter:
+    """The side that was connected to. ``is_taken(rank, class)`` says whether there is such a connection already."""
+
+    def __init__(self, terms: Terms, *, is_taken: Callable[[int, int], bool]) -> None:
+        self._terms = terms
+        self._is_taken = is_taken
+        self._hello = b""
+        self._reply = b""
+        self._identity = (-1, -1)
+
+    def reply(self, hello: bytes) -> bytes:
+        """Judge the first message and return the second."""
+        magic, oldest, newest, job, epoch, source, target, connection_class, num_classes, _ = _HELLO.unpack(hello)
+        if magic != MAGIC:
+            raise RefusedError(Refusal.GARBAGE)
+        terms = self._terms
+        version = min(newest, terms.versions[1])
+        refusal = Refusal.NONE
+        if version < max(oldest, terms.versions[0]):
+            refusal = Refusal.VERSION
+        elif not hmac.compare_digest(job, terms.job):
+            refusal = Refusal.JOB
+        elif epoch != terms.epoch:
+            refusal = Refusal.EPOCH
+        elif num_classes != terms.num_classes:
+            refusal = Refusal.CLASSES
+        elif target != terms.rank or not terms.rank < source < terms.world_size:
+            refusal = Refusal.RANK
+        elif not frames.CONTROL_CLASS <= connection_class < num_classes:
+            refusal = Refusal.CLASSES
+        elif self._is_taken(source, connection_class):
+            refusal = Refusal.DUPLICATE
+        if refusal:
+            raise RefusedError(refusal, _REPLY.pack(MAGIC, terms.versions[1], refusal, bytes(NONCE_BYTES), _NO_MAC))
+        self._hello = hello
+        self._identity = (source, connection_class)
+        body = _REPLY.pack(MAGIC, version, Refusal.NONE, terms.nonce(NONCE_BYTES), _NO_MAC)[:-_MAC_BYTES]
+        self._reply = body + _mac(terms.key, b"S", hello, body)
+        return self._reply
+
+    def finish(self, message: bytes) -> tuple[int, int]:
+        """Judge the last message; return the dialer's rank and the connection's class."""
+        magic, _, status, mac = _FINISH.unpack(message)
+        if magic != MAGIC:
+            raise RefusedError(Refusal.GARBAGE)
+        if status:
+            raise RefusedError(_refusal(status))
+        if not hmac.compare_digest(mac, _mac(self._terms.key, b"C", self._hello, self._reply)):
+            raise RefusedError(Refusal.SECRET)
+        if self._is_taken(*self._identity):
+            raise RefusedError(Refusal.DUPLICATE)
+        return self._identity
+
+
+def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, label + b"".join(parts), "sha256")
+
+
+def _finish_message(version: int, status: Refusal, mac: bytes = _NO_MAC) -> bytes:
+    return _FINISH.pack(MAGIC, version, status, mac)
+
+
+def _refusal(status: int) -> Refusal:
+    return Refusal(status) if status in REASONS else Refusal.GARBAGE

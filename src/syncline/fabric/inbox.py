@@ -1,0 +1,233 @@
+"""The receiving side of one peer: posted receives, announced messages, and what arrived too early.
+
+What a header says is believed only as far as it was allowed before: a large message must have been granted, byte for
+byte, and a small one must fit into the credit. So no peer can make this process allocate more than its credit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from syncline.fabric.frames import HEADER_BYTES, Frame, FrameError, FrameType
+from syncline.fabric.grants import EagerCredit, GrantScheduler
+from syncline.fabric.outbox import MAX_REQUESTS
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Receive:
+    """A posted receive, and how far its message has come."""
+
+    destination: memoryview | None
+    """None: it was cancelled, and what still comes is thrown away."""
+    num_bytes: int
+    signature: int
+    urgency: int
+    on_received: Callable[[], None]
+    granted_bytes: int = 0
+    arrived_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    """A small message that came before its receive."""
+
+    payload: bytearray
+    signature: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InboxLinks:
+    """What an inbox needs from around it."""
+
+    grant_soon: Callable[[], None]
+    send_control: Callable[..., None]
+    """Queue a control frame, with the arguments of ``ControlConnection.send``."""
+    redirect: Callable[[int], None]
+    """Let what is arriving for a tag go to waste."""
+    on_mismatch: Callable[[int, int, int], None]
+    """Tell (tag, expected signature, received signature)."""
+
+
+class Inbox:
+    """Messages from one peer until they are in their destinations."""
+
+    def __init__(self, peer: int, *, credit_bytes: int, scheduler: GrantScheduler, links: InboxLinks) -> None:
+        self._peer = peer
+        self._scheduler = scheduler
+        self._links = links
+        self._credit = EagerCredit(credit_bytes)
+        self._posted: dict[int, Receive] = {}
+        self._announced: dict[int, tuple[int, int]] = {}  # tag: (size, signature)
+        self._arriving: dict[int, Receive] = {}
+        self._held: dict[int, _Held] = {}
+        self._eager: dict[int, Receive | _Held | None] = {}  # by tag: where the frame that is arriving goes
+        self.unexpected_bytes = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Number of receives that are posted and not finished."""
+        arriving = sum(receive.destination is not None for receive in self._arriving.values())
+        eager = sum(isinstance(receive, Receive) for receive in self._eager.values())
+        return len(self._posted) + arriving + eager
+
+    def receive(
+        self, tag: int, destination: memoryview, *, signature: int, urgency: int, on_received: Callable[[], None]
+    ) -> None:
+        """Post a receive; what is here already is delivered in the loop's next iteration."""
+        assert tag not in self._posted, f"tag {tag:#x} of rank {self._peer} is posted twice"
+        assert tag not in self._arriving, f"tag {tag:#x} of rank {self._peer} is posted again while it arrives"
+        view = destination if destination.format == "B" and destination.ndim == 1 else destination.cast("B")
+        self._posted[tag] = Receive(
+            destination=view, num_bytes=view.nbytes, signature=signature, urgency=urgency, on_received=on_received
+        )
+        if tag in self._announced:
+            self._match(tag)
+        elif tag in self._held:
+            asyncio.get_running_loop().call_soon(self._deliver_held, tag)
+
+    def cancel(self, tag: int) -> None:
+        """Forget a receive."""
+        self._posted.pop(tag, None)
+        if isinstance(self._eager.get(tag), Receive):
+            self._eager[tag] = None
+            self._links.redirect(tag)
+        receive = self._arriving.get(tag)
+        if receive is None or receive.destination is None:
+            return
+        receive.destination = None
+        self._links.redirect(tag)
+        self._scheduler.forget(self._peer, tag)
+        if receive.granted_bytes < receive.num_bytes:
+            receive.num_bytes = receive.granted_bytes
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+            if receive.arrived_bytes == receive.num_bytes:
+                del self._arriving[tag]
+
+    def on_request(self, frame: Frame) -> None:
+        """Take note of a message that waits at the peer."""
+        tag = frame.tag
+        if tag in self._announced or tag in self._arriving or len(self._announced) >= MAX_REQUESTS:
+            raise FrameError(f"request {tag:#x} comes twice, or is one of more than {MAX_REQUESTS}")
+        self._announced[tag] = (frame.message_bytes, frame.signature)
+        if tag in self._posted:
+            self._match(tag)
+
+    def on_granted(self, tag: int, limit_bytes: int) -> None:
+        """Take note that the scheduler grants ``tag`` up to ``limit_bytes``, and tell the peer."""
+        self._arriving[tag].granted_bytes = limit_bytes
+        self._links.send_control(FrameType.GRANT, tag=tag, message_bytes=limit_bytes)
+
+    def begin_chunk(self, frame: Frame) -> memoryview | None:
+        """Return where a payload goes; None to throw it away."""
+        if frame.type == FrameType.EAGER:
+            return self._begin_eager(frame)
+        receive = self._arriving.get(frame.tag)
+        end = frame.offset + frame.chunk_bytes
+        if receive is None or frame.offset != receive.arrived_bytes or end > receive.granted_bytes:
+            raise FrameError(f"bytes {frame.offset} to {end} of message {frame.tag:#x} were not granted")
+        return None if receive.destination is None else receive.destination[frame.offset : end]
+
+    def end_chunk(self, frame: Frame) -> None:
+        """Take note that a payload is where it should be."""
+        if frame.type == FrameType.EAGER:
+            self._end_eager(frame)
+            return
+        receive = self._arriving[frame.tag]
+        receive.arrived_bytes += frame.chunk_bytes
+        self._scheduler.arrived(self._peer, num_bytes=frame.chunk_bytes, urgency=receive.urgency)
+        if self._scheduler.has_wishes:
+            self._links.grant_soon()
+        if receive.arrived_bytes == receive.num_bytes:
+            del self._arriving[frame.tag]
+            if receive.destination is not None:
+                receive.on_received()
+
+    def close(self) -> None:
+        """Forget all receives, and what is granted but will not come. What arrived whole can still be received."""
+        underway: Counter[int] = Counter()
+        for receive in self._arriving.values():
+            underway[receive.urgency] += receive.granted_bytes - receive.arrived_bytes
+        self._scheduler.forget_peer(self._peer, underway=underway)
+        self._arriving.clear()
+        self._announced.clear()
+        self._eager.clear()
+        for tag in [tag for tag, held in self._held.items() if not held.is_whole]:
+            del self._held[tag]
+
+    def _match(self, tag: int) -> None:
+        """Let a message that is announced and posted take its turn, or refuse it."""
+        num_bytes, signature = self._announced.pop(tag)
+        receive = self._posted.pop(tag)
+        if signature != receive.signature or num_bytes != receive.num_bytes:
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+            self._links.on_mismatch(tag, receive.signature, signature)
+            return
+        if not num_bytes:
+            # A sender without credit announces even an empty message: there is nothing to grant.
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+            self._arriving[tag] = receive
+            asyncio.get_running_loop().call_soon(self._finish_empty, tag)
+            return
+        self._arriving[tag] = receive
+        self._scheduler.wish(self._peer, tag, num_bytes=num_bytes, urgency=receive.urgency)
+        self._links.grant_soon()
+
+    def _finish_empty(self, tag: int) -> None:
+        receive = self._arriving.pop(tag, None)
+        if receive is not None and receive.destination is not None:
+            receive.on_received()
+
+    def _begin_eager(self, frame: Frame) -> memoryview | None:
+        tag = frame.tag
+        if frame.offset or frame.chunk_bytes != frame.message_bytes or tag in self._held or tag in self._eager:
+            raise FrameError(f"message {tag:#x} was sent without asking, in part or twice")
+        if not self._credit.take(frame.chunk_bytes + HEADER_BYTES):
+            raise FrameError(f"message {tag:#x} exceeds the credit of {self._credit.credit_bytes} bytes")
+        receive = self._posted.pop(tag, None)
+        if receive is None:
+            held = _Held(payload=bytearray(frame.chunk_bytes), signature=frame.signature)
+            self._held[tag] = self._eager[tag] = held
+            self.unexpected_bytes += frame.chunk_bytes
+            return memoryview(held.payload)
+        if receive.signature != frame.signature or receive.num_bytes != frame.chunk_bytes:
+            self._eager[tag] = None
+            self._links.on_mismatch(tag, receive.signature, frame.signature)
+            return None
+        self._eager[tag] = receive
+        return receive.destination
+
+    def _end_eager(self, frame: Frame) -> None:
+        target = self._eager.pop(frame.tag)
+        if isinstance(target, _Held):
+            target.is_whole = True
+            if frame.tag in self._posted:
+                self._deliver_held(frame.tag)
+            return
+        self._return_credit(frame.chunk_bytes)
+        if target is not None:
+            target.on_received()
+
+    def _deliver_held(self, tag: int) -> None:
+        """Hand over a message that came before its receive, unless that was cancelled or it is not whole yet."""
+        held = self._held.get(tag)
+        if held is None or not held.is_whole or tag not in self._posted:
+            return
+        receive = self._posted.pop(tag)
+        del self._held[tag]
+        self.unexpected_bytes -= len(held.payload)
+        self._return_credit(len(held.payload))
+        if receive.signature != held.signature or receive.num_bytes != len(held.payload):
+            self._links.on_mismatch(tag, receive.signature, held.signature)
+            return
+        assert receive.destination is not None
+        receive.destination[:] = held.payload
+        receive.on_received()
+
+    def _return_credit(self, num_bytes: int) -> None:
+        returned = self._credit.consume(num_bytes + HEADER_BYTES)
+        if returned:
+            self._links.send_control(FrameType.CREDIT, message_bytes=returned)

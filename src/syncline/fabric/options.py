@@ -1,0 +1,127 @@
+"""Every setting of the TCP fabric, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from syncline.errors import ConfigurationError
+
+MIN_SECRET_BYTES = 32
+MAX_CHUNK_BYTES = 1 << 20
+"""The wire's limit on a chunk: no receiver ever drains more than this at once."""
+MAX_CLASSES = 16
+MAX_DSCP = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricOptions:
+    """How one rank's TCP fabric behaves. All ranks of a job are given the same."""
+
+    job_id: str = "syncline"
+    """Which job this is: connections of another job are refused."""
+    secret: bytes | None = None
+    """At least 32 bytes that all ranks share and that never go through the store; None: loopback only."""
+    insecure: bool = False
+    """Allow addresses other than loopback without a secret. Whoever reaches the port can then join the job."""
+    address: str | None = None
+    """The address, interface or name of this machine to bind to; None is loopback."""
+
+    heartbeat_s: float = 1.0
+    suspect_s: float = 3.0
+    dead_s: float = 10.0
+    handshake_s: float = 5.0
+    connect_s: float = 60.0
+    close_s: float = 10.0
+
+    eager_bytes: int = 16 << 10
+    """Messages of at most this size are sent without asking, within the credit."""
+    credit_bytes: int = 4 << 20
+    """How much one peer may send to this rank before its receives are posted."""
+    grant_window_bytes: int | None = None
+    """How much may be granted and not yet here; None takes it from the topology's rates."""
+    chunk_bytes: int = 256 << 10
+    """An urgent message waits for at most one chunk of another on its connection."""
+
+    num_classes: int = 1
+    """Number of data connections to each peer; class 0 is the most urgent."""
+    dscp: tuple[int, ...] | None = None
+    """A DSCP mark (0 to 63) for each class; None leaves the marks alone."""
+    control_dscp: int = 46
+    """The mark of the control connection, where ``dscp`` is given."""
+    send_buffer_bytes: int | None = None
+    """``SO_SNDBUF``; None lets the kernel tune it."""
+    receive_buffer_bytes: int | None = None
+    """``SO_RCVBUF``; None lets the kernel tune it."""
+    unsent_bytes: int = 256 << 10
+    """``TCP_NOTSENT_LOWAT``: what the kernel may hold of a connection beyond what is on the wire."""
+    congestion: str | None = None
+    """``TCP_CONGESTION``, such as ``"cubic"``; None is the system's default."""
+
+    def __post_init__(self) -> None:
+        self._check_security()
+        self._check_times()
+        self._check_sizes()
+        self._check_classes()
+
+    @property
+    def send_s(self) -> float:
+        """How long a peer may leave sent bytes unacknowledged (``TCP_USER_TIMEOUT``): a backstop, far above dead_s."""
+        return 3 * self.dead_s
+
+    def check_exposure(self, address: str) -> None:
+        """Refuse to listen on ``address`` where strangers could reach it and nothing would stop them."""
+        if self.secret is not None or self.insecure or ipaddress.ip_address(address).is_loopback:
+            return
+        raise ConfigurationError(
+            f"address {address} can be reached from other machines and there is no shared secret: anyone could join "
+            "the job; give all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or say "
+            "insecure=True on a network that you trust"
+        )
+
+    def _check_security(self) -> None:
+        if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
+            raise ConfigurationError(
+                f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, not {len(self.secret)}; "
+                "make one with: head -c 32 /dev/urandom | base64 > FILE"
+            )
+        if not self.job_id:
+            raise ConfigurationError("job_id must not be empty; give each job its own name")
+
+    def _check_times(self) -> None:
+        for name in ("heartbeat_s", "suspect_s", "dead_s", "handshake_s", "connect_s", "close_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)}")
+        if not self.heartbeat_s < self.suspect_s <= self.dead_s:
+            raise ConfigurationError(
+                "heartbeat_s < suspect_s <= dead_s must hold, but they are "
+                f"{self.heartbeat_s}, {self.suspect_s} and {self.dead_s}; raise dead_s or lower heartbeat_s"
+            )
+
+    def _check_sizes(self) -> None:
+        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ConfigurationError(f"chunk_bytes must be from 4096 to {MAX_CHUNK_BYTES}, not {self.chunk_bytes}")
+        if not 0 <= self.eager_bytes <= self.chunk_bytes:
+            raise ConfigurationError(
+                f"eager_bytes must be from 0 to chunk_bytes ({self.chunk_bytes}), not {self.eager_bytes}"
+            )
+        for name in ("credit_bytes", "unsent_bytes"):
+            if getattr(self, name) < self.eager_bytes:
+                raise ConfigurationError(
+                    f"{name} must be at least eager_bytes ({self.eager_bytes}), not {getattr(self, name)}"
+                )
+        if self.grant_window_bytes is not None and self.grant_window_bytes < 1:
+            raise ConfigurationError(f"grant_window_bytes must be at least 1 or None, not {self.grant_window_bytes}")
+
+    def _check_classes(self) -> None:
+        if not 1 <= self.num_classes <= MAX_CLASSES:
+            raise ConfigurationError(f"num_classes must be from 1 to {MAX_CLASSES}, not {self.num_classes}")
+        if self.dscp is None:
+            return
+        if len(self.dscp) != self.num_classes:
+            raise ConfigurationError(
+                f"dscp must hold one mark for each of the {self.num_classes} classes, not {len(self.dscp)} marks"
+            )
+        for mark in (*self.dscp, self.control_dscp):
+            if not 0 <= mark <= MAX_DSCP:
+                raise ConfigurationError(f"a DSCP mark is from 0 to {MAX_DSCP}, not {mark}")

@@ -1,0 +1,271 @@
+"""One peer: its connections, its inbox and outbox, and what its control frames mean."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from syncline.fabric.control_connection import ControlConnection
+from syncline.fabric.data_connection import DataConnection
+from syncline.fabric.frames import CONTROL_CLASS, Frame, FrameError, FrameType
+from syncline.fabric.grants import GrantScheduler
+from syncline.fabric.inbox import Inbox, InboxLinks
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.outbox import Outbox
+from syncline.fabric.statistics import ConnectionStatistics
+
+
+class PeerEvents(Protocol):
+    """What a peer tells the fabric that it belongs to."""
+
+    def on_ready(self, peer: Peer) -> None:
+        """Note that all connections are there."""
+
+    def on_broken(self, peer: Peer, reason: str, *, must_tell: bool) -> None:
+        """End a peer that cannot go on; ``must_tell`` if it may be alive and should hear why."""
+
+    def on_ended(self, peer: Peer) -> None:
+        """Note that everything that the peer sent has been read, and that it will send no more."""
+
+    def on_farewell(self, peer: Peer) -> None:
+        """Note that the peer has read everything that was sent to it before our END."""
+
+    def on_news(self, peer: Peer, lost: int, reason: str) -> None:
+        """Hear from the peer that rank ``lost`` is lost."""
+
+    def on_control_message(self, peer: Peer, payload: bytes) -> None:
+        """Take a control message for the layer above."""
+
+    def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
+        """Note that a message differs from its receive."""
+
+    def grant_soon(self) -> None:
+        """Look soon whether there is something to grant."""
+
+
+class Peer:
+    """The state of one peer, from its first connection to its end."""
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        *,
+        options: FabricOptions,
+        scheduler: GrantScheduler,
+        events: PeerEvents,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.rank = rank
+        self.host = host
+        self._options = options
+        self._events = events
+        self._loop = loop
+        self._sockets: dict[int, socket.socket] = {}
+        self._control: ControlConnection | None = None
+        self._data: list[DataConnection] = []
+        self.is_gone = False
+        self.has_said_farewell = False
+        self.outbox = Outbox(eager_bytes=options.eager_bytes)
+        self.inbox = Inbox(
+            rank,
+            credit_bytes=options.credit_bytes,
+            scheduler=scheduler,
+            links=InboxLinks(
+                grant_soon=events.grant_soon,
+                send_control=self.send_frame,
+                redirect=self._redirect,
+                on_mismatch=partial(events.on_mismatch, self),
+            ),
+        )
+        self._handlers: dict[int, Callable[[Frame, bytes], None]] = {
+            FrameType.END: self._on_end,
+            FrameType.REQUEST: lambda frame, _: self.inbox.on_request(frame),
+            FrameType.GRANT: lambda frame, _: self.outbox.on_grant(frame.tag, frame.message_bytes),
+            FrameType.DISCARD: lambda frame, _: self.outbox.on_discard(frame.tag),
+            FrameType.CREDIT: lambda frame, _: self.outbox.on_credit(frame.message_bytes),
+            FrameType.CONTROL: lambda _, payload: events.on_control_message(self, payload),
+            FrameType.HEARTBEAT: lambda _frame, _payload: None,
+            FrameType.FAREWELL: self._on_farewell,
+            FrameType.LOST: lambda frame, payload: events.on_news(self, frame.tag, payload.decode(errors="replace")),
+        }
+
+    def __repr__(self) -> str:
+        state = "gone" if self.is_gone else "ready" if self.is_ready else f"{len(self._sockets)} connections"
+        return f"<Peer {self.name}: {state}>"
+
+    @property
+    def name(self) -> str:
+        """``"rank 3 (host b1)"``."""
+        return f"rank {self.rank} (host {self.host})"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all connections are there."""
+        return self._control is not None
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether the kernel has taken everything."""
+        return all(connection.is_flushed for connection in self._connections())
+
+    def has_connection(self, connection_class: int) -> bool:
+        """Whether there is a connection of this class already."""
+        return self.is_ready or self.is_gone or connection_class in self._sockets
+
+    def attach(self, connection_class: int, sock: socket.socket) -> None:
+        """Take an authenticated socket; with the last one the peer is ready."""
+        assert not self.has_connection(connection_class)
+        self._sockets[connection_class] = sock
+        if len(self._sockets) == 1 + self._options.num_classes:
+            self._start()
+
+    def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
+        """Queue a control frame."""
+        if self._control is not None:
+            self._control.send(kind, tag=tag, message_bytes=message_bytes, payload=payload)
+
+    def flush_control(self) -> None:
+        """Write queued control frames now."""
+        if self._control is not None:
+            self._control.flush()
+
+    def take_heard(self) -> bool:
+        """Whether anything arrived since the last time this was asked."""
+        is_heard = False
+        for connection in self._connections():
+            is_heard |= connection.has_spoken
+            connection.has_spoken = False
+        return is_heard
+
+    def end(self) -> None:
+        """Say on each connection that nothing more will come."""
+        for connection in self._data:
+            connection.end()
+        self.send_frame(FrameType.END)
+
+    def close(self) -> None:
+        """Release everything; the peer is gone."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        for connection in self._connections():
+            connection.close()
+        for sock in self._sockets.values():
+            sock.close()
+        self.outbox.close()
+        self.inbox.close()
+
+    def statistics(self) -> tuple[ConnectionStatistics, ...]:
+        """Return the counters of each connection."""
+        if self._control is None:
+            return ()
+        control = ConnectionStatistics(
+            peer=self.rank,
+            connection_class=CONTROL_CLASS,
+            sent_bytes=0,
+            sent_messages=0,
+            received_bytes=0,
+            received_messages=0,
+            overhead_bytes=self._control.overhead_bytes,
+            queued_bytes=0,
+        )
+        data = (
+            ConnectionStatistics(
+                peer=self.rank,
+                connection_class=connection.connection_class,
+                sent_bytes=connection.sent_bytes,
+                sent_messages=connection.sent_messages,
+                received_bytes=connection.received_bytes,
+                received_messages=connection.received_messages,
+                overhead_bytes=connection.overhead_bytes,
+                queued_bytes=self.outbox.queued_bytes(connection.connection_class),
+            )
+            for connection in self._data
+        )
+        return (control, *data)
+
+    def _connections(self) -> list[ControlConnection | DataConnection]:
+        return [] if self._control is None else [self._control, *self._data]
+
+    def _start(self) -> None:
+        control = ControlConnection(
+            self._sockets.pop(CONTROL_CLASS), self._loop, on_frame=self._on_frame, on_broken=self._on_control_broken
+        )
+        for connection_class in range(self._options.num_classes):
+            connection = DataConnection(
+                self._sockets.pop(connection_class),
+                self._loop,
+                connection_class=connection_class,
+                chunk_bytes=self._options.chunk_bytes,
+                receiver=self.inbox,
+                on_message_sent=partial(self.outbox.on_message_sent, connection_class),
+                on_end=self._check_ended,
+                on_broken=partial(self._on_data_broken, connection_class),
+            )
+            self._data.append(connection)
+        self._control = control
+        self.outbox.attach(control, self._data)
+        self.send_frame(FrameType.CREDIT, message_bytes=self._options.credit_bytes)
+        for started in self._connections():
+            started.start()
+        self._events.on_ready(self)
+
+    def _on_frame(self, frame: Frame, payload: bytes) -> None:
+        self._handlers[frame.type](frame, payload)
+
+    def _on_end(self, _frame: Frame, _payload: bytes) -> None:
+        assert self._control is not None
+        self._control.has_ended = True
+        self._check_ended()
+
+    def _on_farewell(self, _frame: Frame, _payload: bytes) -> None:
+        self.has_said_farewell = True
+        self._events.on_farewell(self)
+
+    def _check_ended(self) -> None:
+        if all(connection.has_ended for connection in self._connections()):
+            self.send_frame(FrameType.FAREWELL)
+            self.flush_control()
+            self._events.on_ended(self)
+
+    def _redirect(self, tag: int) -> None:
+        for connection in self._data:
+            connection.redirect(tag)
+
+    def _on_control_broken(self, error: Exception) -> None:
+        self._on_broken(self._control, error)
+
+    def _on_data_broken(self, connection_class: int, error: Exception) -> None:
+        self._on_broken(self._data[connection_class], error)
+
+    def _on_broken(self, connection: ControlConnection | DataConnection | None, error: Exception) -> None:
+        """Judge the end of a connection: in good order, broken, or broken for a reason that the peer told."""
+        assert connection is not None
+        assert self._control is not None
+        if isinstance(error, FrameError):
+            self._events.on_broken(self, f"broke the protocol: {error}", must_tell=True)
+            return
+        if connection.has_ended:
+            connection.close()
+            if all(other.has_ended for other in self._connections()):
+                self._on_farewell_missed()
+            return
+        self._control.read_last_words()
+        if not self.is_gone:
+            self._events.on_broken(self, f"is lost: {_describe(error)}", must_tell=False)
+
+    def _on_farewell_missed(self) -> None:
+        if not self.is_gone and not self.has_said_farewell:
+            self._events.on_farewell(self)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
+        return "connection closed: its process died or was killed"
+    if isinstance(error, TimeoutError):
+        return "connection timed out: the network between the hosts, or the peer's machine, is down"
+    return f"connection failed: {error}"

@@ -1,0 +1,321 @@
+"""How the ranks find each other: a fresh generation for each start, through a store that may hold stale keys.
+
+A store may outlive an attempt (torchrun restarts workers with the same one), so no key is believed because it is there.
+Each rank writes a *hello* with a new nonce. Rank 0 publishes a *record*: a random generation, a nonce for the job,
+and all hellos, whose nonces show to each rank whether it is the one that is meant. A rank answers with an *ack* of the
+generation; if a hello changes meanwhile (a stale one was replaced), rank 0 publishes a new generation. When all
+ranks have acknowledged one generation, rank 0 says *go*, and only that generation is used.
+
+Records are JSON of at most 64 KiB each, checked field by field; what does not fit is skipped as if it were stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from syncline.errors import RendezvousError
+
+MAX_RECORD_BYTES = 64 << 10
+NONCE_BYTES = 16
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 0.25
+MAX_NAME_LENGTH = 255
+
+
+class Store(Protocol):
+    """A key-value store that all ranks reach; the calls may block and are made in a worker thread."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write ``value``, over what was there."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value, as soon as there is one; ``TimeoutError`` if there is none in time.
+
+        The rendezvous asks only for what is there now (``timeout_s`` is 0.0): whoever then waits for an answer of the
+        store itself must not raise ``TimeoutError`` because that takes a while.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """Where a rank listens."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One start of a job, on which all ranks agree."""
+
+    epoch: int
+    """A random number of 64 bits; connections of another one are refused."""
+    job_nonce: bytes
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hello:
+    member: Member
+    nonce: str
+
+
+class Rendezvous:
+    """Meets the other ranks of job ``job_id`` through ``store``."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        job_id: str,
+        token: Callable[[int], str] = secrets.token_hex,
+        pause: Callable[[float], object] = time.sleep,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._prefix = f"syncline/{job_id}"
+        self._token = token
+        self._pause = pause
+        self._now_s = now_s
+
+    async def meet(self, member: Member, *, world_size: int, timeout_s: float) -> Generation:
+        """Wait for all ranks without blocking the loop; :class:`RendezvousError` says who did not come."""
+        stop = threading.Event()
+        loop = asyncio.get_running_loop()
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-rendezvous")
+        try:
+            return await loop.run_in_executor(
+                executor, lambda: self.meet_blocking(member, world_size=world_size, timeout_s=timeout_s, stop=stop)
+            )
+        finally:
+            stop.set()
+            executor.shutdown(wait=True)
+
+    def meet_blocking(
+        self, member: Member, *, world_size: int, timeout_s: float, stop: threading.Event | None = None
+    ) -> Generation:
+        """Wait for all ranks."""
+        attempt = _Attempt(
+            member=member,
+            world_size=world_size,
+            nonce=self._token(NONCE_BYTES),
+            deadline_s=self._now_s() + timeout_s,
+            stop=stop or threading.Event(),
+        )
+        self._set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": attempt.nonce})
+        lead = self._lead if member.rank == 0 else self._follow
+        pause_s = FIRST_PAUSE_S
+        while True:
+            generation = lead(attempt)
+            if generation is not None:
+                return generation
+            if attempt.stop.is_set() or self._now_s() >= attempt.deadline_s:
+                raise RendezvousError(
+                    f"rank {member.rank} (host {member.host}) waited {timeout_s:.0f} s for the others: "
+                    f"{attempt.waits_for}; check that all processes of the job run and reach the same store"
+                )
+            self._pause(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+    def _lead(self, attempt: _Attempt) -> Generation | None:
+        """Rank 0: publish who is there whenever it changes; say go when all have acknowledged."""
+        missing: list[int] = []
+        for rank in range(attempt.world_size):
+            hello = _parse_hello(self._get(f"hello/{rank}"), rank)
+            if hello is None:
+                missing.append(rank)
+            elif attempt.hellos.get(rank) != hello:
+                attempt.hellos[rank] = hello
+                attempt.epoch = 0
+        if missing:
+            attempt.waits_for = f"{_ranks(missing)} did not come"
+            return None
+        if not attempt.epoch:
+            self._publish(attempt)
+        waiting = [
+            rank
+            for rank in range(1, attempt.world_size)
+            if self._get(f"ack/{rank}") != {"epoch": attempt.epoch, "nonce": attempt.hellos[rank].nonce}
+        ]
+        if waiting:
+            attempt.waits_for = f"{_ranks(waiting)} did not acknowledge (processes of an earlier attempt are gone)"
+            return None
+        self._set("go", {"epoch": attempt.epoch})
+        return attempt.generation()
+
+    def _publish(self, attempt: _Attempt) -> None:
+        """Write the parts of a new record under its own name, then the record that points to them."""
+        attempt.epoch = int(self._token(8), 16) or 1
+        attempt.job_nonce = self._token(32)
+        parts = _pack([{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()])
+        for place, part in enumerate(parts):
+            self._set(f"record/{attempt.epoch}/{place}", part)
+        self._set(
+            "record",
+            {
+                "epoch": attempt.epoch,
+                "job_nonce": attempt.job_nonce,
+                "world_size": attempt.world_size,
+                "num_parts": len(parts),
+            },
+        )
+
+    def _follow(self, attempt: _Attempt) -> Generation | None:
+        """Every other rank: acknowledge the newest record that holds this attempt's nonce; wait for its go."""
+        attempt.waits_for = "rank 0 published no record that includes this rank"
+        record = self._get("record")
+        if not isinstance(record, dict) or not _is_record(record):
+            return None
+        if record["world_size"] != attempt.world_size:
+            attempt.waits_for = (
+                f"rank 0 has a world size of {record['world_size']}, this rank of {attempt.world_size}; "
+                "give all ranks the same WORLD_SIZE"
+            )
+            return None
+        if record["epoch"] != attempt.epoch and not self._read_record(attempt, record):
+            return None
+        attempt.waits_for = "rank 0 did not say go (some rank did not acknowledge yet)"
+        if self._get("go") != {"epoch": attempt.epoch}:
+            return None
+        return attempt.generation()
+
+    def _read_record(self, attempt: _Attempt, record: dict[str, Any]) -> bool:
+        hellos: dict[int, _Hello] = {}
+        for place in range(record["num_parts"]):
+            part = self._get(f"record/{record['epoch']}/{place}")
+            if not isinstance(part, list):
+                return False
+            for entry in part:
+                hello = _parse_hello(entry, len(hellos))
+                if hello is None:
+                    return False
+                hellos[hello.member.rank] = hello
+        own = hellos.get(attempt.member.rank)
+        if len(hellos) != attempt.world_size or own is None or own.nonce != attempt.nonce:
+            return False
+        attempt.hellos, attempt.epoch, attempt.job_nonce = hellos, record["epoch"], record["job_nonce"]
+        self._set(f"ack/{attempt.member.rank}", {"epoch": attempt.epoch, "nonce": attempt.nonce})
+        return True
+
+    def _set(self, key: str, value: object) -> None:
+        text = json.dumps(value, separators=(",", ":")).encode()
+        assert len(text) <= MAX_RECORD_BYTES, f"record {key} has {len(text)} bytes"
+        try:
+            self._store.set(f"{self._prefix}/{key}", text)
+        except Exception as error:
+            raise _store_failed(error) from error
+
+    def _get(self, key: str) -> Any:
+        """Return what a key holds now, None if it holds nothing that can be used."""
+        try:
+            text = self._store.get(f"{self._prefix}/{key}", 0.0)
+        except TimeoutError:
+            return None
+        except Exception as error:
+            raise _store_failed(error) from error
+        if len(text) > MAX_RECORD_BYTES:
+            return None
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """What one rank knows while it waits."""
+
+    member: Member
+    world_size: int
+    nonce: str
+    deadline_s: float
+    stop: threading.Event
+    epoch: int = 0
+    """The generation that was published or acknowledged; 0 if none was."""
+    job_nonce: str = ""
+    hellos: dict[int, _Hello] = field(default_factory=dict)
+    waits_for: str = "nothing was heard yet"
+
+    def sorted_hellos(self) -> list[_Hello]:
+        return [self.hellos[rank] for rank in sorted(self.hellos)]
+
+    def generation(self) -> Generation:
+        return Generation(
+            epoch=self.epoch,
+            job_nonce=bytes.fromhex(self.job_nonce),
+            members=tuple(hello.member for hello in self.sorted_hellos()),
+        )
+
+
+def _store_failed(error: Exception) -> RendezvousError:
+    return RendezvousError(
+        f"the store through which the ranks meet failed ({type(error).__name__}: {error}); check that rank 0's "
+        "process, or whatever serves MASTER_ADDR and MASTER_PORT, is running and can be reached"
+    )
+
+
+def _member_to_json(member: Member) -> dict[str, object]:
+    return {"rank": member.rank, "host": member.host, "address": member.address, "port": member.port}
+
+
+def _parse_hello(value: Any, rank: int) -> _Hello | None:
+    """Check a hello's schema; None for anything else."""
+    if not isinstance(value, dict) or set(value) != {"rank", "host", "address", "port", "nonce"}:
+        return None
+    host, port, nonce = value["host"], value["port"], value["nonce"]
+    if value["rank"] != rank or not isinstance(host, str) or not 0 < len(host) <= MAX_NAME_LENGTH:
+        return None
+    if type(port) is not int or not 0 < port < 1 << 16 or not _is_hex(nonce, NONCE_BYTES):
+        return None
+    try:
+        address = str(ipaddress.ip_address(value["address"]))
+    except ValueError:
+        return None
+    return _Hello(member=Member(rank=rank, host=host, address=address, port=port), nonce=nonce)
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    if set(record) != {"epoch", "job_nonce", "world_size", "num_parts"}:
+        return False
+    counts = (record["epoch"], record["world_size"], record["num_parts"])
+    return (
+        all(type(count) is int and count > 0 for count in counts)
+        and record["epoch"] < 1 << 64
+        and record["num_parts"] <= record["world_size"]
+        and _is_hex(record["job_nonce"], 32)
+    )
+
+
+def _is_hex(value: object, num_bytes: int) -> bool:
+    return isinstance(value, str) and len(value) == 2 * num_bytes and set(value) <= set("0123456789abcdef")
+
+
+def _pack(entries: Sequence[dict[str, object]]) -> list[list[dict[str, object]]]:
+    """Cut ``entries`` into parts that stay below the limit of a record."""
+    parts: list[list[dict[str, object]]] = [[]]
+    room = MAX_RECORD_BYTES - 2
+    for entry in entries:
+        num_bytes = len(json.dumps(entry, separators=(",", ":"))) + 1
+        if num_bytes > room:
+            parts.append([])
+            room = MAX_RECORD_BYTES - 2
+        parts[-1].append(entry)
+        room -= num_bytes
+    return parts
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

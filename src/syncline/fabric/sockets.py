@@ -1,0 +1,118 @@
+"""Sockets as the fabric wants them: bound to one address, unbuffered, marked, and never silent for ever."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+
+import psutil
+
+from syncline.errors import ConfigurationError
+from syncline.fabric.options import FabricOptions
+
+BACKLOG = 1024
+_TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from Python 3.12 on
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+def resolve_address(text: str | None) -> str:
+    """Return the IP address of this machine that ``text`` means: an address, an interface, or a host name."""
+    if text is None:
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        pass
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in psutil.net_if_addrs().get(text, ()):
+            if entry.family == family:
+                return entry.address.partition("%")[0]
+    try:
+        found = socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"address {text!r} is neither an IP address, nor an interface of this machine "
+            f"({', '.join(sorted(psutil.net_if_addrs()))}), nor a host name; name one of these"
+        ) from error
+    return str(found[0][4][0])
+
+
+def open_listening_socket(address: str, options: FabricOptions) -> socket.socket:
+    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes."""
+    sock = _open(address, options)
+    try:
+        sock.bind((address, 0))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(
+            f"cannot listen on {address}: {error.strerror}; give an address or interface of this machine"
+        ) from error
+    return sock
+
+
+def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
+    """Return a socket that leaves from ``address``."""
+    sock = _open(address, options)
+    try:
+        sock.bind((address, 0))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _open(address: str, options: FabricOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    # Buffer sizes count only if they are set before the connection is made.
+    for name, num_bytes in (
+        (socket.SO_SNDBUF, options.send_buffer_bytes),
+        (socket.SO_RCVBUF, options.receive_buffer_bytes),
+    ):
+        if num_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, name, num_bytes)
+    return sock
+
+
+def prepare_connected(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:
+    """Set up an authenticated socket of ``connection_class`` (-1: control)."""
+    sock.setblocking(False)
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, max(1, int(options.dead_s)))
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, int(options.heartbeat_s)))
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, 5)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(options.send_s * 1000))
+    sock.setsockopt(tcp, _TCP_NOTSENT_LOWAT, options.unsent_bytes)
+    if options.congestion is not None:
+        _try_option(sock, tcp, socket.TCP_CONGESTION, options.congestion.encode(), "TCP_CONGESTION")
+    if options.dscp is not None:
+        _mark(sock, connection_class, options)
+
+
+def _mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:
+    assert options.dscp is not None
+    is_control = connection_class < 0
+    field = (options.control_dscp if is_control else options.dscp[connection_class]) << 2
+    if sock.family == socket.AF_INET6:
+        _try_option(sock, socket.IPPROTO_IPV6, socket.IPV6_TCLASS, field, "IPV6_TCLASS")
+    else:
+        _try_option(sock, socket.IPPROTO_IP, socket.IP_TOS, field, "IP_TOS")
+    # After IP_TOS, which sets a socket priority of its own. Up to 6 needs no privilege.
+    priority = 6 if is_control else max(0, 5 - connection_class)
+    _try_option(sock, socket.SOL_SOCKET, socket.SO_PRIORITY, priority, "SO_PRIORITY")
+
+
+def _try_option(sock: socket.socket, level: int, name: int, value: int | bytes, text: str) -> None:
+    """Set an option that the job can do without; say once where it is refused."""
+    try:
+        sock.setsockopt(level, name, value)
+    except OSError as error:
+        if text not in _warned:
+            _warned.add(text)
+            _log.warning("the kernel refuses %s = %r (%s); going on without it", text, value, error.strerror)

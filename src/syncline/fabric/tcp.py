@@ -1,0 +1,330 @@
+"""The TCP fabric: a full mesh of authenticated connections, one control and some data connections to each peer.
+
+This module only composes: what a frame is, who may send, who is alive and how connections open stand in the modules
+of those names. Everything runs on one loop; nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from syncline.errors import FabricClosedError, PeerLostError
+from syncline.fabric.acceptor import Acceptor
+from syncline.fabric.frames import FrameType
+from syncline.fabric.grants import GrantScheduler
+from syncline.fabric.liveness import Liveness, Suspect
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.peer import Peer
+from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.statistics import FabricStatistics
+
+MAX_REASON_BYTES = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class TraceSink(Protocol):
+    """What the fabric writes into a trace."""
+
+    def instant(self, name: str, category: str, **args: object) -> None:
+        """Note that something happened now."""
+
+
+class TcpFabric:
+    """One rank's end of the TCP fabric; :func:`syncline.fabric.connect_tcp` opens it."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        hosts: Iterable[str],
+        options: FabricOptions,
+        scheduler: GrantScheduler,
+        trace: TraceSink | None = None,
+    ) -> None:
+        self._rank = rank
+        self._hosts = tuple(hosts)
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = scheduler
+        self._trace = trace
+        self._peers = {
+            peer: Peer(peer, host, options=options, scheduler=scheduler, events=self, loop=self._loop)
+            for peer, host in enumerate(self._hosts)
+            if peer != rank
+        }
+        self._acceptor: Acceptor | None = None
+        self._listener: FabricListener | None = None
+        self._backlog: list[Callable[[FabricListener], None]] = []
+        self._lost: dict[int, PeerLostError] = {}
+        self._is_granting_soon = False
+        self._is_closing = False
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self._liveness = Liveness(
+            heartbeat_s=options.heartbeat_s,
+            suspect_s=options.suspect_s,
+            dead_s=options.dead_s,
+            now_s=self._loop.time(),
+        )
+        self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
+
+    def __repr__(self) -> str:
+        num_ready = sum(peer.is_ready and not peer.is_gone for peer in self._peers.values())
+        state = "closed" if self._is_closed else "closing" if self._is_closing else f"{num_ready} peers"
+        return f"<TcpFabric rank {self._rank} of {self.world_size}: {state}>"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+        return len(self._hosts)
+
+    @property
+    def missing_peers(self) -> tuple[int, ...]:
+        """Peers whose connections are not all there."""
+        return tuple(rank for rank, peer in self._peers.items() if not peer.is_ready)
+
+    def set_listener(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on; what happened before is delivered at once."""
+        self._listener = listener
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            event(listener)
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        connection_class: int,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue ``payload`` for ``peer`` (see the protocol)."""
+        other = self._open_peer(peer)
+        if not other.is_gone:
+            other.outbox.send(
+                tag,
+                payload,
+                signature=signature,
+                urgency=urgency,
+                connection_class=connection_class,
+                on_sent=on_sent,
+            )
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+    ) -> None:
+        """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
+        self._open_peer(peer).inbox.receive(
+            tag, destination, signature=signature, urgency=urgency, on_received=on_received
+        )
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a posted receive."""
+        self._peers[peer].inbox.cancel(tag)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        """Send a small message ahead of all data."""
+        assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
+        self._open_peer(peer).send_frame(FrameType.CONTROL, payload=bytes(payload))
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether ``peer`` was reported lost."""
+        return peer in self._lost
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host b1)"``."""
+        return f"rank {peer} (host {self._hosts[peer]})"
+
+    def statistics(self) -> FabricStatistics:
+        """Return a frozen record of all counters."""
+        peers = self._peers.values()
+        return FabricStatistics(
+            rank=self._rank,
+            connections=tuple(entry for peer in peers for entry in peer.statistics()),
+            unexpected_bytes=sum(peer.inbox.unexpected_bytes for peer in peers),
+            pending_receives=sum(peer.inbox.num_pending for peer in peers),
+            refused_connections=self._acceptor.num_refused if self._acceptor else 0,
+            lost_peers=tuple(sorted(self._lost)),
+            suspect_peers=tuple(sorted(self._liveness.suspects)),
+        )
+
+    async def close(self) -> None:
+        """Send what is queued, say goodbye, and release everything, within ``close_s``."""
+        if self._is_closing or self._is_closed:
+            await self._wait_until(lambda: self._is_closed)
+            return
+        self._is_closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.close_s):
+                await self._wait_until(lambda: all(peer.outbox.is_drained for peer in self._living()))
+                for peer in self._living():
+                    peer.end()
+                await self._wait_until(lambda: not self._living())
+        tasks = self._release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def abort(self) -> None:
+        """Release everything at once."""
+        self._release()
+
+    def use_acceptor(self, acceptor: Acceptor) -> None:
+        """Own ``acceptor`` and close it in the end."""
+        self._acceptor = acceptor
+
+    def peer(self, rank: int) -> Peer:
+        """Return the state of one peer (for whoever opens the connections)."""
+        return self._peers[rank]
+
+    async def wait_connected(self) -> None:
+        """Wait until all connections to all peers are there; raise if a peer is lost before."""
+        await self._wait_until(lambda: bool(self._lost) or not self.missing_peers)
+        if self._lost:
+            raise next(iter(self._lost.values()))
+
+    # --- what the peers tell (PeerEvents) ---
+
+    def on_ready(self, peer: Peer) -> None:
+        """Judge the peer's silence from now on."""
+        peer.outbox.on_drained = self._changed.set
+        self._liveness.add(peer.rank)
+        self._changed.set()
+
+    def on_broken(self, peer: Peer, reason: str, *, must_tell: bool) -> None:
+        """Report the peer as lost, and tell the others."""
+        if peer.is_gone:
+            return
+        if must_tell:
+            peer.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(reason))
+            peer.flush_control()
+        self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
+        for other in self._living():
+            other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(reason))
+
+    def on_ended(self, peer: Peer) -> None:
+        """Report that the peer left; if this rank is closing too, wait for its farewell."""
+        error = PeerLeftError(f"{peer.name} left: it closed its fabric", rank=peer.rank, host=peer.host)
+        if not self._is_closing or peer.has_said_farewell:
+            self._lose(peer, error)
+
+    def on_farewell(self, peer: Peer) -> None:
+        """Let go of a peer that has read everything, if it has nothing to send either."""
+        self._lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
+
+    def on_news(self, peer: Peer, lost: int, reason: str) -> None:
+        """Believe a peer that another one is lost, or that it gave up this rank."""
+        if lost == self._rank:
+            text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
+            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
+        elif lost in self._peers and not self._peers[lost].is_gone:
+            other = self._peers[lost]
+            text = f"{other.name} {reason} (as {peer.name} reports)"
+            self._lose(other, PeerLostError(text, rank=lost, host=other.host))
+
+    def on_control_message(self, peer: Peer, payload: bytes) -> None:
+        """Pass a control message on."""
+        self._tell(lambda listener: listener.on_control(peer.rank, payload))
+
+    def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
+        """Pass a mismatch on."""
+        self._tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
+
+    def grant_soon(self) -> None:
+        """Grant at the end of this iteration of the loop."""
+        if not self._is_granting_soon:
+            self._is_granting_soon = True
+            self._loop.call_soon(self._grant)
+
+    # --- inside ---
+
+    def _grant(self) -> None:
+        self._is_granting_soon = False
+        for grant in self._scheduler.grants():
+            self._peers[grant.peer].inbox.on_granted(grant.tag, grant.limit_bytes)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
+        heard = {peer.rank for peer in self._living() if peer.take_heard()}
+        tick = self._liveness.tick(self._loop.time(), heard=heard)
+        if tick.gap_s:
+            _log.warning("rank %d: the communication loop did not run for %.1f s", self._rank, tick.gap_s)
+            self._note("loop stood still", gap_s=tick.gap_s)
+        if tick.must_beat:
+            for peer in self._living():
+                peer.send_frame(FrameType.HEARTBEAT)
+        for verdict in tick.verdicts:
+            peer = self._peers[verdict.peer]
+            if isinstance(verdict, Suspect):
+                _log.warning("rank %d: %s has sent nothing for %.1f s", self._rank, peer.name, verdict.silence_s)
+                self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
+            else:
+                self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
+
+    def _lose(self, peer: Peer, error: PeerLostError) -> None:
+        if peer.is_gone:
+            return
+        peer.close()
+        self._liveness.remove(peer.rank)
+        self._lost[peer.rank] = error
+        self._changed.set()
+        self.grant_soon()
+        self._note("peer is lost", peer=peer.rank, reason=str(error))
+        if not self._is_closing:
+            self._tell(lambda listener: listener.on_peer_lost(peer.rank, error))
+
+    def _release(self) -> list[asyncio.Task[None]]:
+        if self._is_closed:
+            return []
+        self._is_closing = self._is_closed = True
+        self._timer.cancel()
+        for peer in self._peers.values():
+            peer.close()
+        self._changed.set()
+        return self._acceptor.close() if self._acceptor else []
+
+    def _living(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.is_ready and not peer.is_gone]
+
+    def _open_peer(self, peer: int) -> Peer:
+        if self._is_closing:
+            raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+        assert peer in self._peers, f"rank {self._rank} has no peer {peer} in a job of {self.world_size}"
+        return self._peers[peer]
+
+    def _tell(self, event: Callable[[FabricListener], None]) -> None:
+        if self._listener is None:
+            self._backlog.append(event)
+        else:
+            event(self._listener)
+
+    def _note(self, name: str, **args: object) -> None:
+        if self._trace is not None:
+            self._trace.instant(name, "communication", **args)
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def _cut(reason: str) -> bytes:
+    return reason.encode()[:MAX_REASON_BYTES]
