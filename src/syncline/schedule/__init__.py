@@ -3,14 +3,22 @@
 A planner maps a topology and a collective to a schedule, and returns only through the verifier.
 """
 
+from syncline.schedule.binomial import plan_binomial
+from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import After, Before, Collective
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, predict
 from syncline.schedule.draft import UNOWNED, Draft
 from syncline.schedule.layout import Layout
+from syncline.schedule.ownership import Fractions, Target
+from syncline.schedule.planners import PLANNERS, Planner, choose
 from syncline.schedule.program import Phase, RankProgram, Receive, Send
+from syncline.schedule.recursive_doubling import plan_recursive_doubling
+from syncline.schedule.ring import plan_ring
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.tree import plan_tree
 from syncline.schedule.verifier import verify
+from syncline.schedule.weighted_tree import plan_weighted_tree
 
 __all__ = [
     "Collective",
@@ -27,5 +35,19 @@ __all__ = [
     "Send",
     "Receive",
     "Layout",
+    "Target",
+    "Fractions",
     "plan_tree",
+    "plan_weighted_tree",
+    "plan_ring",
+    "plan_recursive_doubling",
+    "plan_binomial",
+    "Planner",
+    "PLANNERS",
+    "choose",
+    "predict",
+    "Prediction",
+    "CostModel",
+    "DEFAULT_SLICE_BYTES",
+    "lower_bound",
 ]

@@ -17,9 +17,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTable:
-    """The directed links of a topology as columns; ``index`` counts all links up, then all links down.
+    """The directed links of a topology as columns: all links up, then, in the same order, all links down.
 
-    ``routes[r]`` are the numbers of the links above rank r, from the leaf; ``depths`` pads them with -1.
+    ``ancestors[rank, level]`` is the number of the link by which the rank hangs below level ``level`` of the tree, the
+    root's level being 0, or -1 where the rank's path is shorter.
     """
 
     links: tuple[DirectedLink, ...]

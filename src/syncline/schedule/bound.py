@@ -1,0 +1,177 @@
+"""The time below which no schedule can be, whatever it is: what must cross each link and each group of links.
+
+Three arguments, of which the largest counts; S is the size, latencies are left out.
+
+*One link.* It parts the ranks in two. For an all-reduce each side must learn of the other's sum: S up and S down. A
+broadcast must carry S towards the side without the root. In a reduce-scatter whoever owns x of the data below the link
+must be told of it by the others, x S down, and the rest must go up, (1 - x) S; an all-gather is the reverse. x may be
+chosen for each rank, so the bound is the smallest T for which shares exist that fit on all links at once.
+
+*Several links.* Any connected set of switches is a hub with k branches. For every element, at least k - 1 messages
+must enter the hub, else a branch's contribution was not counted (or a branch was not told); for an all-reduce 2 (k -
+1): at the moment when a branch first holds the sum, each other branch has sent something, and each must still be
+told. Hence T >= (k - 1) S / (sum of the rates into the hub), twice that for an all-reduce, and the same with the
+rates out of it. The best of all connected sets is found by Dinkelbach's method on the tree: a branch is kept whole or
+opened, whichever gives more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from syncline.errors import ScheduleError
+from syncline.schedule.collective import Collective
+from syncline.schedule.ownership import Target
+from syncline.topology import Node, Topology
+
+_NUM_BISECTIONS = 60
+
+
+@dataclass(slots=True)
+class Branch:
+    """A node seen from its parent, for bounds: its rates (0-free, maybe infinite) and the ranks below it.
+
+    ``is_whole``: all ranks are below, so that nothing need ever cross its link.
+    """
+
+    name: str
+    up: float
+    down: float
+    ranks: tuple[int, ...]
+    is_whole: bool
+    children: tuple[Branch, ...]
+
+    def walk(self) -> Iterator[Branch]:
+        """Yield this branch and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def branch_of(topology: Topology, *, swapped: bool = False) -> Branch:
+    """Return the topology as branches; ``swapped`` exchanges up and down, which turns gathering into scattering."""
+
+    def build(node: Node) -> Branch:
+        children = tuple(build(child) for child in node.children)
+        ranks = tuple(rank for child in children for rank in child.ranks) or (node.rank,)  # type: ignore[union-attr]
+        up, down = (node.link.up_bytes_per_s, node.link.down_bytes_per_s) if node.link else (math.inf, math.inf)
+        up, down = (down, up) if swapped else (up, down)
+        is_whole = len(ranks) == topology.num_ranks
+        return Branch(name=node.name, up=up, down=down, ranks=ranks, is_whole=is_whole, children=children)
+
+    return build(topology.root)
+
+
+def lower_bound(
+    topology: Topology, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
+) -> float:
+    """Return the seconds below which no schedule can bring the collective about, whatever its kind.
+
+    With target "balanced" ranks may own whatever is fastest; with "rank_order" 1/N each.
+    """
+    if num_bytes < 0:
+        raise ScheduleError(f"a collective moves at least 0 bytes, not {num_bytes}")
+    if topology.num_ranks == 1 or num_bytes == 0:
+        return 0.0
+    tree = branch_of(topology, swapped=collective is Collective.ALL_GATHER)
+    seconds_per_byte = _link_bound(tree, collective, target, root)
+    times = 2 if collective is Collective.ALL_REDUCE else 1
+    for into in (True, False):
+        seconds_per_byte = _hub_bound(tree, times, seconds_per_byte, into=into)
+    return seconds_per_byte * num_bytes
+
+
+def _link_bound(tree: Branch, collective: Collective, target: Target, root: int) -> float:
+    links = [branch for branch in tree.walk() if not branch.is_whole]
+    if collective is Collective.ALL_REDUCE:
+        return max(1 / min(branch.up, branch.down) for branch in links)
+    if collective is Collective.BROADCAST:
+        return max(1 / (branch.up if root in branch.ranks else branch.down) for branch in links)
+    if target == "rank_order":
+        shares = [len(branch.ranks) / len(tree.ranks) for branch in links]
+        return max(max((1 - x) / branch.up, x / branch.down) for x, branch in zip(shares, links, strict=True))
+    return bisect_time(lambda seconds: _has_shares(tree, seconds), _fastest(links))
+
+
+def _fastest(links: list[Branch]) -> float:
+    rates = [rate for branch in links for rate in (branch.up, branch.down) if rate < math.inf]
+    return 1 / max(rates) if rates else 0.0
+
+
+def bisect_time(is_enough: Callable[[float], bool], start: float) -> float:
+    """Return the largest time found that is not enough; ``is_enough`` is monotone, ``start`` gives the magnitude."""
+    if start == 0 or is_enough(start * 1e-9):
+        return 0.0
+    high = start
+    while not is_enough(high):
+        high *= 2
+    low = high / 2 if high > start else 0.0
+    for _ in range(_NUM_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return low
+
+
+def _has_shares(tree: Branch, seconds: float) -> bool:
+    """Whether shares of the ranks exist such that every link carries (1 - x) up and x down in time."""
+    possible = True
+
+    def limits(branch: Branch) -> tuple[float, float]:
+        nonlocal possible
+        below = [limits(child) for child in branch.children]
+        low = sum(part[0] for part in below) if below else 0.0
+        high = min(1.0, sum(part[1] for part in below)) if below else 1.0
+        if not branch.is_whole:
+            low, high = max(low, 1 - seconds * branch.up), min(high, seconds * branch.down)
+        possible = possible and low <= high
+        return low, high
+
+    low, high = limits(tree)
+    return possible and low <= 1 <= high
+
+
+@dataclass(frozen=True, slots=True)
+class _Hub:
+    """A partial hub: how many branches it has and the sum of their rates."""
+
+    num_branches: int
+    rate: float
+
+    def gain(self, times: int, seconds: float) -> float:
+        return times * self.num_branches - seconds * self.rate
+
+    def __add__(self, other: _Hub) -> _Hub:
+        return _Hub(self.num_branches + other.num_branches, self.rate + other.rate)
+
+
+def _hub_bound(tree: Branch, times: int, seconds: float, *, into: bool) -> float:
+    """Raise ``seconds`` (per byte) to the best bound that any hub gives."""
+    seconds = max(seconds, 1e-30)
+    while True:
+        hub = _best_hub(tree, times, seconds, into=into)
+        bound = times * (hub.num_branches - 1) / hub.rate if hub.rate > 0 else 0.0
+        if bound <= seconds * (1 + 1e-12):
+            return seconds
+        seconds = bound
+
+
+def _best_hub(tree: Branch, times: int, seconds: float, *, into: bool) -> _Hub:
+    best: list[_Hub] = []
+
+    def open_branch(branch: Branch) -> _Hub:
+        hub = sum((choose(child) for child in branch.children), _Hub(0, 0.0))
+        above = _Hub(0, 0.0) if branch.is_whole else _Hub(1, branch.down if into else branch.up)
+        best.append(hub + above)
+        return hub
+
+    def choose(branch: Branch) -> _Hub:
+        closed = _Hub(1, branch.up if into else branch.down)
+        if not branch.children:
+            return closed
+        opened = open_branch(branch)
+        return max(closed, opened, key=lambda hub: hub.gain(times, seconds))
+
+    open_branch(tree)
+    return max(best, key=lambda hub: hub.gain(times, seconds))

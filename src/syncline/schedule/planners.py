@@ -1,0 +1,83 @@
+"""All planners by name, and the choice among them by predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from syncline.errors import ScheduleError
+from syncline.schedule.binomial import draft_binomial
+from syncline.schedule.collective import Collective
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, predict
+from syncline.schedule.draft import Draft
+from syncline.schedule.ownership import Target
+from syncline.schedule.recursive_doubling import draft_recursive_doubling
+from syncline.schedule.ring import draft_ring
+from syncline.schedule.schedule import Schedule
+from syncline.schedule.tree import draft_tree
+from syncline.schedule.verifier import verify
+from syncline.schedule.weighted_tree import draft_weighted_tree
+from syncline.topology import Topology
+
+_MOST_RANKS_FOR_LONG_SCHEDULES = 256
+"""Beyond it a ring's N steps lose to anything, and drawing it costs more than all other planners together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """A way to draw schedules, and the collectives that it knows."""
+
+    name: str
+    draft: Callable[..., Draft]
+    collectives: frozenset[Collective]
+
+    def plan(
+        self, topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
+    ) -> Schedule:
+        """Draw a schedule and prove it."""
+        if collective not in self.collectives:
+            known = ", ".join(sorted(self.collectives))
+            raise ScheduleError(f"planner {self.name!r} plans {known}, not {collective}; take another planner")
+        return verify(self.draft(topology, collective, target=target, root=root))
+
+
+_ALL = frozenset(Collective)
+_BROADCAST = frozenset({Collective.BROADCAST})
+
+PLANNERS: Mapping[str, Planner] = MappingProxyType(
+    {
+        planner.name: planner
+        for planner in (
+            Planner(name="tree", draft=draft_tree, collectives=_ALL),
+            Planner(name="weighted_tree", draft=draft_weighted_tree, collectives=_ALL),
+            Planner(name="ring", draft=draft_ring, collectives=_ALL),
+            Planner(name="recursive_doubling", draft=draft_recursive_doubling, collectives=_ALL - _BROADCAST),
+            Planner(name="binomial", draft=draft_binomial, collectives=_BROADCAST),
+        )
+    }
+)
+"""Planners by name; of two that are equally fast, the first is taken."""
+
+
+def choose(
+    topology: Topology,
+    collective: Collective,
+    num_bytes: int,
+    *,
+    target: Target = "balanced",
+    root: int = 0,
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    cost: CostModel | None = None,
+) -> Schedule:
+    """Return the schedule that is predicted to be the fastest for ``num_bytes``; only that one is proved."""
+    drafts = [
+        planner.draft(topology, collective, target=target, root=root)
+        for planner in PLANNERS.values()
+        if collective in planner.collectives and _is_worth_drawing(planner, topology)
+    ]
+    return verify(min(drafts, key=lambda draft: predict(draft, topology, num_bytes, slice_bytes, cost=cost).seconds))
+
+
+def _is_worth_drawing(planner: Planner, topology: Topology) -> bool:
+    return planner.name != "ring" or topology.num_ranks <= _MOST_RANKS_FOR_LONG_SCHEDULES
