@@ -13,12 +13,12 @@ NUM_SYMBOLS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTShape:
-    """How large the model is; the default has 1.3 million parameters."""
+    """How large the model is; the default has 1.4 million parameters."""
 
-    width: int = 128
-    num_layers: int = 6
-    num_heads: int = 4
-    context_length: int = 128
+    width: int = 192
+    num_layers: int = 3
+    num_heads: int = 6
+    context_length: int = 64
     """Number of bytes that the model sees at once."""
 
 

@@ -1,0 +1,105 @@
+"""What each planner would do on a topology, as plain numbers: the part of ``syncline plan`` that does not print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.errors import ConfigurationError
+from syncline.schedule import Collective, Schedule, lower_bound, predict
+from syncline.schedule.ownership import Target
+from syncline.schedule.planners import PLANNERS
+from syncline.topology import DirectedLink, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerResult:
+    """One planner's schedule in figures."""
+
+    planner: str
+    seconds: float
+    ratio: float
+    """Predicted time over the lower bound; infinite where no link limits."""
+    num_steps: int
+    num_messages: int
+    bottleneck: DirectedLink | None
+    link_bytes: Mapping[DirectedLink, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All planners side by side, in the order of their registry."""
+
+    topology: Topology
+    collective: Collective
+    num_bytes: int
+    bound_s: float
+    results: tuple[PlannerResult, ...]
+
+    @property
+    def winner(self) -> PlannerResult:
+        """The fastest by prediction; of two that are equally fast, the first, as the library itself chooses."""
+        return min(self.results, key=lambda result: result.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "topology": self.topology.name,
+            "num_ranks": self.topology.num_ranks,
+            "collective": self.collective.value,
+            "num_bytes": self.num_bytes,
+            "bound_s": self.bound_s,
+            "winner": self.winner.planner,
+            "planners": [_result_json(result) for result in self.results],
+        }
+
+
+def compare_planners(
+    topology: Topology, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
+) -> Comparison:
+    """Plan ``collective`` with every planner that knows it, and prove and predict each schedule."""
+    if not 0 <= root < topology.num_ranks:
+        raise ConfigurationError(f"--root must be a rank from 0 to {topology.num_ranks - 1}, got {root}")
+    bound_s = lower_bound(topology, collective, num_bytes, target=target, root=root)
+    schedules = [
+        planner.plan(topology, collective, target=target, root=root)
+        for planner in PLANNERS.values()
+        if collective in planner.collectives
+    ]
+    return Comparison(
+        topology=topology,
+        collective=collective,
+        num_bytes=num_bytes,
+        bound_s=bound_s,
+        results=tuple(_judge(schedule, topology, num_bytes, bound_s) for schedule in schedules),
+    )
+
+
+def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: float) -> PlannerResult:
+    prediction = predict(schedule, topology, num_bytes)
+    return PlannerResult(
+        planner=schedule.planner,
+        seconds=prediction.seconds,
+        ratio=prediction.seconds / bound_s if bound_s > 0 else math.inf,
+        num_steps=schedule.num_steps,
+        num_messages=len(schedule.transfers),
+        bottleneck=prediction.bottleneck,
+        link_bytes=schedule.link_bytes(topology, num_bytes),
+    )
+
+
+def _result_json(result: PlannerResult) -> dict[str, Any]:
+    links: dict[str, dict[str, int]] = {}
+    for link, amount in result.link_bytes.items():
+        links.setdefault(link.child, {})[link.direction] = amount
+    return {
+        "planner": result.planner,
+        "seconds": result.seconds,
+        "ratio": result.ratio if math.isfinite(result.ratio) else None,
+        "num_steps": result.num_steps,
+        "num_messages": result.num_messages,
+        "bottleneck": [result.bottleneck.child, result.bottleneck.direction] if result.bottleneck else None,
+        "link_bytes": links,
+    }

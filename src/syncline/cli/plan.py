@@ -1,0 +1,138 @@
+"""``syncline plan``: what each planner puts on each link, how long that takes, and which one wins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
+from syncline.report import format_rates, network_links
+from syncline.schedule import Collective
+from syncline.topology import DirectedLink, Direction, Link, Topology
+from syncline.units import format_duration, format_size, parse_size
+
+MIB = 1 << 20
+MAX_WIDTH = 100
+MAX_ROWS = 48
+"""Of the tree and of the table of links; --json has everything."""
+
+app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+class CollectiveName(StrEnum):
+    """The choices of ``--collective``."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+
+
+class TargetName(StrEnum):
+    """The choices of ``--target``."""
+
+    BALANCED = "balanced"
+    RANK_ORDER = "rank_order"
+
+
+@app.command()
+def plan(
+    topology: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")],
+    *,
+    collective: Annotated[CollectiveName, typer.Option(help="What is to be achieved.")] = CollectiveName.ALL_REDUCE,
+    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Size of the buffer.")] = "64MiB",
+    target: Annotated[
+        TargetName, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
+    ] = TargetName.BALANCED,
+    root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
+) -> None:
+    """Show bytes and time on each link, the lower bound, and which planner wins.
+
+    Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
+    """
+    comparison = compare_planners(
+        Topology.load(topology), Collective[collective.name], parse_size(size), target=target.value, root=root
+    )
+    if as_json:
+        print(json.dumps(comparison.to_json(), indent=2))
+    else:
+        show(comparison, Console(highlight=False))
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the tree, the planners and the links."""
+    console.width = min(console.width, MAX_WIDTH)
+    tree = comparison.topology.render().splitlines()
+    console.print("\n".join(tree[:MAX_ROWS]), style="cyan", markup=False)
+    if len(tree) > MAX_ROWS:
+        console.print(f"[dim]... and {len(tree) - MAX_ROWS} more lines[/]")
+    console.print(
+        f"\n[bold]{comparison.collective}[/] of {format_size(comparison.num_bytes)} among "
+        f"{comparison.topology.num_ranks} ranks: nothing can take less than "
+        f"[bold]{format_duration(comparison.bound_s)}[/]\n"
+    )
+    console.print(planner_table(comparison))
+    console.print(link_bytes_table(comparison))
+
+
+def planner_table(comparison: Comparison) -> Table:
+    """Lay out one row for each planner, the winner marked."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("planner")
+    for heading in ("predicted", "x bound", "steps", "messages"):
+        table.add_column(heading, justify="right")
+    table.add_column("busiest link")
+    for result in comparison.results:
+        is_winner = result is comparison.winner
+        table.add_row(
+            f"{result.planner}{'  (wins)' if is_winner else ''}",
+            format_duration(result.seconds),
+            f"{result.ratio:.2f}",
+            str(result.num_steps),
+            f"{result.num_messages:,}",
+            f"{result.bottleneck.child} {result.bottleneck.direction}" if result.bottleneck else "-",
+            style="bold green" if is_winner else "",
+        )
+    return table
+
+
+def link_bytes_table(comparison: Comparison) -> Table:
+    """Lay out one row for each link above a switch or a host, one column for each planner."""
+    all_links = network_links(comparison.topology)
+    links = _that_fit(all_links)
+    left_out = len(all_links) - len(links)
+    caption = f"... and {left_out} more links: --json has them all" if left_out > 0 else None
+    table = Table(
+        title="MiB on each link, up / down", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("link above")
+    table.add_column("rate", justify="right")
+    for result in comparison.results:
+        table.add_column(result.planner, justify="right", style="bold green" if result is comparison.winner else "")
+    for name, link, depth in links:
+        amounts = [_amounts(result, name) for result in comparison.results]
+        table.add_row("  " * depth + name, format_rates(link), *amounts)
+    return table
+
+
+def _that_fit(links: Sequence[tuple[str, Link, int]]) -> Sequence[tuple[str, Link, int]]:
+    """Leave the lower levels out if all links are too many to read."""
+    for deepest in range(max((depth for _, _, depth in links), default=0), -1, -1):
+        upper = [row for row in links if row[2] <= deepest]
+        if len(upper) <= MAX_ROWS:
+            return upper
+    return links[:MAX_ROWS]
+
+
+def _amounts(result: PlannerResult, name: str) -> str:
+    ways: tuple[Direction, ...] = ("up", "down")
+    up, down = (f"{result.link_bytes[DirectedLink(name, way)] / MIB:,.1f}" for way in ways)
+    return up if up == down else f"{up} / {down}"

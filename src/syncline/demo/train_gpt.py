@@ -1,0 +1,152 @@
+"""Train a small byte-level GPT on Python's own source, on all ranks at once.
+
+Plain PyTorch but for two lines: ``syncline.init`` and ``syncline.distribute``. Every rank takes its own part of each
+batch; the model's layers, the optimizer and the loop are as they would be for one process. Start it with
+
+    syncline demo                                             # or, by hand:
+    syncline run --topology demo-1-3 examples/train_gpt.py --steps 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import syncline
+from syncline.demo.closing import show_closing
+from syncline.demo.corpus import Corpus, load_corpus
+from syncline.demo.display import Display, Moment, choose_display
+from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
+
+DEFAULT_STEPS = 300
+NUM_SEQUENCES = 32
+"""In one batch, over all ranks: whatever their number, step k trains on the same text."""
+NUM_WARM_UP_STEPS = 20
+NUM_VALIDATION_SEQUENCES = 128
+REPORT_EVERY = 5
+"""Steps between two exchanges of the loss and of the wish to stop."""
+SAVE_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What can be chosen on the command line."""
+
+    num_steps: int
+    output: Path
+    is_resumed: bool
+    learning_rate: float
+    seed: int
+
+
+class StopWish:
+    """Whether Ctrl-C was pressed. The ranks notice at different moments, so they agree at which step they stop."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self.is_there = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A model that learns, and what it has learnt from so far."""
+
+    options: Options
+    fleet: syncline.Fleet
+    corpus: Corpus
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    """Number of steps done."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Mean loss of all ranks, by number of steps done."""
+
+
+def build(options: Options, fleet: syncline.Fleet) -> Training:
+    """Make the model and its optimizer as for one process, and let Syncline distribute them."""
+    torch.manual_seed(options.seed)
+    model = GPT(GPTShape())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    model, optimizer = syncline.distribute(model, optimizer, update=syncline.Sharded())
+    return Training(options=options, fleet=fleet, corpus=load_corpus(), model=model, optimizer=optimizer)
+
+
+def train_step(training: Training) -> Tensor:
+    """Do one step, as in any PyTorch program; returns this rank's part of the mean loss."""
+    options, fleet, context_length = training.options, training.fleet, training.model.shape.context_length
+    for group in training.optimizer.param_groups:
+        group["lr"] = options.learning_rate * rate_factor(training.step, options.num_steps)
+    batch = training.corpus.batch(num_sequences=NUM_SEQUENCES, context_length=context_length, seed=training.step)
+    inputs, targets = (part.tensor_split(fleet.world_size)[fleet.rank] for part in batch)
+    loss = nats_per_byte(training.model, inputs, targets)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.step += 1
+    return loss.detach() * len(inputs) / NUM_SEQUENCES
+
+
+def rate_factor(step: int, num_steps: int) -> float:
+    """Warm up, then fall in a straight line to a twentieth."""
+    warm_up = min(1.0, (step + 1) / NUM_WARM_UP_STEPS)
+    done = max(0, step - NUM_WARM_UP_STEPS) / max(1, num_steps - NUM_WARM_UP_STEPS)
+    return warm_up * (1.0 - 0.95 * min(1.0, done))
+
+
+def train(training: Training, wish: StopWish, display: Display) -> None:
+    """Train to the last step, or until the ranks agree to stop."""
+    began_s, began_step = time.monotonic(), training.step
+    with display:
+        while training.step < training.options.num_steps:
+            loss = train_step(training)
+            is_last = training.step == training.options.num_steps
+            if training.step % REPORT_EVERY and not is_last and training.step > began_step + 1:
+                continue
+            must_stop = report(training, loss, wish)
+            elapsed_s = time.monotonic() - began_s
+            display.show(moment_of(training, elapsed_s=elapsed_s, num_steps=training.step - began_step))
+            if must_stop:
+                return
+            if training.step % SAVE_EVERY == 0 and not is_last:
+                save(training)
+
+
+def report(training: Training, loss: Tensor, wish: StopWish) -> bool:
+    """Tell the other ranks the loss and whether to stop; returns whether any rank wishes to."""
+    news = torch.tensor([loss.item(), float(wish.is_there)])
+    training.fleet.all_reduce(news)
+    training.losses[training.step] = float(news[0])
+    return bool(news[1] > 0)
+
+
+def moment_of(training: Training, *, elapsed_s: float, num_steps: int) -> Moment:
+    """Put the figures for the display together."""
+    num_tokens = num_steps * NUM_SEQUENCES * training.model.shape.context_length
+    waited_s = sum(training.fleet.statistics().waited_s.values())
+    return Moment(
+        step=training.step,
+        loss=training.losses[training.step],
+        tokens_per_s=num_tokens / elapsed_s,
+        waiting=min(1.0, waited_s / elapsed_s),
+    )
+
+
+@torch.no_grad()
+def validate(training: Training) -> float:
+    """Measure the loss on files that are not trained on; every rank takes its part of them."""
+    fleet, context_length = training.fleet, training.model.shape.context_length
+    batch = training.corpus.validation_batch(num_sequences=NUM_VALIDATION_SEQUENCES, context_length=context_length)
+    inputs, targets = (part.tensor_split(fleet.world_size)[fleet.rank] for part in batch)
+    total = nats_per_byte(training.model, inputs, targets) * len(inputs) / NUM_VALIDATION_SEQUENCES
+    fleet.all_reduce(total)
+    return total.item()

@@ -1,0 +1,61 @@
+"""The table of links: what crossed each of them in each direction, and how busy it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.table import Table
+
+from syncline.topology import DirectedLink, Link, Node, Rank, Topology
+from syncline.units import format_rate, format_size
+
+
+def network_links(topology: Topology) -> list[tuple[str, Link, int]]:
+    """List the links above switches and hosts, with their names and depth; those of ranks are inside a machine."""
+    found: list[tuple[str, Link, int]] = []
+
+    def visit(node: Node, depth: int) -> None:
+        if isinstance(node, Rank):
+            return
+        if node.link is not None:
+            found.append((node.name, node.link, depth))
+        for child in node.children:
+            visit(child, depth if node.link is None else depth + 1)
+
+    visit(topology.root, 0)
+    return found
+
+
+def format_rates(link: Link) -> str:
+    """Spell a link's rate, or both where up and down differ."""
+    up, down = format_rate(link.up_bytes_per_s), format_rate(link.down_bytes_per_s)
+    return up if up == down else f"{up} / {down}"
+
+
+def link_table(topology: Topology, amounts: Mapping[DirectedLink, int], *, title: str) -> Table:
+    """Lay out ``amounts`` (bytes) for rich, a row for each link; the one that its bytes keep busy longest is marked."""
+    links = network_links(topology)
+    seconds = {name: _busy_s(name, link, amounts) for name, link, _ in links}
+    busiest_s = max(seconds.values(), default=0.0)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("link above")
+    for heading in ("up", "down", "rate", "needs"):
+        table.add_column(heading, justify="right")
+    for name, link, depth in links:
+        table.add_row(
+            "  " * depth + name,
+            format_size(amounts.get(DirectedLink(name, "up"), 0)),
+            format_size(amounts.get(DirectedLink(name, "down"), 0)),
+            format_rates(link),
+            f"{seconds[name]:.2f} s" if seconds[name] > 0 else "-",
+            style="bold yellow" if seconds[name] == busiest_s > 0 else "",
+        )
+    return table
+
+
+def _busy_s(name: str, link: Link, amounts: Mapping[DirectedLink, int]) -> float:
+    """How long the link is busy at least; its two directions work at once."""
+    up_s = amounts.get(DirectedLink(name, "up"), 0) / link.up_bytes_per_s
+    down_s = amounts.get(DirectedLink(name, "down"), 0) / link.down_bytes_per_s
+    return max(up_s, down_s)

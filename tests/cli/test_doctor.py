@@ -1,0 +1,57 @@
+"""The doctor: every check ends with a finding, and remedies stand where something is missing."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from syncline.cli import diagnosis
+from syncline.cli.diagnosis import CHECKS, Verdict
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_every_check_says_what_it_found(check):
+    finding = check()
+    assert finding.subject
+    assert finding.what
+    assert bool(finding.remedy) == (finding.verdict is not Verdict.FINE)
+
+
+def test_an_old_torch_is_no_obstacle_but_a_missing_one_is(monkeypatch):
+    monkeypatch.setattr(diagnosis.importlib.metadata, "version", lambda name: "1.9.0")
+    assert diagnosis.check_torch().verdict is Verdict.LIMITED
+
+    def missing(name):
+        raise diagnosis.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(diagnosis.importlib.metadata, "version", missing)
+    assert diagnosis.check_torch().verdict is Verdict.LACKING
+    assert "install torch, from 2.11" in diagnosis.check_torch().remedy
+
+
+def test_few_open_files_are_told_with_the_command(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    finding = diagnosis.check_open_files()
+    assert finding.verdict is Verdict.LIMITED
+    assert "ulimit -n 4096" in finding.remedy
+
+
+def test_an_unlimited_number_of_open_files_is_fine(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert diagnosis.check_open_files().verdict is Verdict.FINE
+
+
+def test_missing_tools_are_named(monkeypatch):
+    monkeypatch.setattr(diagnosis.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
+    finding = diagnosis.check_lab_tools()
+    assert (finding.what, finding.verdict) == ("no tc", Verdict.LIMITED)
+    assert "iproute2" in finding.remedy
+
+
+def test_programs_can_read_the_findings():
+    command = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json"]
+    findings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(findings) == len(CHECKS)
+    assert {"subject", "verdict", "what", "remedy"} == set(findings[0])

@@ -1,0 +1,110 @@
+"""``syncline plan``: the numbers that it prints, against formulas; not how they are laid out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from syncline.cli.comparison import compare_planners
+from syncline.cli.plan import MAX_ROWS, link_bytes_table, planner_table
+from syncline.errors import ConfigurationError
+from syncline.schedule import Collective, choose
+from syncline.topology import DirectedLink, Topology
+
+NUM_BYTES = 8 * 9 * 5 * 3 * 1024
+
+
+def result_of(comparison, planner):
+    return next(result for result in comparison.results if result.planner == planner)
+
+
+def cells_of(table):
+    return list(zip(*(list(column.cells) for column in table.columns), strict=True))
+
+
+def test_tree_and_ring_put_twice_seven_eighths_on_each_link_of_a_flat_network():
+    comparison = compare_planners(Topology.load("flat-8"), Collective.ALL_REDUCE, NUM_BYTES)
+    for planner in ("tree", "ring"):
+        amounts = result_of(comparison, planner).link_bytes
+        hosts = [amounts[DirectedLink(f"h{k}", way)] for k in range(8) for way in ("up", "down")]
+        assert hosts == [2 * 7 * NUM_BYTES // 8] * 16
+
+
+def test_an_uplink_of_two_racks_carries_the_data_once_by_tree_and_nearly_twice_by_ring():
+    comparison = compare_planners(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, NUM_BYTES)
+    rack = DirectedLink("rack-a", "up")
+    assert result_of(comparison, "tree").link_bytes[rack] == NUM_BYTES
+    assert result_of(comparison, "ring").link_bytes[rack] == pytest.approx(2 * 7 / 8 * NUM_BYTES, rel=1e-3)
+    assert comparison.bound_s == pytest.approx(NUM_BYTES / 25e6)
+
+
+@pytest.mark.parametrize(
+    "name", ["two-racks-5-3", "three-racks-uneven-uplinks", "flat-8", "deep-asymmetric", "demo-1-3"]
+)
+@pytest.mark.parametrize("collective", list(Collective))
+def test_the_winner_is_what_the_library_would_choose(name, collective):
+    topology = Topology.load(name)
+    comparison = compare_planners(topology, collective, 64 << 20)
+    assert comparison.winner.planner == choose(topology, collective, 64 << 20).planner
+    assert all(result.ratio >= 0.999 for result in comparison.results)
+
+
+def test_only_planners_that_know_the_collective_are_compared():
+    broadcast = compare_planners(Topology.flat(4, rate=1e8), Collective.BROADCAST, NUM_BYTES, root=2)
+    assert "binomial" in {result.planner for result in broadcast.results}
+    all_reduce = compare_planners(Topology.flat(4, rate=1e8), Collective.ALL_REDUCE, NUM_BYTES)
+    assert "binomial" not in {result.planner for result in all_reduce.results}
+
+
+def test_a_root_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigurationError, match="--root must be a rank from 0 to 3, got 4"):
+        compare_planners(Topology.flat(4), Collective.BROADCAST, NUM_BYTES, root=4)
+
+
+def test_the_tables_show_the_figures_and_mark_the_winner():
+    comparison = compare_planners(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, 64 << 20)
+    rows = {row[0].split()[0]: row for row in cells_of(planner_table(comparison))}
+    tree = result_of(comparison, "tree")
+    assert rows["tree"][2:4] == (f"{tree.seconds / comparison.bound_s:.2f}", str(tree.num_steps))
+    assert [name for name, row in rows.items() if "wins" in row[0]] == [comparison.winner.planner]
+    links = {row[0].strip(): row for row in cells_of(link_bytes_table(comparison))}
+    assert set(links) == {"rack-a", "rack-b", *(f"h{k}" for k in range(8))}
+    assert links["rack-a"][1:3] == ("200 Mbit/s", "64.0")
+
+
+def test_a_large_network_is_shown_from_the_top():
+    racks = "".join(
+        f"  - {{switch: r{k}, uplink: 1 Gbit/s, children: [{{host: 'r{k}h[0-29]', uplink: 1 Gbit/s}}]}}\n"
+        for k in range(2)
+    )
+    topology = Topology.parse(f"topology: large\nswitch: core\nchildren:\n{racks}", source="large.yaml")
+    table = link_bytes_table(compare_planners(topology, Collective.BROADCAST, NUM_BYTES))
+    assert [row[0] for row in cells_of(table)] == ["r0", "r1"]
+    assert len(topology.hosts) > MAX_ROWS
+    assert table.caption == "... and 60 more links: --json has them all"
+
+
+def test_programs_can_read_the_figures():
+    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--bytes", "64MiB", "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert shown["num_bytes"] == 64 << 20
+    assert shown["bound_s"] == pytest.approx((64 << 20) / 25e6)
+    tree = next(planner for planner in shown["planners"] if planner["planner"] == "tree")
+    assert tree["link_bytes"]["rack-a"]["up"] == 64 << 20
+    assert tree["ratio"] == pytest.approx(tree["seconds"] / shown["bound_s"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("no-such-network",), "no-such-network"),
+        (("flat-8", "--bytes", "64 bytes?"), "64 bytes?"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(args, message):
+    command = [sys.executable, "-m", "syncline.cli.main", "plan", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
