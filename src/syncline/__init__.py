@@ -1,1 +1,118 @@
-"""Syncline: data-parallel PyTorch training that is fast on networks that are not uniform."""
+"""Syncline: data-parallel PyTorch training that is fast on networks that are not uniform.
+
+    import syncline
+
+    syncline.init()
+    model, optimizer = syncline.distribute(model, optimizer, update=syncline.Sharded())
+
+Names are loaded when they are first used, so that ``import syncline`` alone does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncline.errors import (
+        CheckpointError,
+        ConfigurationError,
+        DeadlineError,
+        FabricClosedError,
+        FabricError,
+        HandshakeError,
+        LabError,
+        LaunchError,
+        MismatchError,
+        PeerLostError,
+        RendezvousError,
+        ScheduleError,
+        SynclineError,
+        TopologyError,
+        UnitError,
+        UpdateError,
+    )
+    from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+    from syncline.pytorch.control import batch_size, clip_grad_norm_, no_sync, synchronize
+    from syncline.pytorch.distribute import distribute
+    from syncline.pytorch.fleet import Fleet, init
+    from syncline.pytorch.optimizer import DistributedOptimizer
+    from syncline.topology import Topology
+    from syncline.updates import AllReduce, Sharded
+
+_HOMES = {
+    "init": "syncline.pytorch.fleet",
+    "distribute": "syncline.pytorch.distribute",
+    "Sharded": "syncline.updates",
+    "AllReduce": "syncline.updates",
+    "no_sync": "syncline.pytorch.control",
+    "synchronize": "syncline.pytorch.control",
+    "batch_size": "syncline.pytorch.control",
+    "clip_grad_norm_": "syncline.pytorch.control",
+    "save_checkpoint": "syncline.pytorch.checkpoint",
+    "load_checkpoint": "syncline.pytorch.checkpoint",
+    "Fleet": "syncline.pytorch.fleet",
+    "DistributedOptimizer": "syncline.pytorch.optimizer",
+    "Topology": "syncline.topology",
+    "SynclineError": "syncline.errors",
+    "ConfigurationError": "syncline.errors",
+    "UnitError": "syncline.errors",
+    "TopologyError": "syncline.errors",
+    "ScheduleError": "syncline.errors",
+    "FabricError": "syncline.errors",
+    "RendezvousError": "syncline.errors",
+    "HandshakeError": "syncline.errors",
+    "PeerLostError": "syncline.errors",
+    "FabricClosedError": "syncline.errors",
+    "DeadlineError": "syncline.errors",
+    "MismatchError": "syncline.errors",
+    "UpdateError": "syncline.errors",
+    "CheckpointError": "syncline.errors",
+    "LaunchError": "syncline.errors",
+    "LabError": "syncline.errors",
+}
+
+__all__ = [
+    "init",
+    "distribute",
+    "Sharded",
+    "AllReduce",
+    "no_sync",
+    "synchronize",
+    "batch_size",
+    "clip_grad_norm_",
+    "save_checkpoint",
+    "load_checkpoint",
+    "Fleet",
+    "DistributedOptimizer",
+    "Topology",
+    "SynclineError",
+    "ConfigurationError",
+    "UnitError",
+    "TopologyError",
+    "ScheduleError",
+    "FabricError",
+    "RendezvousError",
+    "HandshakeError",
+    "PeerLostError",
+    "FabricClosedError",
+    "DeadlineError",
+    "MismatchError",
+    "UpdateError",
+    "CheckpointError",
+    "LaunchError",
+    "LabError",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its home."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'syncline' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

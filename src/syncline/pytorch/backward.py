@@ -1,0 +1,168 @@
+"""Collects gradients while autograd makes them, and hands each bucket to the update rule when it is complete.
+
+Autograd owns ``p.grad``. A hook after each accumulation counts it; in a synchronised backward pass it moves the gradient,
+weighted by this rank's samples, into the bucket with one multiplication. The cases:
+
+- Under ``no_sync`` nothing is moved; ``p.grad`` grows until the first synchronised pass takes it.
+- Reentrant checkpoints let a hook fire several times. How often is learnt in the first step, in which buckets leave at
+  the end of the backward pass; later a bucket leaves when every gradient has come as often as it ever did.
+- Parameters without a gradient are found when the backward pass ends, and take part with zeros.
+- Passes inside a pass (checkpoints again) have ends of their own; the outer one is recognised by the model's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils import _pytree
+
+from syncline.errors import UpdateError
+from syncline.pytorch.detachable import Hook
+from syncline.pytorch.samples import SampleCount
+from syncline.updates.bucket import Bucket, Slot
+from syncline.updates.report import StepReports
+from syncline.updates.rule import Updater
+
+
+class GradientCollector:
+    """The hooks on the gradients of one model. ``before`` and ``after`` run around each synchronised backward pass."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        reports: StepReports,
+        samples: SampleCount,
+        *,
+        before: Callable[[], None],
+        after: Callable[[Sequence[bool] | None], None],
+    ) -> None:
+        self._updater = updater
+        self._buckets = updater.buckets
+        self._reports = reports
+        self._samples = samples
+        self._before = before
+        self._after = after
+        num_parameters = sum(len(bucket.plan.slots) for bucket in self._buckets)
+        self._expected = [1] * num_parameters
+        self._fired = [0] * num_parameters
+        self._remaining: list[int] = []
+        self._has_learnt = False
+        self._is_running = False
+        self._outer_task = -1
+        self._num_samples = 0.0
+        self._expected_total = 1.0
+        self._scale = 1.0
+        self.is_synchronised = True
+        self.has_local_gradients = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(Hook(self._on_gradient, bucket, slot))
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def watch_outputs(self, outputs: Any) -> None:
+        """Recognise the backward pass that begins at these outputs of the model as the outer one."""
+        if not self.is_synchronised:
+            return
+        for leaf in _pytree.tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(Hook(self._on_output))
+
+    def run_empty(self) -> None:
+        """Take part in a step without a backward pass: no samples, zeros for every gradient."""
+        self._begin()
+        self._finish()
+
+    def _on_output(self, _: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._outer_task == -1:
+            self._outer_task = task
+            Variable._execution_engine.queue_callback(self._on_end)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
+        if not self.is_synchronised:
+            self.has_local_gradients = True
+            return
+        if not self._is_running:
+            self._on_output(parameter)
+            self._begin()
+        position = slot.position
+        if self._remaining[bucket.index] <= 0 and self._has_learnt:
+            self._expected[position] = self._fired[position] + 1
+            raise UpdateError(
+                f"Parameter {slot.name!r} got another gradient after its bucket had left, because the model was used in "
+                "another way than in earlier steps; use non-reentrant checkpoints (use_reentrant=False)"
+            )
+        self._take(bucket, slot, parameter)
+        if self._fired[position] <= self._expected[position]:
+            self._remaining[bucket.index] -= 1
+            if self._remaining[bucket.index] == 0 and self._has_learnt:
+                self._updater.reduce(bucket)
+
+    def _begin(self) -> None:
+        self._before()
+        self._updater.begin_backward()
+        self._num_samples = self._samples.take()
+        self._expected_total = self._reports.expected_total(self._num_samples)
+        self._scale = self._num_samples / self._expected_total
+        self._fired = [0] * len(self._fired)
+        self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
+        self._is_running = True
+
+    def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
+        """Move a gradient into its bucket; without samples it counts nothing, whatever it is."""
+        gradient = parameter.grad
+        assert gradient is not None, "the hook runs after accumulation"
+        if gradient.layout is not torch.strided:
+            raise UpdateError(f"The gradient of {slot.name!r} is {gradient.layout}; make the layer with sparse=False")
+        place = bucket.gradient(slot)
+        gradient = gradient.detach()
+        if not self._fired[slot.position]:
+            self._updater.wait_parameters((bucket.index,))
+            if self._scale:
+                torch.mul(gradient, self._scale, out=place)
+            else:
+                place.zero_()
+        elif self._scale:
+            place.add_(gradient, alpha=self._scale)
+        self._fired[slot.position] += 1
+        parameter.grad = None
+
+    def _on_end(self) -> None:
+        self._outer_task = -1
+        if self._is_running:
+            self._finish()
+
+    def _finish(self) -> None:
+        has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]
+        for bucket in self._buckets:
+            if not has_left[bucket.index]:
+                self._complete(bucket)
+                self._updater.reduce(bucket)
+        present = [fired > 0 and self._num_samples > 0 for fired in self._fired]
+        report = self._reports.start(self._num_samples, self._expected_total, present)
+        exist = self._updater.finish_backward(report)
+        self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
+        self._has_learnt = self._has_learnt or any(self._fired)
+        self._is_running = False
+        self.has_local_gradients = False
+        self._after(exist)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""
+        for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            if self._fired[slot.position]:
+                continue
+            if parameter.grad is not None:
+                self._take(bucket, slot, parameter)
+            else:
+                self._updater.wait_parameters((bucket.index,))
+                bucket.gradient(slot).zero_()

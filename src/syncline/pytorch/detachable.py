@@ -1,0 +1,33 @@
+"""Hooks that a copy of the model leaves behind: ``copy.deepcopy`` and pickling give a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _no_hook(*_: Any) -> None:
+    """What a hook becomes in a copy of the model."""
+
+
+def _plain() -> Callable[..., None]:
+    return _no_hook
+
+
+class Hook:
+    """Calls ``function`` with ``bound`` before the hook's own arguments. Copies of it do nothing."""
+
+    __slots__ = ("bound", "function")
+
+    def __init__(self, function: Callable[..., Any], *bound: Any) -> None:
+        self.function = function
+        self.bound = bound
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*self.bound, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _plain, ()

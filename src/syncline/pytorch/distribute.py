@@ -1,0 +1,93 @@
+"""``distribute()``: from a model and an optimizer to a distributed training, in place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from syncline.errors import UpdateError
+from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trained_parameters
+from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.optimizer_state import divide_existing_state
+from syncline.pytorch.registry import add_training, current_fleet, remove_training
+from syncline.pytorch.samples import CountSamples, SampleCount
+from syncline.pytorch.training import Training
+from syncline.updates import Setting, Sharded, UpdateRule
+from syncline.updates.bucket import Bucket
+from syncline.updates.channel import Channel
+from syncline.updates.control import ControlStream
+from syncline.updates.lane import plan_lanes
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def distribute(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    update: UpdateRule | None = None,
+    *,
+    samples: CountSamples | None = None,
+    broadcast_buffers: bool = True,
+    fleet: Fleet | None = None,
+) -> tuple[Model, DistributedOptimizer]:
+    """Train ``model`` on all ranks of the fleet as one process would on the union of their batches.
+
+    Every rank calls it with the same model and optimizer; all go on from rank 0's parameters and buffers. The model is
+    the same object as before, with hooks; its parameters now lie in flat buckets. ``update`` is the update rule (default:
+    ``Sharded()``). ``samples`` gets what ``model`` is called with and returns the number of samples in it, the weight of
+    this rank in the mean (default: the first dimension of the first tensor). With ``broadcast_buffers`` every step goes
+    on with rank 0's buffers, as in DDP. A model with several optimizers is distributed once with each.
+
+    Raises :class:`UpdateError` if the rule cannot serve the optimizer, or if ranks differ.
+    """
+    fleet = fleet or current_fleet()
+    rule = update if update is not None else Sharded()
+    if isinstance(optimizer, DistributedOptimizer):
+        raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
+    rule.check(optimizer)
+    named = trained_parameters(model, optimizer)
+    check_parameters(named)
+    plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
+    streams = fleet.reserve_streams(1 + len(plans))
+    control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
+    check_agreement(describe(model, optimizer, rule), control)
+    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=streams[0] + 1)
+    buckets = flatten(named, plans)
+    broadcast_model(model, buckets, control)
+    channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
+    setting = Setting(buckets=buckets, optimizer=optimizer, channel=channel)
+    training = _start(model, rule, setting, samples, broadcast_buffers=broadcast_buffers)
+    fleet.on_close(partial(_end, training))
+    return model, DistributedOptimizer(training)
+
+
+def _start(
+    model: nn.Module, rule: UpdateRule, setting: Setting, samples: CountSamples | None, *, broadcast_buffers: bool
+) -> Training:
+    updater = rule.start(setting)
+    if updater.divides_gradients:
+        divide_existing_state(updater)
+    for tensor in _tensors(setting.buckets):
+        tensor.grad = None
+    training = Training(model, updater, SampleCount(samples), broadcast_buffers=broadcast_buffers)
+    add_training(training)
+    return training
+
+
+def _end(training: Training, is_failing: bool) -> None:
+    """Finish the last step, unless something failed; then the model is a plain one."""
+    try:
+        if not is_failing:
+            training.synchronize()
+    finally:
+        remove_training(training)
+        training.close()
+
+
+def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:
+    return [tensor for bucket in buckets for tensor in bucket.tensors]

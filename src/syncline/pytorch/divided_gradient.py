@@ -1,0 +1,142 @@
+"""What ``p.grad`` is between ``backward()`` and ``step()`` of a sharded model: a gradient that no rank has whole.
+
+It answers what can be answered for all ranks together: norms, multiplication, and the check of ``GradScaler``. Thereby
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work unchanged, with one small sum over all ranks for all
+parameters. Whatever else is asked of it is refused with a clear error, in place of a wrong number.
+
+Each of these is a collective: every rank must ask alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.updates.bucket import Slot
+from syncline.updates.rule import Updater
+
+_METADATA = frozenset(
+    {
+        "dtype", "device", "shape", "layout", "is_sparse", "is_leaf", "requires_grad", "is_cuda", "is_cpu", "ndim",
+        "grad_fn", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement",
+        "is_contiguous",
+    }
+)  # fmt: skip
+
+
+class DividedGradient(torch.Tensor):
+    """Stands for the combined gradient of one parameter."""
+
+    slot: Slot
+    updater: Updater
+
+    @staticmethod
+    def __new__(cls, parameter: torch.nn.Parameter, slot: Slot, updater: Updater) -> DividedGradient:
+        """Make the stand-in for the gradient of ``parameter``; it has no memory of its own."""
+        stand_in: DividedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        stand_in.slot = slot
+        stand_in.updater = updater
+        return stand_in
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 - torch's signature
+        return f"<combined gradient of {self.slot.name}, divided between the ranks>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # noqa: ARG003 - torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what can be answered."""
+        name = _name_of(func)
+        if name in _ANSWERS:
+            return _ANSWERS[name](*args, **(kwargs or {}))
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _refusal(name)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # noqa: ARG003 - torch's signature
+        args: tuple[Any, ...] = (),  # noqa: ARG003
+        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG003
+    ) -> Any:
+        """Refuse what autograd does to it: another backward pass that would add to it."""
+        raise _refusal(str(func))
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else str(name)
+
+
+def _refusal(name: str) -> UpdateError:
+    return UpdateError(
+        f"{name} needs a whole gradient, but with Sharded() no rank has one after backward(). Norms and clipping work "
+        "(optimizer.clip_grad_norm_ or torch's own, on every rank); for more backward passes before step(), run all but "
+        "the last under optimizer.no_sync(); for whole gradients use update=AllReduce()"
+    )
+
+
+def _norm(
+    gradient: DividedGradient, p: Any = 2.0, *_: Any, dtype: torch.dtype | None = None, **__: Any
+) -> torch.Tensor:
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
+    order = 2.0 if p in {"fro", None} else float(p)
+    value = divided.norms(order)[gradient.slot.position]
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.to(gradient.device, dtype or gradient.dtype)
+
+
+def _vector_norm(gradient: DividedGradient, ord: Any = 2.0, *_: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+    return _norm(gradient, ord, **options)
+
+
+def _multiply(gradient: DividedGradient, factor: Any) -> DividedGradient:
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
+    divided.scale(float(factor), (gradient.slot.position,))
+    return gradient
+
+
+def _divide(gradient: DividedGradient, divisor: Any) -> DividedGradient:
+    return _multiply(gradient, 1.0 / float(divisor))
+
+
+def _check_and_unscale(
+    gradients: Sequence[DividedGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients."""
+    divided = gradients[0].updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
+    positions = [gradient.slot.position for gradient in gradients]
+    if divided.has_nonfinite(positions):
+        found_inf.fill_(1.0)
+    divided.scale(float(inverse_scale), positions)
+
+
+def _same(gradient: DividedGradient) -> DividedGradient:
+    return gradient
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "linalg_vector_norm": _vector_norm,
+    "norm": _norm,
+    "mul_": _multiply,
+    "div_": _divide,
+    "_amp_foreach_non_finite_check_and_unscale_": _check_and_unscale,
+    "detach": _same,
+    "data": _same,
+    "__repr__": DividedGradient.__repr__,
+}

@@ -1,0 +1,113 @@
+"""What the environment says about this process: the variables that torchrun and ``syncline run`` set, checked once."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncline.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Place of this process in its job. Arguments of ``init()`` go before what stands here."""
+
+    rank: int
+    world_size: int
+    master_address: str | None
+    master_port: int | None
+    uses_agent_store: bool
+    """Whether torchrun's agent serves the store already."""
+    job_id: str
+    topology: str | None
+    interface: str | None
+    """Address or name of the interface that other ranks reach."""
+    secret: bytes | None
+    trace: Path | None
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read and check the variables; :class:`ConfigurationError` names the one that is wrong."""
+    values = os.environ if variables is None else variables
+    rank, world_size = _number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"RANK must be from 0 to WORLD_SIZE - 1, but they are {rank} and {world_size}; "
+            "start the ranks with `syncline run` or torchrun"
+        )
+    port = values.get("MASTER_PORT")
+    if world_size > 1 and not (values.get("MASTER_ADDR") and port):
+        raise ConfigurationError(
+            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set; start the ranks with `syncline run`"
+        )
+    trace = values.get("SYNCLINE_TRACE")
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        master_address=values.get("MASTER_ADDR"),
+        master_port=_number(values, "MASTER_PORT", 0) if port else None,
+        uses_agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
+        topology=values.get("SYNCLINE_TOPOLOGY") or None,
+        interface=values.get("SYNCLINE_INTERFACE") or None,
+        secret=_secret(values),
+        trace=Path(trace) if trace else None,
+    )
+
+
+def own_address(master_address: str | None) -> str | None:
+    """Return the address from which this machine reaches rank 0's; None if that is this machine's loopback."""
+    if master_address is None:
+        return None
+    try:
+        found = socket.getaddrinfo(master_address, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"MASTER_ADDR {master_address!r} cannot be resolved ({error}); give rank 0's host name or address"
+        ) from error
+    family, kind, protocol, _, address = found
+    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        return None
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(address)  # a datagram socket sends nothing here; it only learns its route
+        except OSError as error:
+            raise ConfigurationError(
+                f"There is no route to MASTER_ADDR {master_address!r} ({error}); set SYNCLINE_INTERFACE to the address "
+                "that the other ranks reach"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def _number(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
+
+
+def _secret(values: Mapping[str, str]) -> bytes | None:
+    named = values.get("SYNCLINE_SECRET_FILE")
+    if not named:
+        text = values.get("SYNCLINE_SECRET")
+        return text.strip().encode() if text else None
+    path = Path(named)
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(64 << 10).strip()
+    except OSError as error:
+        raise ConfigurationError(f"SYNCLINE_SECRET_FILE {named!r} cannot be read: {error.strerror}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigurationError(
+            f"SYNCLINE_SECRET_FILE {named!r} may be read by others (mode {stat.S_IMODE(mode):04o}); run chmod 600 on it"
+        )
+    return secret

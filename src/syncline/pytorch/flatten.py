@@ -1,0 +1,92 @@
+"""Moves a model's parameters into buckets, in place: names, modules and ``state_dict`` keys stay as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from syncline.errors import UpdateError
+from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
+
+Named = dict[nn.Parameter, tuple[str, int]]
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """Return name and parameter group of each parameter that the optimizer trains, in forward order.
+
+    Tied parameters appear once. Parameters that only the optimizer knows come last, as ``optimizer.GROUP.INDEX``.
+    """
+    groups: Named = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            groups[parameter] = (f"optimizer.{number}.{index}", number)
+    named: Named = {}
+    for name, parameter in model.named_parameters():
+        if parameter in groups:
+            named[parameter] = (name, groups[parameter][1])
+    for parameter, place in groups.items():
+        named.setdefault(parameter, place)
+    return {parameter: place for parameter, place in named.items() if parameter.requires_grad and parameter.numel()}
+
+
+def check_parameters(named: Named) -> None:
+    """Raise :class:`UpdateError` for parameters that cannot lie in a bucket."""
+    if not named:
+        raise UpdateError("The optimizer has no parameter that requires a gradient, so there is nothing to distribute")
+    for parameter, (name, _) in named.items():
+        if parameter.layout is not torch.strided or type(parameter.data) is not torch.Tensor:
+            raise UpdateError(
+                f"Parameter {name!r} is a {type(parameter.data).__name__} of layout {parameter.layout}; only dense "
+                "tensors can be put into buckets"
+            )
+        if parameter.is_meta:
+            raise UpdateError(f"Parameter {name!r} is on the meta device; call model.to_empty(...) and initialise it")
+
+
+def plan_model(named: Named, *, bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """Plan the buckets of a model; the parameters stay where they are."""
+    entries = [
+        ParameterEntry(
+            name=name,
+            group=group,
+            shape=tuple(parameter.shape),
+            stride=_dense_stride(parameter),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        for parameter, (name, group) in named.items()
+    ]
+    return plan_buckets(entries, bucket_bytes=bucket_bytes)
+
+
+def flatten(named: Named, plans: tuple[BucketPlan, ...]) -> tuple[Bucket, ...]:
+    """Allocate the buckets and make each parameter's data a view of its place there."""
+    parameters = list(named)
+    return tuple(_fill(plan, [parameters[slot.position] for slot in plan.slots]) for plan in plans)
+
+
+def _fill(plan: BucketPlan, owners: list[nn.Parameter]) -> Bucket:
+    flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
+    for slot, parameter in zip(plan.slots, owners, strict=True):
+        view = slot.view(flat)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return Bucket(plan, parameters=flat, gradients=torch.zeros_like(flat), owners=owners)
+
+
+def check_in_place(buckets: tuple[Bucket, ...]) -> None:
+    """Raise :class:`UpdateError` if a parameter's data was replaced since it was put into its bucket."""
+    for bucket in buckets:
+        base = bucket.parameters.data_ptr()
+        size = bucket.parameters.element_size()
+        for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            if parameter.data_ptr() != base + slot.start * size or parameter.dtype is not bucket.plan.dtype:
+                raise UpdateError(
+                    f"The data of parameter {slot.name!r} was replaced after distribute() (by model.to(...), "
+                    "load_state_dict(assign=True), or an assignment to .data); do that before distribute()"
+                )
+
+
+def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Keep a memory order such as channels_last; what has gaps or overlaps becomes contiguous."""
+    return tuple(torch.empty_like(parameter, device="meta").stride())

@@ -1,0 +1,244 @@
+"""The fleet: all ranks of a job, connected. ``syncline.init()`` opens it, ``close()`` or the end of the process ends it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from syncline.errors import ConfigurationError
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.observe import Trace
+from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
+from syncline.pytorch.environment import Environment, own_address, read_environment
+from syncline.pytorch.registry import clear_current_fleet, current_fleet, has_current_fleet, set_current_fleet
+from syncline.pytorch.stores import LocalStore, TorchStore, open_store
+from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
+from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
+from syncline.topology import Topology
+
+CONNECT_MARGIN_S = 30.0
+"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
+
+
+class Fleet:
+    """All ranks of a job as this one sees them; a context manager that closes itself.
+
+    Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
+    and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is over.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._collectives = TensorCollectives(communicator)
+        self._next_stream = 1
+        self._on_close: list[Callable[[bool], None]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else self.topology.name
+        return f"<Fleet: rank {self.rank} of {self.world_size}, {state}>"
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(is_failing=kind is not None)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.communicator.world_size
+
+    @property
+    def topology(self) -> Topology:
+        """The tree of switches, hosts and ranks."""
+        return self.communicator.topology
+
+    @property
+    def trace(self) -> Trace:
+        """Where this rank's events go."""
+        return self.communicator.trace
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective may take."""
+        return self.communicator.timeout_s
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
+    ) -> TensorWork | None:
+        """Replace ``tensor`` by its sum, or mean weighted by each rank's ``weight``, over all ranks."""
+        return _end(self._collectives.all_reduce(tensor, op=op, weight=weight), async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        op: Operation = "sum",
+        weight: float | None = None,
+        async_op: bool = False,
+    ) -> TensorWork | None:
+        """Let ``output`` be this rank's part of the sum of ``source`` over all ranks; part k is that of rank k."""
+        return _end(self._collectives.reduce_scatter(output, source, op=op, weight=weight), async_op=async_op)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
+        """Let ``output`` be the ``source`` of all ranks, one after another."""
+        return _end(self._collectives.all_gather(output, source), async_op=async_op)
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
+        """Replace ``tensor`` by that of rank ``root``."""
+        return _end(self._collectives.broadcast(tensor, root=root), async_op=async_op)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.communicator.barrier().wait()
+
+    def statistics(self) -> FleetStatistics:
+        """Return a frozen record of what was moved and how long was waited."""
+        return self.communicator.statistics()
+
+    def reserve_streams(self, number: int) -> range:
+        """Take streams for the calls of a model; every rank takes as many, in the same order."""
+        with self._lock:
+            first = self._next_stream
+            self._next_stream += number
+        return range(first, first + number)
+
+    def on_close(self, function: Callable[[bool], None]) -> None:
+        """Call ``function`` before the connections end; it is told whether something has failed already."""
+        self._on_close.append(function)
+
+    def close(self, *, is_failing: bool = False) -> None:
+        """Finish what models have under way, say goodbye and release everything; a second call does nothing.
+
+        With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        clear_current_fleet(self)
+        with contextlib.suppress(Exception):  # the interpreter may be ending already
+            atexit.unregister(self._close_at_exit)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.communicator.abort if is_failing else self.communicator.close)
+            for function in self._on_close:
+                stack.callback(function, is_failing)
+
+    def close_at_exit(self) -> None:
+        """Close the fleet when the interpreter ends, if nobody did before."""
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """After an exception, others must not wait for this rank, nor it for them."""
+        self.close(is_failing=getattr(sys, "last_value", None) is not None)
+
+
+def init(
+    topology: str | Path | Topology | None = None,
+    *,
+    secret: bytes | str | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    insecure: bool = False,
+    trace: str | Path | Trace | None = None,
+) -> Fleet:
+    """Join the job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them).
+
+    ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else one
+    switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
+    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``timeout``: seconds that a collective may
+    take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``).
+
+    Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
+    ``HandshakeError``, with who and what.
+    """
+    if has_current_fleet():
+        raise ConfigurationError(
+            f"syncline.init() was called twice; {current_fleet()!r} is open: use it, or close() it"
+        )
+    if not timeout > 0:
+        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout}")
+    environment = read_environment()
+    shape = _topology(topology, environment)
+    options = _fabric_options(environment, secret=secret, insecure=insecure)
+    recorder = _trace(trace, environment, shape)
+    fleet = Fleet(_connect(environment, shape, options, recorder, timeout_s=timeout))
+    try:
+        fleet.barrier()  # no one leaves before rank 0's store is gone: the next init() must not meet at this one
+        set_current_fleet(fleet)
+    except BaseException:
+        fleet.close(is_failing=True)
+        raise
+    fleet.close_at_exit()
+    return fleet
+
+
+def _end(work: TensorWork, *, async_op: bool) -> TensorWork | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _topology(given: str | Path | Topology | None, environment: Environment) -> Topology:
+    chosen = given if given is not None else environment.topology
+    if chosen is None:
+        return Topology.flat(environment.world_size)
+    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
+    topology.check_world_size(environment.world_size)
+    return topology
+
+
+def _fabric_options(environment: Environment, *, secret: bytes | str | None, insecure: bool) -> FabricOptions:
+    given = secret.encode() if isinstance(secret, str) else secret
+    address = environment.interface
+    if address is None and environment.world_size > 1:
+        address = own_address(environment.master_address)
+    return FabricOptions(
+        job_id=environment.job_id, secret=given or environment.secret, insecure=insecure, address=address
+    )
+
+
+def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:
+    if isinstance(given, Trace):
+        return given
+    path = Path(given) if given is not None else environment.trace
+    if path is None:
+        return None
+    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=path)
+
+
+def _connect(
+    environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None, *, timeout_s: float
+) -> Communicator:
+    """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
+    store: TorchStore | LocalStore = open_store(environment, timeout_s=options.connect_s)
+    loop = CommunicationLoop()
+    loop.start()
+    try:
+        connecting = connect_tcp(
+            options,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            rendezvous=Rendezvous(store, job_id=options.job_id),
+            topology=topology,
+            trace=trace,
+        )
+        fabric = loop.run(connecting, 2 * options.connect_s + CONNECT_MARGIN_S)
+        return Communicator(loop, fabric, topology, trace=trace, timeout_s=timeout_s, on_close=loop.stop)
+    except BaseException:
+        loop.stop()
+        raise

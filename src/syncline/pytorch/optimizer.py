@@ -1,0 +1,105 @@
+"""The optimizer that ``distribute()`` returns: a ``torch.optim.Optimizer`` whose step is the update rule's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.pytorch.optimizer_state import gather_state, spread_state
+from syncline.pytorch.training import Training
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Steps the distributed model; LR schedulers, ``GradScaler`` and checkpoint code use it like any optimizer.
+
+    ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give and
+    take the whole state, as one process would have it; every rank calls them (they are collectives with ``Sharded``).
+    """
+
+    def __init__(self, training: Training) -> None:
+        inner = training.updater.optimizer
+        self._is_complete = False
+        super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
+        self._is_complete = True
+        self.training = training
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        if not training.updater.divides_gradients:
+            self.state = inner.state
+
+    def __repr__(self) -> str:
+        return f"<DistributedOptimizer of {type(self.training.updater).__name__} with {self.inner!r}>"
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters; with ``Sharded`` it returns before they are final.
+
+        Raises :class:`UpdateError` if a closure is given, and what went wrong since the last step.
+        """
+        if closure is not None:
+            raise UpdateError(
+                "step(closure) would run backward passes inside the step, where ranks may differ; call it"
+            )
+        self.training.step()
+        # what lr_scheduler looks for on the optimizer that it was made with
+        self.inner._opt_called = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; there is nothing to zero
+        """Drop all gradients."""
+        self.training.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within this context, backward passes add to ``p.grad`` on this rank alone (gradient accumulation)."""
+        return self.training.no_sync()
+
+    def batch_size(self, num_samples: float) -> None:
+        """Tell the weight of this rank's gradient in the current step, in place of the counted samples."""
+        self.training.batch_size(num_samples)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``; return what it was.
+
+        Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank.
+        """
+        return self.training.updater.clip_grad_norm(
+            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are final."""
+        self.training.synchronize()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: buckets are made once."""
+        if self._is_complete:
+            raise UpdateError(
+                "Parameter groups cannot be added after distribute(); add them to the optimizer before it"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in torch's own form; with ``Sharded``, every rank must call it."""
+        self.synchronize()
+        if self.training.updater.divides_gradients:
+            return gather_state(self.training.updater)
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state in torch's own form, from one process or any number of ranks; keep what is owned."""
+        self.synchronize()
+        if self.training.updater.divides_gradients:
+            spread_state(self.training.updater, state_dict)
+        else:
+            self.inner.load_state_dict(state_dict)
+            self.state = self.inner.state
+        self.param_groups = self.inner.param_groups
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of the optimizer state that this rank keeps."""
+        return self.training.updater.num_state_bytes

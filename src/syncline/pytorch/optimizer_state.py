@@ -1,0 +1,146 @@
+"""Optimizer state between its two forms: divided between ranks, and whole as in ``torch.optim.Optimizer.state_dict()``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.updates import Updater
+from syncline.updates.bucket import Bucket
+from syncline.updates.state import StateEntry
+
+Values = dict[str, dict[str, Any]]
+
+
+def gather_state(updater: Updater) -> dict[str, Any]:
+    """Return the whole state in torch's own form, on every rank; a collective."""
+    state = whole_state(updater)
+    numbers = _numbers(updater)
+    by_number = {number: state[name] for name, number in sorted(numbers.items(), key=_second) if state.get(name)}
+    return {"state": by_number, "param_groups": updater.optimizer.state_dict()["param_groups"]}
+
+
+def whole_state(updater: Updater) -> Values:
+    """Return the state of each parameter, by name, on every rank; a collective."""
+    entries = updater.state_entries()
+    catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
+    for part in updater.channel.control.exchange(_catalogue(entries), "catalogue of optimizer state"):
+        for name, keys in part.items():
+            catalogue[name].update(keys)
+    state: Values = {name: _singles(keys) for name, keys in catalogue.items()}
+    for bucket in updater.buckets:
+        for key, dtype in _divided_keys(bucket, catalogue):
+            flat = _gather_bucket(updater, bucket, entries, key, dtype)
+            for slot in bucket.plan.slots:
+                if catalogue.get(slot.name, {}).get(key) == str(dtype):
+                    state[slot.name][key] = slot.view(flat).clone()
+    return state
+
+
+def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
+    """Take a whole state in torch's own form: the owned part of it, and all hyper-parameters."""
+    groups = updater.optimizer.param_groups
+    saved = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
+    if sizes[0] != sizes[1]:
+        raise UpdateError(f"The state to load has parameter groups of {sizes[1]} parameters, the optimizer {sizes[0]}")
+    place = dict(zip((number for group in saved for number in group["params"]), range(sum(sizes[0])), strict=True))
+    by_place = {place[number]: values for number, values in state_dict["state"].items()}
+    names = {number: name for name, number in _numbers(updater).items()}
+    updater.load_state({names[number]: values for number, values in by_place.items() if number in names})
+    for group, options in zip(groups, saved, strict=True):
+        group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
+
+
+def divide_existing_state(updater: Updater) -> None:
+    """Take over the state of an optimizer that has stepped before it was distributed."""
+    optimizer = updater.optimizer
+    state: Values = {}
+    for bucket in updater.buckets:
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            if optimizer.state.get(tensor):
+                state[slot.name] = dict(optimizer.state[tensor])
+    if state:
+        updater.load_state(state)
+        optimizer.state.clear()
+
+
+def _numbers(updater: Updater) -> dict[str, int]:
+    """Return the number that torch's form gives to each parameter in a bucket."""
+    every = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
+    number_of = {parameter: number for number, parameter in enumerate(every)}
+    return {
+        slot.name: number_of[tensor]
+        for bucket in updater.buckets
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+    }
+
+
+def _second(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def _catalogue(entries: Iterable[StateEntry]) -> dict[str, dict[str, Any]]:
+    """Say in JSON what state this rank has: a number type for what is divided, else the value itself."""
+    catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
+    for entry in entries:
+        value: Any = str(entry.value.dtype) if entry.start is not None else [encode_single(entry)]
+        catalogue[entry.parameter][entry.key] = value
+    return catalogue
+
+
+def encode_single(entry: StateEntry) -> dict[str, Any]:
+    """Return a state value that is not divided in a form that JSON can say."""
+    value = entry.value
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype), "value": value.tolist()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"dtype": None, "value": value}
+    raise UpdateError(f"The optimizer state {entry.key!r} of {entry.parameter!r} is a {type(value).__name__}; only "
+                      "tensors, numbers and text can be moved between ranks")  # fmt: skip
+
+
+def decode_single(single: Mapping[str, Any]) -> Any:
+    """Undo :func:`encode_single`."""
+    if single["dtype"] is None:
+        return single["value"]
+    return torch.tensor(single["value"], dtype=dtype_of(single["dtype"]))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the number type that ``str(dtype)`` named."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UpdateError(f"{name!r} is not a number type of this PyTorch")
+    return dtype
+
+
+def _singles(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: decode_single(value[0]) for key, value in keys.items() if isinstance(value, list)}
+
+
+def _divided_keys(bucket: Bucket, catalogue: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, torch.dtype]]:
+    found = {
+        (key, value)
+        for slot in bucket.plan.slots
+        for key, value in catalogue.get(slot.name, {}).items()
+        if isinstance(value, str)
+    }
+    return [(key, dtype_of(name)) for key, name in sorted(found)]
+
+
+def _gather_bucket(
+    updater: Updater, bucket: Bucket, entries: Iterable[StateEntry], key: str, dtype: torch.dtype
+) -> torch.Tensor:
+    flat = torch.zeros(bucket.plan.num_elements, dtype=dtype)
+    starts = {slot.name: slot.start for slot in bucket.plan.slots}
+    for entry in entries:
+        if entry.key == key and entry.parameter in starts and entry.start is not None and entry.stop is not None:
+            base = starts[entry.parameter]
+            flat[base + entry.start : base + entry.stop] = entry.value
+    updater.channel.gather_elements(bucket, flat).wait()
+    return flat.to(bucket.plan.device)

@@ -1,0 +1,187 @@
+"""Buckets: contiguous runs of parameters, and of their gradients, that move together.
+
+:func:`plan_buckets` decides which parameter lies where; it sees sizes and names only. A :class:`Bucket` is the memory
+for one such plan. Buckets are numbered in forward order, so that a bucket's number is its urgency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.errors import ConfigurationError
+
+DEFAULT_BUCKET_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterEntry:
+    """A parameter to be put into a bucket: what :func:`plan_buckets` has to know of it."""
+
+    name: str
+    group: int
+    """Index of the optimizer's parameter group."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The place of one parameter in its bucket: elements ``start`` to ``stop``, in the parameter's own memory order."""
+
+    name: str
+    position: int
+    """Running number of the parameter among all that are in buckets."""
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this slot of ``flat`` in the parameter's shape and memory order."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+    def flatten(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the parameter's shape as its elements in memory order; a view, if it is laid out so."""
+        if value.stride() == self.stride:
+            return value.as_strided((self.num_elements,), (1,), value.storage_offset())
+        flat = torch.empty(self.num_elements, dtype=value.dtype, device=value.device)
+        flat.as_strided(self.shape, self.stride).copy_(value)
+        return flat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """Which parameters share a bucket. All belong to one parameter group, number type and device."""
+
+    index: int
+    """Forward order of the bucket; also its urgency."""
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all its parameters."""
+        return self.slots[-1].stop
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its parameters; that of their gradients is the same."""
+        return self.num_elements * self.dtype.itemsize
+
+
+class Bucket:
+    """The memory of one :class:`BucketPlan`: parameters and gradients, each one flat tensor.
+
+    The ``wire`` tensors are what moves between ranks. In host memory they are the flat tensors themselves; for
+    parameters on an accelerator they are pinned copies.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        *,
+        parameters: torch.Tensor,
+        gradients: torch.Tensor,
+        owners: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self.plan = plan
+        self.parameters = parameters
+        self.gradients = gradients
+        self.tensors = tuple(owners)
+        self.wire_parameters = _wire(parameters)
+        self.wire_gradients = _wire(gradients)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<Bucket {plan.index}: {len(plan.slots)} parameters, {plan.num_bytes} bytes of {plan.dtype}>"
+
+    @property
+    def index(self) -> int:
+        """Its forward order."""
+        return self.plan.index
+
+    def gradient(self, slot: Slot) -> torch.Tensor:
+        """Return the place of one parameter's gradient."""
+        return slot.view(self.gradients)
+
+    def stage_gradients(self) -> None:
+        """Bring the gradients to where they can be sent from."""
+        if self.wire_gradients is not self.gradients:
+            self.wire_gradients.copy_(self.gradients)
+
+    def unstage_gradients(self) -> None:
+        """Bring gradients that arrived to where the optimizer reads them."""
+        if self.wire_gradients is not self.gradients:
+            self.gradients.copy_(self.wire_gradients)
+
+    def stage_parameters(self) -> None:
+        """Bring the parameters to where they can be sent from."""
+        if self.wire_parameters is not self.parameters:
+            self.wire_parameters.copy_(self.parameters)
+
+    def unstage_parameters(self) -> None:
+        """Bring parameters that arrived to where the model reads them."""
+        if self.wire_parameters is not self.parameters:
+            self.parameters.copy_(self.wire_parameters)
+
+
+def _wire(flat: torch.Tensor) -> torch.Tensor:
+    if flat.device.type == "cpu":
+        return flat
+    return torch.zeros(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
+
+
+def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """Pack parameters, given in forward order, into buckets of about ``bucket_bytes``; O(number of parameters).
+
+    A bucket holds one parameter group, number type and device. The first two of each kind are a quarter and a half as
+    large as the others: they are the first that the next forward pass waits for. A parameter is never divided.
+    """
+    if bucket_bytes <= 0:
+        raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}; the default is 4 MiB")
+    buckets: list[list[int]] = []
+    current: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[int, int] = {}
+    opened: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    for position, entry in enumerate(entries):
+        key = (entry.group, entry.dtype, entry.device)
+        num_bytes = entry.num_elements * entry.dtype.itemsize
+        members = current.get(key)
+        if members is None or sizes[id(members)] + num_bytes > bucket_bytes >> max(0, 3 - opened[key]):
+            members = current[key] = []
+            buckets.append(members)
+            sizes[id(members)] = 0
+            opened[key] = opened.get(key, 0) + 1
+        members.append(position)
+        sizes[id(members)] += num_bytes
+    return tuple(_plan(index, members, entries) for index, members in enumerate(buckets))
+
+
+def _plan(index: int, members: list[int], entries: Sequence[ParameterEntry]) -> BucketPlan:
+    slots = []
+    start = 0
+    for position in members:
+        entry = entries[position]
+        stop = start + entry.num_elements
+        place = Slot(name=entry.name, position=position, start=start, stop=stop, shape=entry.shape, stride=entry.stride)
+        slots.append(place)
+        start = stop
+    first = entries[members[0]]
+    return BucketPlan(index=index, group=first.group, dtype=first.dtype, device=first.device, slots=tuple(slots))

@@ -1,0 +1,92 @@
+"""The channel: how an update rule moves its buckets, each on a lane of its own, with the urgency of its place."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from syncline.observe import Trace
+from syncline.runtime.call import CollectiveCall
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
+from syncline.updates.lane import Lane
+from syncline.updates.memory import bytes_of, reduction_for
+
+
+class Channel:
+    """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        control: ControlStream,
+        lanes: tuple[Lane, ...],
+        trace: Trace,
+        timeout_s: float,
+    ) -> None:
+        self._communicator = communicator
+        self._timeout_s = timeout_s
+        self.control = control
+        self.lanes = lanes
+        self.trace = trace
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._communicator.rank
+
+    @property
+    def timeout_s(self) -> float:
+        """How long any of its calls may take."""
+        return self._timeout_s
+
+    def all_reduce(self, bucket: Bucket, step: int) -> Work:
+        """Begin to sum a bucket's gradients over all ranks."""
+        return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
+
+    def reduce_scatter(self, bucket: Bucket, step: int) -> Work:
+        """Begin to sum a bucket's gradients; each range ends at its owner, the rest is spoilt."""
+        return self._submit(bucket, Collective.REDUCE_SCATTER, bucket.wire_gradients, step)
+
+    def all_gather(self, bucket: Bucket, step: int) -> Work:
+        """Begin to bring each owner's range of a bucket's parameters to every rank."""
+        return self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
+
+    def gather_elements(self, bucket: Bucket, values: torch.Tensor) -> Work:
+        """Begin to bring each owner's range of ``values``, one for each element of the bucket, to every rank."""
+        return self._submit(bucket, Collective.ALL_GATHER, values, None)
+
+    def note_wait(self, phase: str, start_ns: int) -> None:
+        """Record that a thread waited since ``start_ns`` because of ``phase``."""
+        end_ns = self.trace.now_ns()
+        self._communicator.note_wait(phase, (end_ns - start_ns) / 1e9)
+        self.trace.span(phase, "wait", start_ns, end_ns)
+
+    def wait(self, work: Work, phase: str) -> None:
+        """Wait for ``work``, and record how long that took."""
+        if work.done():
+            work.wait()
+            return
+        start_ns = time.monotonic_ns()
+        work.wait()
+        self.note_wait(phase, start_ns)
+
+    def _submit(self, bucket: Bucket, collective: Collective, tensor: torch.Tensor, step: int | None) -> Work:
+        lane = self.lanes[bucket.index]
+        call = CollectiveCall(
+            stream=lane.stream,
+            schedule=lane.schedules[collective],
+            layout=lane.layout,
+            buffer=bytes_of(tensor),
+            reduction=reduction_for(tensor.dtype),
+            urgency=bucket.index,
+            label=f"{collective.value} of bucket {bucket.index}",
+            step=step,
+            timeout_s=self._timeout_s,
+        )
+        return self._communicator.submit(call)

@@ -1,0 +1,62 @@
+"""What the protocol tells the one who drives it to do. The protocol itself does no I/O and no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from syncline.updates.clustered.agenda import Entry
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Participants, Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message, with its payload if it has one."""
+
+    peer: int
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter:
+    """This rank now holds ``agreed``: apply it, and provide what the next entry needs."""
+
+    entry: Entry
+    agreed: Agreed = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Exchange ``payload`` with the other participants, and report :meth:`Node.finish_exchange`."""
+
+    entry: Entry
+    participants: Participants
+    samples: tuple[float, ...]
+    """Of each participant, in their order."""
+    payload: Payload = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """Give up the exchange that runs: its participants are no longer those that are alive."""
+
+    entry: Entry
+    participants: Participants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """This rank cannot go on."""
+
+    reason: str
+
+
+Instruction = Send | Enter | Run | Abandon | Stop
+
+
+class Arithmetic(Protocol):
+    """How payloads are reckoned with; passed in, so that tests can reckon with symbols."""
+
+    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Payload:
+        """Return the mean of gradients, weighted by samples, added in rank order."""

@@ -1,0 +1,134 @@
+"""The member: every rank's part in its cluster. It contributes to one entry at a time and takes what is agreed.
+
+A member keeps the newest mean and the newest result, until the next of its kind. That is all that a cluster needs to go
+on when its server dies: whoever is drawn next asks every member which entry it holds, and lets one who holds the newest
+send it to those who lack it (see `server`).
+
+A member follows the server of the term that its next entry belongs to, and beside it that of its newest exchange: until
+the next exchange is agreed, other clusters may still lack the last one and ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from syncline.updates.clustered.agenda import Agenda, Entry, Kind
+from syncline.updates.clustered.messages import Agreed, Contribution, Join, Message, Payload, Supply
+from syncline.updates.clustered.view import View
+
+
+class MemberState(Enum):
+    """What a member does."""
+
+    COMPUTING = "computing"
+    AWAITING_MEAN = "awaiting the mean"
+    AWAITING_RESULT = "awaiting the exchange's result"
+    AWAITING_AVERAGE = "awaiting the average of the parameters"
+
+
+_AWAITING = {
+    Kind.MEAN: MemberState.AWAITING_MEAN,
+    Kind.RESULT: MemberState.AWAITING_RESULT,
+    Kind.AVERAGE: MemberState.AWAITING_AVERAGE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provided:
+    """What this rank has in place for an entry."""
+
+    index: int
+    samples: float
+    payload: Payload = field(repr=False)
+
+
+class Member:
+    """Decides for one rank as a member; messages come back as (receiver, message)."""
+
+    def __init__(self, view: View, agenda: Agenda) -> None:
+        self._view = view
+        self._agenda = agenda
+        self.position = -1
+        self.provided: dict[int, Provided] = {}
+        self.mean: Agreed | None = None
+        self.result: Agreed | None = None
+        self._followed: dict[int, int] = {}
+        self._contributed: tuple[int, int] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Member rank {self._view.rank}: holds entry {self.position}, {self.state.value}>"
+
+    @property
+    def next_entry(self) -> Entry:
+        """The entry that this member needs."""
+        return self._agenda.entry(self.position + 1)
+
+    @property
+    def state(self) -> MemberState:
+        """What it does."""
+        if self.position + 1 not in self.provided:
+            return MemberState.COMPUTING
+        return _AWAITING[self.next_entry.kind]
+
+    @property
+    def oldest_term(self) -> int:
+        """The oldest term that still matters: messages of terms before it are refused."""
+        if self.position < 0:
+            return 0
+        newest_exchange = self._agenda.last_exchange(self.position)
+        held = self._agenda.entry(self.position)
+        return held.term if newest_exchange is None else newest_exchange.term
+
+    def provide(self, provided: Provided) -> list[tuple[int, Message]]:
+        """Contribute to the next entry."""
+        assert provided.index == self.position + 1, f"{self!r} was given entry {provided.index}"
+        self.provided[provided.index] = provided
+        return self.follow()
+
+    def take(self, agreed: Agreed) -> bool:
+        """Take an entry if it is the next one; False if it is not needed."""
+        if agreed.index != self.position + 1 or agreed.index not in self.provided:
+            return False
+        self.position = agreed.index
+        if self._agenda.entry(agreed.index).is_exchange:
+            self.result = agreed
+            # Other clusters may still need what this one brought to its newest exchange, and nothing older.
+            self.provided = {index: kept for index, kept in self.provided.items() if index == agreed.index}
+        else:
+            self.mean = agreed
+            del self.provided[agreed.index]
+        return True
+
+    def follow(self) -> list[tuple[int, Message]]:
+        """Join the servers that are not joined yet, and contribute to the one who needs it."""
+        messages: list[tuple[int, Message]] = []
+        terms = {self.oldest_term, self.next_entry.term}
+        self._followed = {term: server for term, server in self._followed.items() if term in terms}
+        for term in sorted(terms):
+            server = self._view.server(self._view.cluster, term)
+            assert server is not None, "this rank itself is alive"
+            if self._followed.get(term) != server:
+                self._followed[term] = server
+                messages.append((server, Join(term=term, index=self.position)))
+        return messages + self._contribute()
+
+    def supply(self, request: Supply) -> list[tuple[int, Message]]:
+        """Send an entry that this member holds to those who lack it."""
+        held = self.held(request.index)
+        return [] if held is None else [(rank, held) for rank in request.ranks]
+
+    def held(self, index: int) -> Agreed | None:
+        """Return an entry if this member still keeps it."""
+        return next((agreed for agreed in (self.mean, self.result) if agreed and agreed.index == index), None)
+
+    def _contribute(self) -> list[tuple[int, Message]]:
+        entry = self.next_entry
+        provided = self.provided.get(entry.index)
+        server = self._followed[entry.term]
+        if provided is None or self._contributed == (entry.index, server):
+            return []
+        self._contributed = (entry.index, server)
+        payload = provided.payload if entry.kind is Kind.MEAN else None
+        message = Contribution(term=entry.term, index=entry.index, samples=provided.samples, payload=payload)
+        return [(server, message)]

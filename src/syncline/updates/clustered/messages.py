@@ -1,0 +1,118 @@
+"""What members and servers say to one another. A message may have a payload: a vector, which the protocol never opens.
+
+Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
+carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Payload = Any
+"""A vector to those who reckon with it, and nothing but a thing to hand on here."""
+
+Participants = tuple[tuple[int, int], ...]
+"""(cluster, its server's rank) for each cluster that is alive, by cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A member to a server: I follow you in this term; the newest entry that I hold is ``index`` (-1: none)."""
+
+    term: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """A member to its server: my part of entry ``index``. For a mean the payload is my gradient.
+
+    For an exchange there is no payload, and it says: I hold all that my cluster brings to it.
+    """
+
+    term: int
+    index: int
+    samples: float
+    payload: Payload = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """An entry itself, to a member, or to a server of another cluster that lacks it.
+
+    ``samples`` are those of the cluster (a mean) or of each cluster (an exchange; 0 for one that had no part in it).
+    A payload of None means that there is nothing to change: no other cluster had a part.
+    """
+
+    term: int
+    index: int
+    samples: tuple[float, ...]
+    contributions: tuple[float, ...] = ()
+    """After a result: the table of contributions, row by row; what a next server needs beside the entries."""
+    payload: Payload = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """A server to a member that holds entry ``index``: send it to ``ranks``, who lack it."""
+
+    term: int
+    index: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A server to the other servers: my cluster is ready for exchange ``index`` among ``participants``."""
+
+    term: int
+    index: int
+    cluster: int
+    participants: Participants
+    samples: float
+    has_result: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """To everyone: nothing but the envelope, whose dead are news."""
+
+    term: int = 0
+
+
+Message = Join | Contribution | Agreed | Supply | Ready | Notice
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Contribution, Agreed, Supply, Ready, Notice)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A message with whom its sender takes for dead."""
+
+    dead: tuple[int, ...]
+    message: Message
+
+    def encode(self) -> bytes:
+        """Write all but the payload as JSON."""
+        fields = {
+            name.name: getattr(self.message, name.name)
+            for name in dataclasses.fields(self.message)
+            if name.name != "payload"
+        }
+        return json.dumps([type(self.message).__name__, self.dead, fields], separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Envelope:
+        """Read what :meth:`encode` wrote; raises ValueError if it is anything else."""
+        try:
+            name, dead, fields = json.loads(data)
+            message = _KINDS[name](**{key: _as_tuple(value) for key, value in fields.items()})
+            return cls(dead=tuple(int(rank) for rank in dead), message=message)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"this is no message of the clustered update: {data[:80]!r}") from error
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

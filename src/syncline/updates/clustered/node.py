@@ -1,0 +1,223 @@
+"""A rank's whole part in the protocol: member always, server when drawn. Events go in, instructions come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.updates.clustered.agenda import Agenda, Entry
+from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
+from syncline.updates.clustered.member import Member, Provided
+from syncline.updates.clustered.messages import (
+    Agreed,
+    Contribution,
+    Envelope,
+    Join,
+    Message,
+    Notice,
+    Participants,
+    Payload,
+    Ready,
+    Supply,
+)
+from syncline.updates.clustered.server import Server
+from syncline.updates.clustered.view import View
+
+
+class Node:
+    """Decides for one rank.
+
+    ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
+    stops, instead of training on by itself. ``shares_results`` says that an exchange's result is the same for all
+    clusters, so that one who has it can give it to the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        rank: int,
+        clusters: Sequence[Sequence[int]],
+        agenda: Agenda,
+        arithmetic: Arithmetic,
+        shares_results: bool = True,
+        quorum: float = 0.5,
+    ) -> None:
+        self.view = View(job=job, rank=rank, clusters=clusters)
+        self.agenda = agenda
+        self.member = Member(self.view, agenda)
+        self.servers: dict[int, Server] = {}
+        self.num_refused = 0
+        self.stopped: str | None = None
+        self._arithmetic = arithmetic
+        self._shares_results = shares_results
+        self._quorum = quorum
+        self._mail: list[tuple[int, Message]] = []
+        self._instructions: list[Instruction] = []
+
+    def __repr__(self) -> str:
+        servers = ", ".join(map(repr, self.servers.values()))
+        return f"<Node {self.member!r} {servers} dead {sorted(self.view.dead)}>"
+
+    @property
+    def term(self) -> int:
+        """The term of the entry that this rank needs next."""
+        return self.member.next_entry.term
+
+    def begin(self) -> list[Instruction]:
+        """Join the first server."""
+        self._post(self.member.follow())
+        return self._flush()
+
+    def provide(self, *, samples: float, payload: Payload) -> list[Instruction]:
+        """Note that what the next entry needs of this rank is in place."""
+        if self.stopped is None:
+            index = self.member.position + 1
+            self._post(self.member.provide(Provided(index=index, samples=samples, payload=payload)))
+        return self._flush()
+
+    def receive(self, peer: int, envelope: Envelope) -> list[Instruction]:
+        """Hear a message, with its payload if it has one."""
+        if self.stopped is not None or peer in self.view.dead or not self.view.is_member(peer):
+            self.num_refused += 1
+            return []
+        if self.view.rank in envelope.dead:
+            self._stop(f"rank {peer} takes this rank for dead; it was out of reach, and the job went on without it")
+            return self._flush()
+        self._bury({rank for rank in envelope.dead if self.view.is_member(rank)})
+        self._post([(self.view.rank, envelope.message)], sender=peer)
+        return self._flush()
+
+    def lose(self, peer: int) -> list[Instruction]:
+        """Go on without a peer that the fabric lost, and tell everyone."""
+        if self.stopped is None and self._bury({peer}):
+            self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
+        return self._flush()
+
+    def finish_exchange(
+        self,
+        *,
+        entry: Entry,
+        participants: Participants,
+        samples: tuple[float, ...],
+        payload: Payload,
+        contributions: tuple[float, ...] = (),
+    ) -> list[Instruction]:
+        """Take the outcome of the exchange that was asked for."""
+        server = self.servers.get(entry.term)
+        if server is not None and self.stopped is None:
+            server.finish_exchange(entry, participants, samples, (payload, contributions))
+            self._gather(server)
+        return self._flush()
+
+    def _bury(self, dead: set[int]) -> bool:
+        """Take ranks for dead, follow those who are drawn instead, and count whether enough are left."""
+        news = dead - self.view.dead
+        if not news:
+            return False
+        self.view.dead |= news
+        num_live = len(self.view.live())
+        if num_live < self._quorum * self.view.world_size:
+            self._stop(
+                f"{num_live} of {self.view.world_size} ranks are in reach, fewer than the quorum of {self._quorum:g}; "
+                "start the job again with those that live, or allow a smaller quorum"
+            )
+            return False
+        self._post(self.member.follow())
+        for server in tuple(self.servers.values()):
+            server.refresh()
+            self._gather(server)
+        return True
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        self._mail.clear()
+        self._instructions = [Stop(reason=reason)]
+
+    def _post(self, messages: Sequence[tuple[int, Message]], *, sender: int | None = None) -> None:
+        """Send messages to others; deliver those to this rank itself, in order."""
+        if self.stopped is not None:
+            return
+        for receiver, message in messages:
+            if receiver == self.view.rank:
+                self._mail.append((self.view.rank if sender is None else sender, message))
+            elif receiver not in self.view.dead:
+                envelope = Envelope(dead=tuple(sorted(self.view.dead)), message=message)
+                self._instructions.append(Send(peer=receiver, envelope=envelope))
+        while self._mail and self.stopped is None:
+            self._deliver(*self._mail.pop(0))
+
+    def _gather(self, server: Server) -> None:
+        """Carry out what a server said."""
+        self._instructions += server.instructions
+        outbox = server.outbox
+        server.instructions, server.outbox = [], []
+        self._post(outbox)
+
+    def _flush(self) -> list[Instruction]:
+        instructions, self._instructions = self._instructions, []
+        return instructions
+
+    def _deliver(self, peer: int, message: Message) -> None:
+        if isinstance(message, Notice):
+            return
+        if isinstance(message, Agreed):
+            self._take(peer, message)
+        elif isinstance(message, Ready):
+            self._serve(peer, message)
+        elif self.view.cluster_of(peer) != self.view.cluster:
+            self.num_refused += 1
+        elif isinstance(message, Supply):
+            self._post(self.member.supply(message))
+        else:
+            self._serve(peer, message)
+
+    def _serve(self, peer: int, message: Join | Contribution | Ready) -> None:
+        server = self._server(message.term)
+        is_welcome = server is not None
+        if server is not None and isinstance(message, Join):
+            server.join(peer, message)
+        elif server is not None and isinstance(message, Contribution):
+            is_welcome = server.contribute(peer, message)
+        elif server is not None and isinstance(message, Ready):
+            server.hear(message)
+        self.num_refused += not is_welcome
+        if server is not None:
+            self._gather(server)
+
+    def _server(self, term: int) -> Server | None:
+        """Return this rank as the server of ``term``; None if it is not, or if that term is over or far away."""
+        if (
+            not self.member.oldest_term <= term <= self.term + 1
+            or self.view.server(self.view.cluster, term) != self.view.rank
+        ):
+            return None
+        if term not in self.servers:
+            self.servers[term] = Server(
+                self.view,
+                self.agenda,
+                self.member,
+                self._arithmetic,
+                term=term,
+                shares_results=self._shares_results,
+            )
+        return self.servers[term]
+
+    def _take(self, peer: int, agreed: Agreed) -> None:
+        """Take an entry as a member, or as a server that fetches it for its cluster."""
+        if self.view.cluster_of(peer) != self.view.cluster:
+            server = self._server(agreed.term)
+            self.num_refused += server is None or not server.fetch(agreed)
+            if server is not None:
+                self._gather(server)
+            return
+        if not self.member.take(agreed):
+            self.num_refused += 1
+            return
+        entry = self.agenda.entry(agreed.index)
+        self._instructions.append(Enter(entry=entry, agreed=agreed))
+        oldest = self.member.oldest_term
+        self.servers = {term: server for term, server in self.servers.items() if term >= oldest}
+        self._post(self.member.follow())
+        for server in tuple(self.servers.values()):  # a successor takes its seat once it holds the entry itself
+            server.advance()
+            self._gather(server)

@@ -1,0 +1,79 @@
+"""The control stream: the small calls of an update rule, made in the same order by every rank's training thread."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from syncline.runtime.call import CollectiveCall
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.updates.memory import bytes_of, reduction_for
+
+URGENCY = -1
+"""Before every bucket: these calls are small, and everybody waits for them."""
+
+
+class ControlStream:
+    """Sums, broadcasts and exchanges of small values between all ranks."""
+
+    def __init__(self, communicator: Communicator, *, stream: int, timeout_s: float) -> None:
+        self._communicator = communicator
+        self._stream = stream
+        self._timeout_s = timeout_s
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._communicator.world_size
+
+    def start_sum(self, values: torch.Tensor, label: str) -> Work:
+        """Begin to replace ``values`` (contiguous, in host memory) by their sum over all ranks."""
+        return self._submit(Collective.ALL_REDUCE, values, label, root=0)
+
+    def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Replace ``values`` by their sum over all ranks, and return them."""
+        self.start_sum(values, label).wait()
+        return values
+
+    def start_broadcast(self, tensor: torch.Tensor, label: str) -> Work:
+        """Begin to replace ``tensor`` (contiguous, in host memory) by that of rank 0."""
+        return self._submit(Collective.BROADCAST, tensor, label, root=0)
+
+    def gather_numbers(self, number: float, label: str) -> list[float]:
+        """Return every rank's ``number``, in rank order."""
+        numbers = torch.zeros(self.world_size, dtype=torch.float64)
+        numbers[self.rank] = number
+        return self.sum(numbers, label).tolist()
+
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        """Return every rank's ``value`` (what JSON can say), in rank order."""
+        payload = json.dumps(value).encode()
+        sizes = [int(size) for size in self.gather_numbers(len(payload), f"sizes of {label}")]
+        joined = torch.zeros(sum(sizes), dtype=torch.uint8)
+        start = sum(sizes[: self.rank])
+        joined[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        pieces = self.sum(joined, label).split(sizes)
+        return [json.loads(bytes(piece.tolist())) for piece in pieces]
+
+    def _submit(self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int) -> Work:
+        schedule = self._communicator.plan(collective, tensor.numel() * tensor.element_size(), root=root)
+        call = CollectiveCall(
+            stream=self._stream,
+            schedule=schedule,
+            layout=self._communicator.layout(schedule, tensor.numel(), tensor.element_size()),
+            buffer=bytes_of(tensor),
+            reduction=reduction_for(tensor.dtype),
+            urgency=URGENCY,
+            label=label,
+            timeout_s=self._timeout_s,
+        )
+        return self._communicator.submit(call)

@@ -1,0 +1,74 @@
+"""Inner optimizers: the user's own optimizer class, made anew for the elements that this rank owns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+
+from syncline.errors import UpdateError
+
+ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.ASGD,
+    }
+)
+"""Optimizers whose new element depends on that element's gradient and state alone: they may step on any piece."""
+
+REFUSED: frozenset[type[optim.Optimizer]] = frozenset({optim.LBFGS, optim.SparseAdam})
+"""Optimizers that look at all parameters at once, or at sparse gradients: they cannot be divided at all."""
+
+
+def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool) -> None:
+    """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that it would be given."""
+    kind = type(optimizer)
+    if kind in REFUSED:
+        raise UpdateError(
+            f"{kind.__name__} cannot be divided between ranks: it needs a closure, all parameters at once, or sparse "
+            "gradients; use update=AllReduce() or another optimizer"
+        )
+    if kind not in ELEMENTWISE and not whole_parameters:
+        names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        raise UpdateError(
+            f"Sharded() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
+            f'allow (known: {names}); use Sharded(align="parameter"), where it gets whole parameters'
+        )
+
+
+def make_inner(optimizer: optim.Optimizer, group: int, pieces: Sequence[torch.nn.Parameter]) -> optim.Optimizer:
+    """Return an optimizer of the user's class, with the hyper-parameters of one of his groups, for ``pieces``."""
+    kind = type(optimizer)
+    options = hyperparameters(optimizer, group)
+    accepted = inspect.signature(kind.__init__).parameters
+    arguments = {name: value for name, value in options.items() if name in accepted and name in optimizer.defaults}
+    try:
+        inner: optim.Optimizer = kind(list(pieces), **arguments)
+    except (TypeError, ValueError) as error:
+        raise UpdateError(
+            f"{kind.__name__} cannot be made again for the shard of parameter group {group} with {arguments}: {error}"
+        ) from error
+    inner.param_groups[0].update(options)
+    return inner
+
+
+def hyperparameters(optimizer: optim.Optimizer, group: int) -> dict[str, Any]:
+    """Return a snapshot of a group's hyper-parameters, which later changes by a scheduler do not reach."""
+    options: Mapping[str, Any] = optimizer.param_groups[group]
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+        if name not in {"params", "param_names"}
+    }

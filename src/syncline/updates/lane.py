@@ -1,0 +1,96 @@
+"""Lanes: how the buffer of one bucket moves between the ranks, and which ranges of it this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from syncline.errors import ScheduleError
+from syncline.runtime.communicator import Communicator
+from syncline.schedule import Collective, Layout, Schedule, plan_tree
+from syncline.updates.bucket import BucketPlan
+
+DEFAULT_SLICE_BYTES = 512 * 1024
+
+Ranges = tuple[tuple[int, int], ...]
+"""Sorted, disjoint element ranges (start, stop)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneOptions:
+    """How an update rule wants its buckets to move.
+
+    ``is_divided``: by reduce-scatter and all-gather with the same owners, in place of all-reduce.
+    ``whole_parameters``: cuts are moved to borders between parameters, so that each parameter has one owner.
+    """
+
+    is_divided: bool
+    whole_parameters: bool = False
+    slice_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The schedules of one bucket, all laid over its elements in the same way.
+
+    A bucket has a stream of its own, so that ranks may start their buckets in different orders.
+    """
+
+    stream: int
+    layout: Layout
+    schedules: Mapping[Collective, Schedule]
+    owned: Ranges
+
+
+def plan_lanes(
+    communicator: Communicator, plans: Sequence[BucketPlan], options: LaneOptions, *, first_stream: int
+) -> tuple[Lane, ...]:
+    """Plan how buckets move; every rank comes to the same lanes."""
+    halves = cache(lambda num_bytes: _plan_halves(communicator, num_bytes))
+    return tuple(
+        _plan_lane(communicator, plan, options, first_stream + plan.index, halves(plan.num_bytes))
+        if options.is_divided
+        else _plan_whole(communicator, plan, options, first_stream + plan.index)
+        for plan in plans
+    )
+
+
+def _plan_halves(communicator: Communicator, num_bytes: int) -> tuple[Schedule, Schedule]:
+    """Halve the best all-reduce; one without owners (for short messages) gives way to the tree."""
+    try:
+        return communicator.plan(Collective.ALL_REDUCE, num_bytes).split()
+    except ScheduleError:
+        return plan_tree(communicator.topology, Collective.ALL_REDUCE).split()
+
+
+def _plan_lane(
+    communicator: Communicator,
+    plan: BucketPlan,
+    options: LaneOptions,
+    stream: int,
+    halves: tuple[Schedule, Schedule],
+) -> Lane:
+    reduce_scatter, all_gather = halves
+    if options.whole_parameters:
+        borders = [*(slot.start for slot in plan.slots), plan.num_elements]
+        layout = Layout.aligned(reduce_scatter, borders, _slice_elements(plan, options))
+    else:
+        layout = Layout.build(reduce_scatter, plan.num_elements, _slice_elements(plan, options))
+    return Lane(
+        stream=stream,
+        layout=layout,
+        schedules={Collective.REDUCE_SCATTER: reduce_scatter, Collective.ALL_GATHER: all_gather},
+        owned=layout.owned_ranges(reduce_scatter, communicator.rank),
+    )
+
+
+def _plan_whole(communicator: Communicator, plan: BucketPlan, options: LaneOptions, stream: int) -> Lane:
+    schedule = communicator.plan(Collective.ALL_REDUCE, plan.num_bytes)
+    layout = Layout.build(schedule, plan.num_elements, _slice_elements(plan, options))
+    owned = ((0, plan.num_elements),)
+    return Lane(stream=stream, layout=layout, schedules={Collective.ALL_REDUCE: schedule}, owned=owned)
+
+
+def _slice_elements(plan: BucketPlan, options: LaneOptions) -> int:
+    return max(1, (options.slice_bytes or DEFAULT_SLICE_BYTES) // plan.dtype.itemsize)

@@ -1,0 +1,49 @@
+"""The overlapped update: step on the own gradient at once, fold in the global one when it comes (mechanism 4).
+
+A bucket has one *server shard*. N workers push gradients to it; the first M for a turn make a global gradient, which
+all workers pull. Buckets know nothing of each other; what follows is the life of one of them within a period.
+
+**Turns.** Global gradients are numbered 1, 2, ... within a period: G(1), G(2), ... A worker that pushes a gradient says
+for which turn; its turns only rise. Where the network keeps up with the workers, turn j *is* iteration j. Where it does
+not, a worker never waits and never queues: while a push is still on its way, the gradients of further iterations are
+added together and make up the next push, so a push is the sum over a *run* of iterations, most often a run of one.
+A worker that is behind skips the turns that it knows to be closed: its next push is for the first turn that may still
+be open, so that its data counts. This cannot starve a turn: whoever pushes for turn j either pushed for j - 1 or knows
+that j - 1 is closed, so wherever M workers pushed for j, j - 1 closes too.
+
+**What the server sends** is cumulative: C(j) = G(1) + ... + G(j), with j = ``closed``, where
+
+    G(k) = sum over the M workers in k of  weight * push  /  sum of their weights          (weight: samples)
+
+and, to each worker, which of *its own* pushes are in (``accepted``: the latest turns in which it was among the M). It
+needs no list of everybody: a worker subtracts nothing but its own. A turn that can no longer find M workers (some are
+dead, or have ended their period) is *abandoned*: it counts as closed, and nobody is in. So ``closed`` never skips, and
+one number says what C holds.
+
+**What a worker does** with C(j), when it last used C(i), i < j: its own pushes for turns i < k <= j are now *settled*,
+and the others are not touched.
+
+    rule "swap":      C(j) - C(i)  -  sum of its settled pushes that are in     is added to the gradient of this step
+    rule "additive":  C(j) - C(i)                                               is added
+
+A settled push that is not in was late or abandoned: its worker stepped on it, nobody else did, and nothing is
+subtracted. Thus at every moment, whatever was skipped, dropped or overtaken,
+
+    all that a worker has fed to its optimizer  =  C(used)  +  its own gradients that are not in C(used)
+
+and every gradient enters once. That line is the invariant which the tests check in every reachable state.
+
+**What is bounded.** A worker holds its own pushes until they are settled: at most ``window`` of them, then runs grow
+instead. The server holds, for each worker, the pushes whose turn is open: at most ``window``, then it takes no more
+from that worker. C is one buffer, and one reply for each worker is under way. Late pushes are dropped on arrival.
+
+**The clock.** Each push carries its worker's iteration, each reply the lowest iteration of the M that closed its turn.
+A worker's iteration number never lags behind that clock: one that is slow leaves numbers out. So a worker uses G(j)
+only when j <= i, all reach the period's last iteration together, each having done as many iterations as it could, and
+the average at the end is weighted by the samples that each really used. With M = N no number is ever left out.
+
+**A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
+and sends everyone the same bytes. Then turns and sums begin anew, and what still arrives for the old period is dropped.
+
+Modules: :mod:`.events` (what is told to and asked by the machines), :mod:`.server`, :mod:`.worker` (the machines).
+"""

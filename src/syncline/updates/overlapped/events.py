@@ -1,0 +1,192 @@
+"""What happens to a server shard and to a worker, and what they then ask for: plain records, no I/O.
+
+A *place* is a buffer, by number; whoever drives a machine maps numbers to memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# --- events of a server shard ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """A gradient of ``worker`` for ``turn`` lies at ``place``."""
+
+    worker: int
+    period: int
+    turn: int
+    iteration: int
+    """The worker's iteration when it pushed."""
+    weight: float
+    """Samples behind this gradient."""
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """``worker`` has ended its period; part ``part`` of its parameters (and state) lies at ``place``."""
+
+    worker: int
+    period: int
+    part: int
+    weight: float
+    """Samples that the worker used in the whole period."""
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replied:
+    """The reply to ``worker`` has left; another may follow."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """``worker`` is dead, or has left; what arrived from it before still counts."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """``worker`` greets the successor of a dead server: it holds the start of ``period`` of this bucket."""
+
+    worker: int
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The start of ``period``, which the shard had asked ``worker`` for, lies at ``place``."""
+
+    worker: int
+    period: int
+    place: int
+
+
+ServerEvent = Push | End | Replied | Lost | Hello | Start
+
+# --- instructions of a server shard ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one worker gave, and where it lies."""
+
+    worker: int
+    weight: float
+    iteration: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Add the weighted mean of these (in rank order) to the cumulative sum."""
+
+    turn: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average:
+    """Make the weighted mean of these (in rank order): part ``part`` of the next period's start."""
+
+    period: int
+    part: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clear:
+    """Set the cumulative sum to zero: a period begins."""
+
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """``place`` may be used for another message of ``worker``."""
+
+    worker: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Send ``worker`` the cumulative sum."""
+
+    worker: int
+    period: int
+    closed: int
+    clock: int
+    accepted: tuple[int, ...]
+    """The latest turns in which ``worker`` was, rising."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyAverage:
+    """Send ``worker`` part ``part`` of the average that ends ``period``."""
+
+    worker: int
+    period: int
+    part: int
+    is_last: bool = False
+    """Whether the period's start is now whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStart:
+    """Ask ``worker`` for the start of ``period``: others have not received it, and the server that made it is dead."""
+
+    worker: int
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Fewer workers live than a global gradient needs."""
+
+    missing: tuple[int, ...]
+
+
+ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage | AskStart | Fail
+
+# --- instructions of a worker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Copy the gradient to ``place``; with ``add``, add it to what lies there."""
+
+    place: int
+    add: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Push what lies at ``place``."""
+
+    place: int
+    period: int
+    turn: int
+    iteration: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Add what the newest cumulative sum has over the last one used, and subtract what lies at ``subtract``.
+
+    With ``replaces`` set, the gradient of this very step is among those that are in: it is not subtracted, it is not
+    added in the first place.
+    """
+
+    closed: int
+    subtract: tuple[int, ...]
+    replaces: bool
+
+
+WorkerInstruction = Keep | Send | Use

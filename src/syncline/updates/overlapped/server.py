@@ -1,0 +1,319 @@
+"""The server shard of one bucket, as a state machine: which gradients make a global one, and when a period ends.
+
+The rules are in the package's docstring. ``handle`` takes one event and returns what is to be done, in that order;
+nothing here waits, sends, or touches a gradient. Memory is bounded by what the driver lets in: a push is in exactly one
+place, and each place is released exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from syncline.updates.overlapped.events import (
+    AskStart,
+    Average,
+    Clear,
+    Contribution,
+    End,
+    Fail,
+    Fold,
+    Hello,
+    Lost,
+    Push,
+    Release,
+    Replied,
+    Reply,
+    ReplyAverage,
+    ServerEvent,
+    ServerInstruction,
+    Start,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatistics:
+    """What a server shard counted; the mappings are by worker."""
+
+    num_turns: int
+    """Global gradients made."""
+    num_abandoned: int
+    """Turns that could not find their M workers any more."""
+    late: dict[int, int]
+    """Pushes for a turn that was closed: dropped."""
+    unfinished: dict[int, int]
+    """Pushes whose turn was still open when it was abandoned or the period ended: dropped."""
+    outdated: dict[int, int]
+    """Pushes of an older period, repeated, or from a worker that had ended its period: dropped."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What the shard knows of one worker."""
+
+    accepted: deque[int]
+    last_turn: int = 0
+    told: int = 0
+    is_busy: bool = False
+    has_ended: bool = False
+    due: deque[ReplyAverage] = field(default_factory=deque)
+
+
+class ServerShard:
+    """Decides for one bucket (see :mod:`syncline.updates.overlapped`)."""
+
+    def __init__(
+        self,
+        *,
+        workers: Iterable[int],
+        quorum: int,
+        window: int,
+        num_parts: int = 1,
+        lost: Iterable[int] = (),
+        succeeds: bool = False,
+    ) -> None:
+        """Begin with period 0; with ``succeeds``, learn the period from the workers' greetings first.
+
+        ``num_parts`` is the number of messages in which a worker sends its parameters (and state) at a period's end;
+        ``lost`` are the workers that are known to be dead.
+        """
+        self.quorum = quorum
+        self.window = window
+        self.num_parts = num_parts
+        self.period = 0
+        self.closed = 0
+        self.clock = 0
+        self._accounts = {worker: _Account(deque(maxlen=window)) for worker in sorted(workers)}
+        self._lost = set(lost)
+        self._held: dict[int, dict[int, Contribution]] = {}
+        self._ends: dict[int, dict[int, Contribution]] = {}
+        self._greetings: dict[int, int] | None = {} if succeeds else None
+        self._postponed: list[Push | End] = []
+        self._asked = False
+        self._has_failed = False
+        self._num_turns = 0
+        self._num_abandoned = 0
+        self._late: Counter[int] = Counter()
+        self._unfinished: Counter[int] = Counter()
+        self._outdated: Counter[int] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<ServerShard period {self.period}: {self.closed} turns closed, {len(self._held)} open>"
+
+    def handle(self, event: ServerEvent) -> list[ServerInstruction]:
+        """Take one event; return what is to be done, in this order."""
+        match event:
+            case Push() | End() if self._greetings is not None:
+                self._postponed.append(event)
+                return []
+            case Push():
+                return self._push(event)
+            case End():
+                return self._end(event)
+            case Replied(worker=worker):
+                self._accounts[worker].is_busy = False
+                return self._reply(worker)
+            case Lost(worker=worker):
+                return self._lose(worker)
+            case Hello() | Start():
+                return self._greet(event)
+
+    @property
+    def alive(self) -> list[int]:
+        """The workers that live, by rank."""
+        return [worker for worker in self._accounts if worker not in self._lost]
+
+    def missing(self) -> tuple[int, ...]:
+        """Return whom the next thing (the open turn, or the period's end) waits for: workers that live."""
+        if self._greetings is not None:
+            return tuple(worker for worker in self.alive if worker not in self._greetings)
+        some_end = next((ended for ended in self._ends.values() if ended), None)
+        present = some_end if some_end is not None else self._held.get(self.closed + 1, {})
+        return tuple(worker for worker in self.alive if worker not in present)
+
+    def statistics(self) -> ShardStatistics:
+        """Return what was counted since the start."""
+        return ShardStatistics(
+            num_turns=self._num_turns,
+            num_abandoned=self._num_abandoned,
+            late=dict(self._late),
+            unfinished=dict(self._unfinished),
+            outdated=dict(self._outdated),
+        )
+
+    # --- turns ---------------------------------------------------------------------------------------------------
+
+    def _push(self, push: Push) -> list[ServerInstruction]:
+        account = self._accounts[push.worker]
+        dropped: list[ServerInstruction] = [Release(worker=push.worker, place=push.place)]
+        if push.period != self.period or account.has_ended or push.turn <= account.last_turn:
+            self._outdated[push.worker] += 1
+            return dropped
+        account.last_turn = push.turn
+        if push.turn <= self.closed:
+            self._late[push.worker] += 1
+            return dropped
+        contribution = Contribution(worker=push.worker, weight=push.weight, iteration=push.iteration, place=push.place)
+        self._held.setdefault(push.turn, {})[push.worker] = contribution
+        return self._advance()
+
+    def _advance(self) -> list[ServerInstruction]:
+        """Close what has its M workers, abandon what cannot get them any more, and tell the workers."""
+        instructions: list[ServerInstruction] = []
+        before = self.closed
+        while self._held:
+            turn = self.closed + 1
+            present = self._held.get(turn, {})
+            if len(present) >= self.quorum:
+                instructions += self._close(turn)
+            elif len(present) + self._num_to_come(turn, present) < self.quorum:
+                instructions += self._abandon(turn)
+            else:
+                break
+        if self.closed > before:
+            for worker in self.alive:
+                instructions += self._reply(worker)
+        return instructions
+
+    def _num_to_come(self, turn: int, present: Iterable[int]) -> int:
+        """Return how many workers may still push for ``turn``."""
+        accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
+        return sum(not account.has_ended and account.last_turn < turn for account in accounts.values())
+
+    def _close(self, turn: int) -> list[ServerInstruction]:
+        present = self._held.pop(turn)
+        contributions = tuple(present[worker] for worker in sorted(present))
+        self.closed = turn
+        self.clock = max(self.clock, min(one.iteration for one in contributions))
+        self._num_turns += 1
+        for one in contributions:
+            self._accounts[one.worker].accepted.append(turn)
+        return [Fold(turn=turn, contributions=contributions), *self._release(contributions)]
+
+    def _abandon(self, turn: int) -> list[ServerInstruction]:
+        present = self._held.pop(turn, {})
+        self.closed = turn
+        self._num_abandoned += 1
+        self._unfinished.update(present.keys())
+        return self._release(present.values())
+
+    @staticmethod
+    def _release(contributions: Iterable[Contribution]) -> list[ServerInstruction]:
+        return [Release(worker=one.worker, place=one.place) for one in contributions]
+
+    def _reply(self, worker: int) -> list[ServerInstruction]:
+        """Send ``worker`` what it has not been told, if the last reply has left."""
+        account = self._accounts[worker]
+        if worker in self._lost or account.is_busy:
+            return []
+        if account.due:
+            account.is_busy = True
+            return [account.due.popleft()]
+        if account.has_ended or account.told == self.closed:
+            return []
+        account.is_busy = True
+        account.told = self.closed
+        accepted = tuple(account.accepted)
+        return [Reply(worker=worker, period=self.period, closed=self.closed, clock=self.clock, accepted=accepted)]
+
+    # --- the end of a period -------------------------------------------------------------------------------------
+
+    def _end(self, end: End) -> list[ServerInstruction]:
+        ended = self._ends.setdefault(end.part, {})
+        if end.period != self.period or end.worker in ended:
+            self._outdated[end.worker] += 1
+            return [Release(worker=end.worker, place=end.place)]
+        self._accounts[end.worker].has_ended = True
+        ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=0, place=end.place)
+        return self._advance() + self._average(end.part)
+
+    def _average(self, part: int) -> list[ServerInstruction]:
+        ended = self._ends.get(part, {})
+        if not ended or any(worker not in ended for worker in self.alive):
+            return []
+        contributions = tuple(ended[worker] for worker in sorted(ended))
+        is_last = part == self.num_parts - 1
+        instructions: list[ServerInstruction] = [
+            Average(period=self.period, part=part, contributions=contributions),
+            *self._release(contributions),
+        ]
+        self._ends[part] = {}
+        for worker in self.alive:
+            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last)
+            self._accounts[worker].due.append(reply)
+        if is_last:
+            instructions += self._begin_period(self.period + 1)
+        for worker in self.alive:
+            instructions += self._reply(worker)
+        return instructions
+
+    def _begin_period(self, period: int) -> list[ServerInstruction]:
+        leftover = [one for present in self._held.values() for one in present.values()]
+        self._unfinished.update(one.worker for one in leftover)
+        self._held.clear()
+        self._ends.clear()
+        self.period, self.closed, self.clock = period, 0, 0
+        for account in self._accounts.values():
+            account.last_turn = account.told = 0
+            account.has_ended = False
+            account.accepted.clear()
+        return [*self._release(leftover), Clear(period=period)]
+
+    # --- losses --------------------------------------------------------------------------------------------------
+
+    def _lose(self, worker: int) -> list[ServerInstruction]:
+        self._lost.add(worker)
+        self._accounts[worker].due.clear()
+        if len(self.alive) < self.quorum:
+            was_failed, self._has_failed = self._has_failed, True
+            return [] if was_failed else [Fail(missing=tuple(sorted(self._lost)))]
+        if self._greetings is not None:
+            self._greetings.pop(worker, None)
+            self._asked = False
+            return self._learn_period()
+        instructions = self._advance()
+        for part in sorted(self._ends):
+            instructions += self._average(part)
+        return instructions
+
+    def _greet(self, event: Hello | Start) -> list[ServerInstruction]:
+        """Learn from the greetings of all workers which period this bucket is in."""
+        if isinstance(event, Hello):
+            if self._greetings is None or event.worker in self._lost:
+                return []
+            self._greetings[event.worker] = event.period
+            return self._learn_period()
+        release = Release(worker=event.worker, place=event.place)
+        if self._greetings is None or event.period != max(self._greetings.values()):
+            return [release]
+        start = Contribution(worker=event.worker, weight=1.0, iteration=0, place=event.place)
+        behind = [worker for worker, period in self._greetings.items() if period < event.period]
+        for worker in behind:
+            reply = ReplyAverage(worker=worker, period=event.period - 1, part=0, is_last=True)
+            self._accounts[worker].due.append(reply)
+        average = Average(period=event.period - 1, part=0, contributions=(start,))
+        return [average, release, *self._succeed(event.period)]
+
+    def _learn_period(self) -> list[ServerInstruction]:
+        greetings = self._greetings
+        if not greetings or any(worker not in greetings for worker in self.alive):
+            return []
+        period = max(greetings.values())
+        if min(greetings.values()) == period:
+            return self._succeed(period)
+        if self._asked:
+            return []
+        self._asked = True
+        return [AskStart(worker=min(worker for worker in greetings if greetings[worker] == period), period=period)]
+
+    def _succeed(self, period: int) -> list[ServerInstruction]:
+        """Take over the bucket in ``period``, with nothing known of its turns, and take what had to wait."""
+        self._greetings = None
+        instructions = self._begin_period(period)
+        for worker in self.alive:
+            instructions += self._reply(worker)
+        postponed, self._postponed = self._postponed, []
+        for event in postponed:
+            instructions += self.handle(event)
+        return instructions

@@ -1,0 +1,178 @@
+"""A worker's side of one bucket, as a state machine: what to push when, and what a pulled global gradient replaces.
+
+The rules are in the package's docstring. In each iteration the driver calls ``step`` with the own gradient, then
+``use``; while ``staleness`` is above its bound it waits for an event and calls ``hurry`` and ``use`` again. At any time
+it reports ``sent`` (the push has left) and ``arrived`` (a reply is whole). Replies of an older period, and replies that
+hold nothing new, change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from syncline.updates.overlapped.events import Keep, Reply, Send, Use
+
+PushOf = Literal["current", "previous"]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Own gradients of consecutive iterations, added together at ``place``."""
+
+    place: int
+    first: int
+    """Number of the first of these among all own gradients of this period."""
+    last: int
+    weight: float
+    turn: int = 0
+    """0 until it is pushed."""
+
+    @property
+    def num_iterations(self) -> int:
+        return self.last - self.first + 1
+
+
+class BucketWorker:
+    """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
+
+    def __init__(self, *, window: int, num_turns: int, push: PushOf = "current", period: int = 0) -> None:
+        """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
+
+        ``num_turns`` is K, the iterations of a period: a gradient that would be for a later turn is not pushed.
+        """
+        self.window = window
+        self.num_turns = num_turns
+        self.period = period
+        self._push = push
+        self._sending: _Run | None = None
+        self._begin()
+
+    @property
+    def num_places(self) -> int:
+        """One for each push that is out, one for the run in the making, one for a settled push that has not left."""
+        return self.window + 2
+
+    def _begin(self) -> None:
+        self._free = list(range(self.num_places - 1, -1, -1))
+        if self._sending is not None:
+            self._free.remove(self._sending.place)
+        self._out: list[_Run] = []
+        self._making: _Run | None = None
+        self._last_turn = 0
+        self._num_own = 0
+        self._newest: Reply | None = None
+        self._used = 0
+        self.num_unused = 0
+
+    def __repr__(self) -> str:
+        return f"<BucketWorker period {self.period}: {len(self._out)} pushes out, used {self._used}>"
+
+    @property
+    def closed(self) -> int:
+        """The newest turn that this worker knows to be closed."""
+        return self._newest.closed if self._newest is not None else 0
+
+    @property
+    def clock(self) -> int:
+        """The fleet's iteration, as far as this worker knows."""
+        return self._newest.clock if self._newest is not None else 0
+
+    @property
+    def used(self) -> int:
+        """The newest turn whose global gradient was used."""
+        return self._used
+
+    @property
+    def staleness(self) -> int:
+        """Number of own iterations for which no global gradient was used yet."""
+        making = self._making.num_iterations if self._making is not None else 0
+        return making + sum(run.num_iterations for run in self._out)
+
+    def step(self, *, iteration: int, weight: float) -> list[Keep | Send]:
+        """Take the own gradient of this iteration; ``weight`` is its number of samples."""
+        before = self._hand_over(iteration) if self._push == "previous" else []
+        keep = self._keep(weight)
+        after = self._hand_over(iteration) if self._push == "current" else []
+        return [*before, keep, *after]
+
+    def hurry(self, *, iteration: int) -> list[Send]:
+        """Push what was made so far, if nothing is on its way: the worker waits for it."""
+        return self._hand_over(iteration)
+
+    def sent(self) -> None:
+        """Take note that the push has left."""
+        run, self._sending = self._sending, None
+        if run is not None and run not in self._out:
+            self._free.append(run.place)
+
+    def arrived(self, reply: Reply) -> bool:
+        """Take note of a reply; whether it is newer than all before, so that its sum is the one to keep."""
+        if reply.period != self.period or reply.closed <= self.closed:
+            return False
+        self._newest = reply
+        self.num_unused += 1
+        return True
+
+    def use(self) -> Use | None:
+        """Use the newest global gradient, if it was not used yet; its pushes are settled."""
+        newest = self._newest
+        if newest is None or newest.closed == self._used:
+            return None
+        settled = [run for run in self._out if run.turn <= newest.closed]
+        self._out = self._out[len(settled) :]
+        accepted = set(newest.accepted)
+        inside = [run for run in settled if run.turn in accepted]
+        # The gradient of this very step has not been fed to the optimizer yet.
+        replaces = any(run.first == run.last == self._num_own for run in inside)
+        subtract = tuple(run.place for run in inside if run.last < self._num_own or run.first < run.last)
+        self._free += [run.place for run in settled if run is not self._sending]
+        self._used = newest.closed
+        self.num_unused = 0
+        return Use(closed=newest.closed, subtract=subtract, replaces=replaces)
+
+    def end_period(self) -> None:
+        """Forget what is out: the average of the parameters takes its place."""
+        self.period += 1
+        self._begin()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a push is on its way."""
+        return self._sending is not None
+
+    def restart(self) -> int:
+        """Forget what is out: the server is dead, and its successor knows nothing of it. Return the pushes forgotten.
+
+        The own gradients stay what they are, steps of this worker; no global gradient replaces them.
+        """
+        num_forgotten = len(self._out)
+        num_own = self._num_own
+        self._begin()
+        self._num_own = num_own
+        return num_forgotten
+
+    def _keep(self, weight: float) -> Keep:
+        self._num_own += 1
+        run = self._making
+        if run is not None:
+            run.last = self._num_own
+            run.weight += weight
+            return Keep(place=run.place, add=True)
+        run = self._making = _Run(self._free.pop(), self._num_own, self._num_own, weight)
+        return Keep(place=run.place, add=False)
+
+    def _hand_over(self, iteration: int) -> list[Send]:
+        run = self._making
+        if run is None or self._sending is not None or len(self._out) >= self.window:
+            return []
+        self._making = None
+        turn = max(self._last_turn, self.closed) + 1
+        if turn > self.num_turns:
+            self._free.append(run.place)  # the period is over for the others: this gradient stays a step of its own
+            return []
+        self._sending = run
+        self._last_turn = run.turn = turn
+        self._out.append(run)
+        send = Send(place=run.place, period=self.period, turn=run.turn, iteration=iteration, weight=run.weight)
+        return [send]

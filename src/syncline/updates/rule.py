@@ -1,0 +1,125 @@
+"""What an update rule is: it turns gradients into parameters, and knows nothing of modules, hooks or autograd.
+
+A *rule* is what the user writes: a frozen description such as ``Sharded(bucket_bytes=...)``. It starts an *updater*,
+which does the work for one model. The seams to PyTorch call the updater, on the training thread, in this order:
+
+    wait_parameters     before something reads the parameters of some buckets
+    begin_backward      before the first gradient of a step
+    reduce              when all gradients of one bucket are there, in any order of buckets
+    finish_backward     when no more gradients will come
+    step                when the user calls ``optimizer.step()``; or discard, when he drops the gradients
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from syncline.updates.bucket import Bucket
+from syncline.updates.channel import Channel
+from syncline.updates.divided import DividedGradients
+from syncline.updates.lane import LaneOptions
+from syncline.updates.report import PendingReport
+from syncline.updates.state import StateByName, StateEntry, num_state_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a rule works on."""
+
+    buckets: tuple[Bucket, ...]
+    optimizer: torch.optim.Optimizer
+    """The user's optimizer; its ``param_groups`` stay live."""
+    channel: Channel
+    """Moves the buckets and small vectors between the ranks."""
+
+
+class Updater(ABC):
+    """An update rule at work on one model."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.buckets = setting.buckets
+        self.optimizer = setting.optimizer
+        self.channel = setting.channel
+        self.step_number = 0
+
+    divides_gradients = False
+    """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
+
+    @property
+    def divided_gradients(self) -> DividedGradients | None:
+        """The combined gradients, if each rank has only its own part of them; None if every rank has them all."""
+        return None
+
+    @abstractmethod
+    def begin_backward(self) -> None:
+        """Make ready for the gradients of a new step; raises what went wrong since the last one."""
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> None:
+        """Start to combine a bucket whose gradients, weighted by this rank's samples, are complete."""
+
+    @abstractmethod
+    def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
+        """End the backward pass; ``report`` tells what the ranks contributed.
+
+        Returns for each parameter (by position) whether ``p.grad`` now exists; None if gradients stay divided.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the parameters from the combined gradients, or begin to."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget the combined gradients; every rank does so at the same point."""
+
+    @abstractmethod
+    def wait_parameters(self, buckets: Iterable[int]) -> None:
+        """Wait until the parameters of these buckets are final."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all parameters are final."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the combined gradients to a global norm of at most ``max_norm``; return what the norm was."""
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of the optimizer state that this rank keeps."""
+        return num_state_bytes(self.optimizer)
+
+    @abstractmethod
+    def state_entries(self) -> list[StateEntry]:
+        """Return the pieces of optimizer state that this rank owns; waits until the state is final."""
+
+    @abstractmethod
+    def load_state(self, state: StateByName) -> None:
+        """Take the optimizer state of all parameters (by name; whole tensors in their shapes); keep what is owned."""
+
+    def close(self) -> None:
+        """Release threads; what is under way is given up."""
+
+
+class UpdateRule(Protocol):
+    """How parameters change from gradients: the user's choice, checked when it is made."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket, about."""
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """How buckets are to move."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if this rule cannot serve ``optimizer``; nothing was changed yet."""
+
+    def start(self, setting: Setting) -> Updater:
+        """Begin to work on a model whose parameters are in buckets; every rank calls this."""

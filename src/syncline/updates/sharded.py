@@ -1,0 +1,248 @@
+"""The sharded update: reduce-scatter the gradients, step the own shard, all-gather the parameters.
+
+Mechanisms part 1. A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of
+the hyper-parameters and returns; an update thread steps this rank's shard of each bucket, front layers first, and starts
+its all-gather, which runs under the next forward pass. State exists for owned elements alone.
+
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1 and 2,
+with shards that follow the topology's tree in place of equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.runtime.work import Work
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.divided import DividedGradients
+from syncline.updates.inner import check_divisible, hyperparameters
+from syncline.updates.lane import LaneOptions
+from syncline.updates.readiness import Readiness
+from syncline.updates.report import PendingReport
+from syncline.updates.rule import Setting, Updater
+from syncline.updates.shard import Shard
+from syncline.updates.state import StateByName, StateEntry
+from syncline.updates.update_thread import UpdateThread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """Each rank updates its own shard of the parameters, and keeps optimizer state for that shard alone.
+
+    ``align``: ``"element"`` divides buckets wherever the topology wants; it needs an optimizer that treats each element
+    by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD). ``"parameter"`` gives
+    each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...).
+    ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
+    its way; None leaves it to the runtime.
+    """
+
+    align: Literal["element", "parameter"] = "element"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    slice_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.align not in {"element", "parameter"}:
+            raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
+        if self.bucket_bytes <= 0 or (self.slice_bytes is not None and self.slice_bytes <= 0):
+            raise ConfigurationError(
+                f"bucket_bytes and slice_bytes must be positive, not {self.bucket_bytes} and {self.slice_bytes}"
+            )
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether a parameter has one owner."""
+        return self.align == "parameter"
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """By reduce-scatter and all-gather."""
+        return LaneOptions(is_divided=True, whole_parameters=self.whole_parameters, slice_bytes=self.slice_bytes)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if ``optimizer`` cannot step on pieces."""
+        check_divisible(optimizer, whole_parameters=self.whole_parameters)
+
+    def start(self, setting: Setting) -> ShardedUpdater:
+        """Begin to work on a model."""
+        return ShardedUpdater(setting, whole_parameters=self.whole_parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the update thread needs of one ``step()``, as it was when that was called."""
+
+    number: int
+    report: PendingReport
+    options: tuple[dict[str, Any], ...]
+    """Hyper-parameters of each group."""
+    scales: list[float] | None
+    """Factors by position, if something has looked at the gradients before; else the correction alone is used."""
+
+
+class ShardedUpdater(Updater):
+    """The sharded update at work on one model."""
+
+    divides_gradients = True
+
+    def __init__(self, setting: Setting, *, whole_parameters: bool) -> None:
+        super().__init__(setting)
+        lanes = self.channel.lanes
+        self.shards = [
+            Shard(bucket, lanes[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
+            for bucket in self.buckets
+        ]
+        num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
+        self._num_parameters = num_parameters
+        self._divided = DividedGradients(self.shards, self.channel.control, num_parameters=num_parameters)
+        self._ready = Readiness(len(self.buckets))
+        self._thread = UpdateThread(f"syncline-update-{self.channel.rank}", on_failure=self._ready.fail)
+        self._reductions: dict[int, Work] = {}
+        self._report: PendingReport | None = None
+        self._is_inspected = False
+
+    @property
+    def divided_gradients(self) -> DividedGradients:
+        """The combined gradients, for norms and scaling; waits until they are there."""
+        self._inspect()
+        return self._divided
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of this rank's optimizer state."""
+        return sum(shard.num_state_bytes for shard in self.shards)
+
+    def begin_backward(self) -> None:
+        """Make ready for new gradients; raises what went wrong since the last step."""
+        self._ready.raise_failure()
+        if self._report is not None:
+            raise UpdateError(
+                "A second backward pass began before step(): with Sharded() gradients leave their rank at the end of "
+                "the first; run all backward passes of a step but the last under optimizer.no_sync()"
+            )
+        if self._reductions:
+            raise UpdateError("The last backward pass did not come to its end, so this rank cannot go on; restart it")
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket."""
+        bucket.stage_gradients()
+        self._reductions[bucket.index] = self.channel.reduce_scatter(bucket, self.step_number)
+
+    def finish_backward(self, report: PendingReport) -> None:
+        """Keep the report for the step; nothing is waited for."""
+        self._report = report
+        self._is_inspected = False
+
+    def step(self) -> None:
+        """Hand the step to the update thread, and return."""
+        self._ready.raise_failure()
+        assert self._report is not None, "a step follows a backward pass"
+        step = _Step(
+            number=self.step_number,
+            report=self._report,
+            options=tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups))),
+            scales=list(self._divided.scales) if self._is_inspected else None,
+        )
+        self._ready.begin()
+        for bucket in self.buckets:
+            reduction = self._reductions[bucket.index]
+            job = partial(self._update, step, bucket, reduction)
+            self._thread.submit(bucket.index, (step.report.work, reduction), job)
+        self._forget()
+        self.step_number += 1
+
+    def discard(self) -> None:
+        """Forget the combined gradients, once their reduce-scatter is over and their memory is free again."""
+        if self._report is not None:
+            self._wait_reductions()
+            self._forget()
+
+    def wait_parameters(self, buckets: Iterable[int]) -> None:
+        """Wait until the all-gather of these buckets is over."""
+        wanted = tuple(buckets)
+        if not self._ready.is_final(wanted):
+            start_ns = self.channel.trace.now_ns()
+            self._ready.wait(wanted, self.channel.timeout_s)
+            self.channel.note_wait("forward", start_ns)
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are final; raises what went wrong."""
+        self.wait_parameters(range(len(self.buckets)))
+        self._ready.raise_failure()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the gradients to a norm of at most ``max_norm``; one number per rank is moved."""
+        gradients = self.divided_gradients
+        total = gradients.total_norm(norm_type)
+        if error_if_nonfinite and not torch.tensor(total).isfinite():
+            raise UpdateError(
+                f"The total norm of order {norm_type} of the gradients is {total}, so it cannot be clipped"
+            )
+        gradients.scale(min(1.0, max_norm / (total + 1e-6)) if total == total else total)
+        return torch.tensor(total, dtype=self.buckets[0].plan.dtype, device=self.buckets[0].plan.device)
+
+    def state_entries(self) -> list[StateEntry]:
+        """Return the state of the owned elements."""
+        self.synchronize()
+        return [entry for shard in self.shards for entry in shard.state_entries()]
+
+    def load_state(self, state: StateByName) -> None:
+        """Take the owned part of the state."""
+        self.synchronize()
+        for shard in self.shards:
+            shard.load_state(state)
+
+    def close(self) -> None:
+        """End the update thread."""
+        self._thread.close()
+
+    def _inspect(self) -> None:
+        if self._report is None:
+            raise UpdateError("There are no combined gradients: norms, clipping and scaling come after backward()")
+        if not self._is_inspected:
+            self._wait_reductions()
+            for bucket in self.buckets:
+                bucket.unstage_gradients()
+            self._divided.begin_step(self._report.result().correction)
+            self._is_inspected = True
+
+    def _wait_reductions(self) -> None:
+        for work in self._reductions.values():
+            self.channel.wait(work, "backward")
+
+    def _forget(self) -> None:
+        self._reductions = {}
+        self._report = None
+        self._is_inspected = False
+
+    def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
+        """Step the shard of one bucket and start its all-gather; on the update thread."""
+        reduction.wait()
+        report = step.report.result()
+        trace = self.channel.trace
+        start_ns = trace.now_ns()
+        scales = step.scales
+        if scales is None:
+            bucket.unstage_gradients()
+            scales = [report.correction] * self._num_parameters
+        self.shards[bucket.index].step(step.options[bucket.plan.group], report.present, scales)
+        bucket.stage_parameters()
+        trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
+        gather = self.channel.all_gather(bucket, step.number)
+        if bucket.wire_parameters is bucket.parameters:
+            gather.add_done_callback(partial(self._finish, bucket))
+        else:
+            self._thread.submit(bucket.index, (gather,), partial(self._finish, bucket, gather))
+
+    def _finish(self, bucket: Bucket, gather: Work) -> None:
+        error = gather.exception()
+        if error is not None:
+            self._ready.fail(error)
+            return
+        bucket.unstage_parameters()
+        self._ready.finish(bucket.index)

@@ -1,0 +1,66 @@
+"""The thread on which shards are stepped, front layers first, while the training thread goes on."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from syncline.runtime.work import Work
+
+
+class UpdateThread:
+    """Runs jobs one at a time: of those whose :class:`Work` is done, the one with the lowest urgency number.
+
+    The first exception of a job is kept in :attr:`failure`, and handed to ``on_failure``; later jobs are dropped. The
+    thread starts with the first job and ends with :meth:`close`.
+    """
+
+    def __init__(self, name: str, *, on_failure: Callable[[BaseException], None]) -> None:
+        self._name = name
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._runnable: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, urgency: int, ready: Sequence[Work], job: Callable[[], None]) -> None:
+        """Let ``job`` run once all of ``ready`` are done, or have failed: the job finds out, and never waits itself."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            self._thread.start()
+        self._enqueue_after(urgency, list(ready), job)
+
+    def close(self) -> None:
+        """End the thread after the job that is running; the others are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _enqueue_after(self, urgency: int, ready: list[Work], job: Callable[[], None]) -> None:
+        if not ready:
+            self._enqueue(urgency, job)
+            return
+        ready.pop().add_done_callback(lambda _: self._enqueue_after(urgency, ready, job))
+
+    def _enqueue(self, urgency: int, job: Callable[[], None]) -> None:
+        with self._changed:
+            heapq.heappush(self._runnable, (urgency, next(self._order), job))
+            self._changed.notify()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while not self._runnable and not self._closed:
+                self._changed.wait()
+            return None if self._closed else heapq.heappop(self._runnable)[2]
+
+    def _main(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the training thread meets it
+                self._on_failure(error)
