@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from syncline.fabric.dialling import greet
 from syncline.fabric.handshake import RefusedError, Terms
@@ -42,33 +43,34 @@ class Acceptor:
         self._is_taken = is_taken
         self._on_connection = on_connection
         self._loop = asyncio.get_running_loop()
-        self._began_s: dict[asyncio.Task[None], float] = {}
+        self._handshakes: dict[asyncio.Task[tuple[int, int]], float] = {}
         self._resume: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
         self._num_unlogged = 0
         self.num_refused = 0
+        self.last_refusal = ""
         self._loop.add_reader(sock.fileno(), self._accept)
 
     @property
     def num_unauthenticated(self) -> int:
         """Number of sockets in a handshake."""
-        return len(self._began_s)
+        return len(self._handshakes)
 
-    def close(self) -> list[asyncio.Task[None]]:
+    def close(self) -> list[asyncio.Task[tuple[int, int]]]:
         """Stop accepting; return the handshakes that were under way, cancelled."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
         if self._resume is not None:
             self._resume.cancel()
-        tasks = list(self._began_s)
+        tasks = list(self._handshakes)
         for task in tasks:
             task.cancel()
         return tasks
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTS_AT_ONCE):
-            if len(self._began_s) >= MAX_UNAUTHENTICATED and not self._make_room():
+            if len(self._handshakes) >= MAX_UNAUTHENTICATED and not self._make_room():
                 self._pause()
                 return
             try:
@@ -76,53 +78,46 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _log.warning("rank %d cannot accept connections: %s", self._terms.rank, error)
+                self._complain(f"cannot accept connections: {error}")
                 self._pause()
                 return
             sock.setblocking(False)
-            task = self._loop.create_task(self._greet(sock, str(address[0])))
-            self._began_s[task] = self._loop.time()
-            task.add_done_callback(self._began_s.pop)
+            task = self._loop.create_task(self._greet(sock))
+            self._handshakes[task] = self._loop.time()
+            task.add_done_callback(partial(self._finish, sock, str(address[0])))
 
     def _make_room(self) -> bool:
-        oldest = next(iter(self._began_s))
-        if self._loop.time() - self._began_s[oldest] < PATIENCE_S:
+        oldest = next(iter(self._handshakes))
+        if self._loop.time() - self._handshakes[oldest] < PATIENCE_S:
             return False
-        del self._began_s[oldest]
-        oldest.remove_done_callback(self._began_s.pop)
-        oldest.cancel("the oldest of too many unauthenticated sockets")
+        del self._handshakes[oldest]
+        oldest.cancel()
         return True
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._socket.fileno())
         self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket.fileno(), self._accept)
 
-    async def _greet(self, sock: socket.socket, address: str) -> None:
-        try:
-            async with asyncio.timeout(self._handshake_s):
-                rank, connection_class = await greet(sock, self._terms, self._is_taken)
-        except RefusedError as refused:
-            self._refuse(sock, address, refused.refusal.name)
-        except (OSError, EOFError) as error:
-            self._refuse(sock, address, type(error).__name__)
-        except BaseException:
-            self._refuse(sock, address, "no place")
-            raise
-        else:
-            self._on_connection(rank, connection_class, sock)
+    async def _greet(self, sock: socket.socket) -> tuple[int, int]:
+        async with asyncio.timeout(self._handshake_s):
+            return await greet(sock, self._terms, self._is_taken)
 
-    def _refuse(self, sock: socket.socket, address: str, why: str) -> None:
+    def _finish(self, sock: socket.socket, address: str, task: asyncio.Task[tuple[int, int]]) -> None:
+        """Hand the socket over, or close and count it."""
+        self._handshakes.pop(task, None)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            self._on_connection(*task.result(), sock)
+            return
         sock.close()
         self.num_refused += 1
+        self.last_refusal = error.refusal.name if isinstance(error, RefusedError) else type(error).__name__
+        self._complain(f"refused a connection from {address} ({self.last_refusal})")
+
+    def _complain(self, what: str) -> None:
         self._num_unlogged += 1
         if self._loop.time() - self._logged_s < LOG_INTERVAL_S:
             return
         self._logged_s = self._loop.time()
-        _log.warning(
-            "rank %d refused a connection from %s (%s); %d since the last such line",
-            self._terms.rank,
-            address,
-            why,
-            self._num_unlogged,
-        )
+        _log.warning("rank %d %s; %d since the last such line", self._terms.rank, what, self._num_unlogged)
         self._num_unlogged = 0

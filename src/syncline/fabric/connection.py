@@ -14,6 +14,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from syncline.fabric.frames import FrameError
+
 BUDGET_BYTES = 2 << 20
 """What one callback moves at most in its direction before others have their turn."""
 
@@ -86,7 +88,7 @@ class Connection(ABC):
         if not self.is_closed:
             try:
                 self._read()
-            except (OSError, EOFError, ValueError):
+            except (OSError, EOFError, FrameError):
                 return
 
     def _guarded_read(self) -> None:
@@ -97,7 +99,7 @@ class Connection(ABC):
             self._read()
         except (BlockingIOError, InterruptedError):
             return
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, FrameError) as error:
             self._break(error)
 
     def _write(self) -> None:

@@ -27,8 +27,12 @@ BODY_BYTES = _BODY.size
 HEADER_BYTES = _HEADER.size
 
 
-class FrameError(ValueError):
+class FrameError(Exception):
     """What arrived is not a frame, or not one that is allowed here. The connection cannot go on."""
+
+
+class DamagedFrameError(FrameError):
+    """Bytes were changed on the way."""
 
 
 class FrameType(IntEnum):
@@ -59,6 +63,10 @@ class FrameType(IntEnum):
 
 
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
+_BLAME = (
+    "they were changed between the sender's memory and this one, or while they were being sent; "
+    "check memory, cable and NIC offloads"
+)
 _TYPES = frozenset(int(kind) for kind in FrameType)
 
 
@@ -112,7 +120,7 @@ def decode_header(buffer: memoryview) -> Frame:
     if frame.magic != MAGIC or frame.version != VERSION:
         raise FrameError(f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours")
     if frame.header_crc != crc32(buffer[:BODY_BYTES]):
-        raise FrameError("a frame header failed its checksum: bytes were changed on the way")
+        raise DamagedFrameError(f"a frame header failed its checksum: {_BLAME}")
     if frame.type not in _TYPES or frame.chunk_bytes > MAX_CHUNK_BYTES or frame.flags:
         raise FrameError(
             f"frame type {frame.type} with {frame.chunk_bytes} bytes and flags {frame.flags} is not allowed"
@@ -123,7 +131,4 @@ def decode_header(buffer: memoryview) -> Frame:
 def check_payload(frame: Frame, crc: int) -> None:
     """Raise :class:`FrameError` unless ``crc`` is what the header promised."""
     if crc != frame.payload_crc:
-        raise FrameError(
-            f"{frame.chunk_bytes} bytes of message {frame.tag:#x} failed their checksum: they were changed between the "
-            "sender's memory and this one; check cable, NIC offloads and memory"
-        )
+        raise DamagedFrameError(f"{frame.chunk_bytes} bytes of message {frame.tag:#x} failed their checksum: {_BLAME}")

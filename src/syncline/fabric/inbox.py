@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from syncline.fabric.callbacks import call_back
 from syncline.fabric.frames import HEADER_BYTES, Frame, FrameError, FrameType
 from syncline.fabric.grants import EagerCredit, GrantScheduler
 from syncline.fabric.outbox import MAX_REQUESTS
@@ -144,7 +145,7 @@ class Inbox:
         if receive.arrived_bytes == receive.num_bytes:
             del self._arriving[frame.tag]
             if receive.destination is not None:
-                receive.on_received()
+                call_back(receive.on_received)
 
     def close(self) -> None:
         """Forget all receives, and what is granted but will not come. What arrived whole can still be received."""
@@ -155,8 +156,8 @@ class Inbox:
         self._arriving.clear()
         self._announced.clear()
         self._eager.clear()
-        for tag in [tag for tag, held in self._held.items() if not held.is_whole]:
-            del self._held[tag]
+        self._held = {tag: held for tag, held in self._held.items() if held.is_whole}
+        self._posted = {tag: receive for tag, receive in self._posted.items() if tag in self._held}
 
     def _match(self, tag: int) -> None:
         """Let a message that is announced and posted take its turn, or refuse it."""
@@ -179,7 +180,7 @@ class Inbox:
     def _finish_empty(self, tag: int) -> None:
         receive = self._arriving.pop(tag, None)
         if receive is not None and receive.destination is not None:
-            receive.on_received()
+            call_back(receive.on_received)
 
     def _begin_eager(self, frame: Frame) -> memoryview | None:
         tag = frame.tag
@@ -209,7 +210,7 @@ class Inbox:
             return
         self._return_credit(frame.chunk_bytes)
         if target is not None:
-            target.on_received()
+            call_back(target.on_received)
 
     def _deliver_held(self, tag: int) -> None:
         """Hand over a message that came before its receive, unless that was cancelled or it is not whole yet."""
@@ -225,7 +226,7 @@ class Inbox:
             return
         assert receive.destination is not None
         receive.destination[:] = held.payload
-        receive.on_received()
+        call_back(receive.on_received)
 
     def _return_credit(self, num_bytes: int) -> None:
         returned = self._credit.consume(num_bytes + HEADER_BYTES)

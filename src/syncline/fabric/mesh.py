@@ -117,15 +117,14 @@ async def _connect(fabric: TcpFabric, listening: socket.socket, generation: Gene
         prepare_connected(sock, connection_class, options)
         fabric.peer(peer).attach(connection_class, sock)
 
-    fabric.use_acceptor(
-        Acceptor(
-            listening,
-            terms,
-            handshake_s=options.handshake_s,
-            is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
-            on_connection=attach,
-        )
+    acceptor = Acceptor(
+        listening,
+        terms,
+        handshake_s=options.handshake_s,
+        is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
+        on_connection=attach,
     )
+    fabric.use_acceptor(acceptor)
     places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
 
     async def open_connection(member: Member, connection_class: int) -> None:
@@ -149,9 +148,10 @@ async def _connect(fabric: TcpFabric, listening: socket.socket, generation: Gene
             group.create_task(fabric.wait_connected())
     except TimeoutError:
         missing = ", ".join(fabric.describe_peer(peer) for peer in fabric.missing_peers)
+        refused = f"; {acceptor.num_refused} were refused ({acceptor.last_refusal})" if acceptor.num_refused else ""
         raise HandshakeError(
-            f"rank {fabric.rank} is not connected to {missing} after {options.connect_s:.0f} s; check that these "
-            "processes run, and that a firewall lets the hosts connect to each other on any port"
+            f"rank {fabric.rank} is not connected to {missing} after {options.connect_s:.0f} s{refused}; check that "
+            "these processes run, and that a firewall lets the hosts connect to each other on any port"
         ) from None
     except BaseExceptionGroup as group_error:
         raise group_error.exceptions[0] from None

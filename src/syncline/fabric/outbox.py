@@ -6,6 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 
+from syncline.fabric.callbacks import call_back
 from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, FrameError, FrameType
@@ -24,6 +25,7 @@ class Outbox:
         self._data: Sequence[DataConnection] = ()
         self._credit_bytes = 0
         self._order = 0
+        self._is_closed = False
         self._announced: dict[int, tuple[Outgoing, int]] = {}
         self._unannounced: list[tuple[int, int, Outgoing, int]] = []
         self._num_unsent = 0
@@ -110,12 +112,14 @@ class Outbox:
         self._announced.clear()
         self._unannounced.clear()
         self._queued_bytes = [0] * MAX_CLASSES
-        self._data = ()
+        self._is_closed = True
         self._num_unsent = 0
         if self.on_drained is not None:
             self.on_drained()
 
     def _finish(self, message: Outgoing, connection_class: int) -> None:
+        if self._is_closed:
+            return
         self._num_unsent -= 1
         self._queued_bytes[connection_class] -= message.num_bytes
         on_sent, message.on_sent = message.on_sent, None
@@ -123,7 +127,7 @@ class Outbox:
         if not self._num_unsent and self.on_drained is not None:
             self.on_drained()
         if on_sent is not None:
-            on_sent()
+            call_back(on_sent)
 
     def _announce(self, message: Outgoing, connection_class: int) -> None:
         assert message.tag not in self._announced, f"message {message.tag:#x} is sent twice"

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection
-from syncline.fabric.frames import CONTROL_CLASS, Frame, FrameError, FrameType
+from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, Frame, FrameError, FrameType
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.inbox import Inbox, InboxLinks
 from syncline.fabric.options import FabricOptions
@@ -247,7 +247,8 @@ class Peer:
         assert connection is not None
         assert self._control is not None
         if isinstance(error, FrameError):
-            self._events.on_broken(self, f"broke the protocol: {error}", must_tell=True)
+            what = "is lost, as a frame was damaged" if isinstance(error, DamagedFrameError) else "broke the protocol"
+            self._events.on_broken(self, f"{what}: {error}", must_tell=True)
             return
         if connection.has_ended:
             connection.close()

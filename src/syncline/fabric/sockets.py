@@ -89,10 +89,16 @@ def prepare_connected(sock: socket.socket, connection_class: int, options: Fabri
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, 5)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(options.send_s * 1000))
     sock.setsockopt(tcp, _TCP_NOTSENT_LOWAT, options.unsent_bytes)
-    if options.congestion is not None:
-        _try_option(sock, tcp, socket.TCP_CONGESTION, options.congestion.encode(), "TCP_CONGESTION")
+    congestion = options.congestion or _loopback_congestion(sock)
+    if congestion is not None:
+        _try_option(sock, tcp, socket.TCP_CONGESTION, congestion.encode(), "TCP_CONGESTION")
     if options.dscp is not None:
         _mark(sock, connection_class, options)
+
+
+def _loopback_congestion(sock: socket.socket) -> str | None:
+    """Prefer a loss-based control within a machine: BBR paces, and halves the rate of loopback."""
+    return "cubic" if ipaddress.ip_address(sock.getpeername()[0]).is_loopback else None
 
 
 def _mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
+from syncline.fabric.callbacks import call_back
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.liveness import Liveness, Suspect
@@ -98,7 +100,7 @@ class TcpFabric:
         self._listener = listener
         backlog, self._backlog = self._backlog, []
         for event in backlog:
-            event(listener)
+            call_back(partial(event, listener))
 
     def send(
         self,
@@ -180,11 +182,19 @@ class TcpFabric:
                 for peer in self._living():
                     peer.end()
                 await self._wait_until(lambda: not self._living())
+        for peer in self._living():
+            # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
+            self._resign(
+                peer, f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
+            )
         tasks = self._release()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def abort(self) -> None:
-        """Release everything at once."""
+        """Release everything at once; tell the others, as far as that goes without waiting."""
+        if not self._is_closed:
+            for peer in self._living():
+                self._resign(peer, "is lost: it aborted its fabric")
         self._release()
 
     def use_acceptor(self, acceptor: Acceptor) -> None:
@@ -196,10 +206,13 @@ class TcpFabric:
         return self._peers[rank]
 
     async def wait_connected(self) -> None:
-        """Wait until all connections to all peers are there; raise if a peer is lost before."""
-        await self._wait_until(lambda: bool(self._lost) or not self.missing_peers)
-        if self._lost:
-            raise next(iter(self._lost.values()))
+        """Wait until all connections to all peers are there; raise if a peer is lost before.
+
+        A peer that left in good order was connected before that.
+        """
+        await self._wait_until(lambda: bool(self._failures()) or not self.missing_peers)
+        for error in self._failures():
+            raise error
 
     # --- what the peers tell (PeerEvents) ---
 
@@ -237,7 +250,7 @@ class TcpFabric:
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
         elif lost in self._peers and not self._peers[lost].is_gone:
             other = self._peers[lost]
-            text = f"{other.name} {reason} (as {peer.name} reports)"
+            text = f"{other.name} {reason}" if other is peer else f"{other.name} {reason} (as {peer.name} reports)"
             self._lose(other, PeerLostError(text, rank=lost, host=other.host))
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
@@ -255,6 +268,11 @@ class TcpFabric:
             self._loop.call_soon(self._grant)
 
     # --- inside ---
+
+    def _resign(self, peer: Peer, reason: str) -> None:
+        """Tell ``peer`` that this rank is lost to it."""
+        peer.send_frame(FrameType.LOST, tag=self._rank, payload=_cut(reason))
+        peer.flush_control()
 
     def _grant(self) -> None:
         self._is_granting_soon = False
@@ -291,7 +309,7 @@ class TcpFabric:
         if not self._is_closing:
             self._tell(lambda listener: listener.on_peer_lost(peer.rank, error))
 
-    def _release(self) -> list[asyncio.Task[None]]:
+    def _release(self) -> list[asyncio.Task[tuple[int, int]]]:
         if self._is_closed:
             return []
         self._is_closing = self._is_closed = True
@@ -300,6 +318,9 @@ class TcpFabric:
             peer.close()
         self._changed.set()
         return self._acceptor.close() if self._acceptor else []
+
+    def _failures(self) -> list[PeerLostError]:
+        return [error for error in self._lost.values() if not isinstance(error, PeerLeftError)]
 
     def _living(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.is_ready and not peer.is_gone]
@@ -314,7 +335,7 @@ class TcpFabric:
         if self._listener is None:
             self._backlog.append(event)
         else:
-            event(self._listener)
+            call_back(partial(event, self._listener))
 
     def _note(self, name: str, **args: object) -> None:
         if self._trace is not None:
