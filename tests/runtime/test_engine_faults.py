@@ -1,0 +1,287 @@
+"""Whatever goes wrong, every rank gets an error that names who and what, and no buffer is written any more."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from syncline.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FabricClosedError,
+    FabricError,
+    MismatchError,
+    PeerLostError,
+    SynclineError,
+)
+from syncline.observe import Trace
+from syncline.runtime import CollectiveCall, numpy_reduction
+from syncline.schedule import Collective, plan_ring, plan_tree
+from syncline.topology import Topology
+
+FLOAT32 = numpy_reduction("float32")
+
+
+def view(num_elements, dtype="float32", value=1):
+    return memoryview(np.full(num_elements, value, dtype)).cast("B")
+
+
+def errors_of(works, timeout_s=20):
+    errors = []
+    for work in works:
+        with pytest.raises(SynclineError) as caught:
+            work.wait(timeout_s)
+        errors.append(caught.value)
+    return errors
+
+
+def assert_nothing_is_posted(communicators):
+    for communicator in communicators:
+        statistics = communicator.statistics()
+        assert statistics.fabric.pending_receives == 0
+        assert statistics.num_pending_calls == statistics.num_active_slices == 0
+
+
+MISMATCHES = {
+    "count": lambda odd: odd.all_reduce(view(1001), FLOAT32),
+    "dtype": lambda odd: odd.all_reduce(view(1000, "int32"), numpy_reduction("int32")),
+    "kind": lambda odd: odd.reduce_scatter(view(1000), FLOAT32),
+    "root": lambda odd: odd.broadcast(view(1000), root=2),
+    "barrier": lambda odd: odd.barrier(),
+    "nothing": lambda odd: odd.all_reduce(view(0), FLOAT32),
+}
+
+
+@pytest.mark.parametrize("odd_rank", range(4))
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_calls_that_differ_are_an_error_on_every_rank_that_names_both(in_memory, kind, odd_rank):
+    communicators = in_memory(4, seed=odd_rank)
+    works = []
+    for rank, communicator in enumerate(communicators):
+        if rank == odd_rank:
+            works.append(MISMATCHES[kind](communicator))
+        elif kind == "root":
+            works.append(communicator.broadcast(view(1000), root=0))
+        else:
+            works.append(communicator.all_reduce(view(1000), FLOAT32, label="sum of gradients", step=7))
+    texts = {str(error) for error in errors_of(works) if isinstance(error, MismatchError)}
+    assert len(texts) >= 1
+    for text in texts:
+        assert f"rank {odd_rank} (host memory) called" in text
+        assert "same calls in the same order" in text
+    assert_nothing_is_posted(communicators)
+    assert all(isinstance(communicator.failure, MismatchError) for communicator in communicators)
+
+
+def test_large_messages_of_calls_that_differ_do_not_wait_for_the_deadline(in_memory):
+    communicators = in_memory(3, seed=4)
+    sizes = [300_000, 300_000, 300_002]
+    works = [c.all_reduce(view(size), FLOAT32) for c, size in zip(communicators, sizes, strict=True)]
+    assert all(isinstance(error, MismatchError) for error in errors_of(works))
+
+
+def test_every_call_after_a_mismatch_fails_with_it(in_memory):
+    communicators = in_memory(2)
+    errors_of([communicators[0].barrier(), communicators[1].all_reduce(view(5), FLOAT32)])
+    later = errors_of([communicator.barrier() for communicator in communicators])
+    assert all(isinstance(error, MismatchError) for error in later)
+
+
+def test_swapped_calls_of_one_stream_are_found(in_memory):
+    communicators = in_memory(2)
+    works = [
+        communicators[0].all_reduce(view(10), FLOAT32),
+        communicators[0].broadcast(view(10)),
+        communicators[1].broadcast(view(10)),
+        communicators[1].all_reduce(view(10), FLOAT32),
+    ]
+    assert all(isinstance(error, MismatchError) for error in errors_of(works))
+
+
+def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
+    communicators = in_memory(4, planner=lambda topology, collective, *_: plan_ring(topology, collective))
+    works = [
+        communicator.all_reduce(view(100_000), FLOAT32, label="all_reduce of bucket 4", step=118, timeout_s=0.4)
+        for communicator in communicators
+        if communicator.rank != 2
+    ]
+    errors = errors_of(works)
+    assert all(isinstance(error, DeadlineError) for error in errors)
+    for error in errors:
+        assert "rank 2 (host memory) sent nothing for" in str(error)
+        assert "during all_reduce of bucket 4, step 118" in str(error)
+        assert "rank 3" in str(error)
+    assert_nothing_is_posted(communicators[:2])
+
+
+def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):
+    communicators = in_memory(3)
+    impatient = communicators[0].barrier(timeout_s=0.1)
+    patient = communicators[1].barrier(timeout_s=60)
+    errors = errors_of([impatient, patient])
+    assert all("rank 2 (host memory) sent nothing" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_dies_in_the_middle_is_named_everywhere(in_memory, seed):
+    communicators = in_memory(4, seed=seed)
+    buffers = [np.ones(400_000, np.float32) for _ in range(4)]
+    works = [
+        communicator.all_reduce(memoryview(buffer).cast("B"), FLOAT32, label="all_reduce of bucket 1", step=3)
+        for communicator, buffer in zip(communicators, buffers, strict=True)
+        if communicator.rank != 1
+    ]
+    communicators[1].abort()
+    survivors = [communicator for communicator in communicators if communicator.rank != 1]
+    for error in errors_of(works):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+        assert "rank 1" in str(error)
+        assert "during all_reduce of bucket 1, step 3; ranks 0, 2 and 3 wait for it" in str(error)
+    assert_nothing_is_posted(survivors)
+    for error in errors_of([survivor.barrier() for survivor in survivors]):
+        assert isinstance(error, PeerLostError)
+        assert "during barrier" in str(error)
+
+
+def test_a_rank_that_leaves_in_good_order_spoils_nothing(in_memory):
+    for seed in range(10):
+        communicators = in_memory(4, seed=seed)
+        buffers = [np.ones(1000, np.float32) for _ in range(4)]
+        works = [
+            communicator.all_reduce(memoryview(buffer).cast("B"), FLOAT32)
+            for communicator, buffer in zip(communicators, buffers, strict=True)
+        ]
+        closers = [threading.Thread(target=_close_after, args=pair) for pair in zip(communicators, works, strict=True)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        assert [work.exception() for work in works] == [None] * 4, f"seed {seed}"
+        assert all((buffer == 4).all() for buffer in buffers)
+
+
+def _close_after(communicator, work):
+    work.wait(20)
+    communicator.close()
+
+
+def test_a_rank_that_leaves_without_a_call_is_named(in_memory):
+    communicators = in_memory(3)
+    works = [communicator.barrier() for communicator in communicators[:2]]
+    communicators[2].close()
+    for error in errors_of(works):
+        assert isinstance(error, PeerLostError)
+        assert "rank 2 (host memory) closed its communicator before barrier was done" in str(error)
+    assert isinstance(errors_of([communicators[2].barrier()])[0], FabricClosedError)
+
+
+def test_a_rank_that_left_is_named_by_later_calls(in_memory):
+    communicators = in_memory(3)
+    for work in [communicator.barrier() for communicator in communicators]:
+        work.wait(20)
+    communicators[0].close()
+    for error in errors_of([communicator.barrier(timeout_s=20) for communicator in communicators[1:]]):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+
+
+def test_closing_ends_the_own_calls(in_memory):
+    communicators = in_memory(2)
+    work = communicators[0].all_reduce(view(10), FLOAT32, label="all_reduce of bucket 0")
+    communicators[0].close()
+    with pytest.raises(FabricClosedError, match="all_reduce of bucket 0 cannot be done: the communicator of rank 0"):
+        work.wait(20)
+
+
+class _Broken:
+    dtype = "float32"
+    itemsize = 4
+
+    def add(self, into, other):
+        raise ZeroDivisionError("planted")
+
+
+def test_a_fault_of_our_own_ends_every_call_on_every_rank(in_memory):
+    communicators = in_memory(3, seed=1)
+    works = [communicators[0].all_reduce(view(10), _Broken())]
+    works += [communicator.all_reduce(view(10), FLOAT32) for communicator in communicators[1:]]
+    errors = errors_of(works)
+    assert "planted" in str(errors[0])
+    assert isinstance(errors[0], FabricError)
+    assert isinstance(errors[0].__cause__, ZeroDivisionError)
+    assert all(isinstance(error, PeerLostError) and error.rank == 0 for error in errors[1:])
+
+
+def test_an_exception_that_no_one_caught_on_the_loop_ends_every_call(in_memory):
+    communicators = in_memory(2)
+    work = communicators[0].barrier()
+    communicators[0]._loop.call_soon(lambda: 1 // 0)
+    assert "ZeroDivisionError" in str(errors_of([work])[0])
+
+
+def test_a_failed_call_leaves_its_buffer_alone(in_memory):
+    communicators = in_memory(2)
+    buffer = np.zeros(100_000, np.uint8)
+    late = communicators[0].all_gather(memoryview(buffer), timeout_s=0.05)
+    errors_of([late])
+    buffer[:] = 7
+    errors_of([communicators[1].all_gather(memoryview(np.ones(100_000, np.uint8)))])
+    assert (buffer == 7).all()
+
+
+def test_failures_are_marked_in_the_trace(in_memory, tmp_path):
+    trace = Trace(rank=0)
+    communicators = in_memory(2, trace=trace)
+    errors_of([communicators[0].barrier(timeout_s=0.05)])
+    trace.save(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    assert '"failed: deadline"' in text
+    assert '"name": "barrier"' in text
+
+
+def test_a_schedule_for_another_number_of_ranks_is_refused(in_memory):
+    communicators = in_memory(2)
+    schedule = plan_tree(Topology.flat(3), Collective.ALL_REDUCE)
+    layout = communicators[0].layout(schedule, 4, 4)
+    call = CollectiveCall(
+        stream=1, schedule=schedule, layout=layout, buffer=view(4), reduction=FLOAT32, label="x", timeout_s=5
+    )
+    with pytest.raises(ConfigurationError, match="schedule is for 3 ranks but the job has 2"):
+        communicators[0].submit(call).wait(20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"buffer": view(5)}, "must be 16 writable bytes"),
+        ({"buffer": memoryview(bytes(16))}, "read-only"),
+        ({"buffer": memoryview(np.zeros(4, np.float32))}, "format 'f'"),
+        ({"timeout_s": 0}, "deadline lies in the future"),
+    ],
+)
+def test_calls_that_cannot_be_are_refused(in_memory, changes, message):
+    communicators = in_memory(2)
+    schedule = communicators[0].plan(Collective.ALL_REDUCE, 16)
+    settings = {
+        "stream": 1,
+        "schedule": schedule,
+        "layout": communicators[0].layout(schedule, 4, 4),
+        "buffer": view(4),
+        "reduction": FLOAT32,
+        "label": "x",
+        "timeout_s": 5,
+    }
+    with pytest.raises(ConfigurationError, match=message):
+        CollectiveCall(**{**settings, **changes})
+
+
+def test_streams_beyond_sixteen_bits_are_refused(in_memory):
+    communicators = in_memory(2)
+    schedule = communicators[0].plan(Collective.ALL_REDUCE, 16)
+    layout = communicators[0].layout(schedule, 4, 4)
+    call = CollectiveCall(
+        stream=1 << 16, schedule=schedule, layout=layout, buffer=view(4), reduction=FLOAT32, label="x", timeout_s=5
+    )
+    with pytest.raises(ConfigurationError, match="from 0 to 65535"):
+        communicators[0].submit(call).wait(20)
