@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import Fabric
+from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES, Engine
@@ -58,6 +59,40 @@ class Communicator:
         self._last_statistics: FleetStatistics | None = None
         self._engine = loop.run(self._make_engine(max_inflight_bytes), CLOSE_S)
         loop.on_crash(self._engine.crash)
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        rank: int,
+        world_size: int,
+        topology: Topology,
+        store: Store,
+        options: FabricOptions,
+        trace: Trace | None = None,
+        **settings: Any,
+    ) -> Communicator:
+        """Start a loop and connect to the other ranks over TCP; ``settings`` are those of the constructor.
+
+        The ranks find each other through ``store``, which is not needed afterwards.
+        """
+        topology.check_world_size(world_size)
+        loop = CommunicationLoop()
+        loop.start()
+        try:
+            connecting = connect_tcp(
+                options,
+                rank=rank,
+                world_size=world_size,
+                rendezvous=Rendezvous(store, job_id=options.job_id),
+                topology=topology,
+                trace=trace,
+            )
+            fabric = loop.run(connecting, 2 * options.connect_s + CLOSE_S)
+            return cls(loop, fabric, topology, trace=trace, on_close=loop.stop, **settings)
+        except BaseException:
+            loop.stop()
+            raise
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.world_size}: {'closed' if self._is_closed else self._engine}>"

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
-from syncline.schedule import Collective, Layout, Schedule, plan_tree
+from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.topology import Topology
 
 Target = Literal["balanced", "rank_order"]
@@ -21,7 +21,7 @@ Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
 
 def plan_best(topology: Topology, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
     """Return the schedule with the least predicted time."""
-    return plan_tree(topology, collective, target=target, root=root)
+    return choose(topology, collective, num_bytes, target=target, root=root)
 
 
 class Plans:
