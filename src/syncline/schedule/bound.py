@@ -3,9 +3,9 @@
 Three arguments, of which the largest counts; S is the size, latencies are left out.
 
 *One link.* It parts the ranks in two. For an all-reduce each side must learn of the other's sum: S up and S down. A
-broadcast must carry S towards the side without the root. In a reduce-scatter whoever owns x of the data below the link
-must be told of it by the others, x S down, and the rest must go up, (1 - x) S; an all-gather is the reverse. x may be
-chosen for each rank, so the bound is the smallest T for which shares exist that fit on all links at once.
+broadcast must carry S towards the side without the root. In a reduce-scatter whoever owns x of the data below the
+link must be told of it by the others, x S down, and the rest must go up, (1 - x) S; an all-gather is the reverse. x
+may be chosen for each rank, so the bound is the smallest T for which shares exist that fit on all links at once.
 
 *Several links.* Any connected set of switches is a hub with k branches. For every element, at least k - 1 messages
 must enter the hub, else a branch's contribution was not counted (or a branch was not told); for an all-reduce 2 (k -
@@ -27,6 +27,7 @@ from syncline.schedule.ownership import Target
 from syncline.topology import Node, Topology
 
 _NUM_BISECTIONS = 60
+_NO_TIME_S = 1e-30
 
 
 @dataclass(slots=True)
@@ -48,6 +49,10 @@ class Branch:
         yield self
         for child in self.children:
             yield from child.walk()
+
+    def parents(self) -> Iterator[Branch]:
+        """Yield all that have children, parents before children."""
+        return (branch for branch in self.walk() if branch.children)
 
 
 def branch_of(topology: Topology, *, swapped: bool = False) -> Branch:
@@ -148,12 +153,12 @@ class _Hub:
 
 def _hub_bound(tree: Branch, times: int, seconds: float, *, into: bool) -> float:
     """Raise ``seconds`` (per byte) to the best bound that any hub gives."""
-    seconds = max(seconds, 1e-30)
+    seconds = max(seconds, _NO_TIME_S)
     while True:
         hub = _best_hub(tree, times, seconds, into=into)
         bound = times * (hub.num_branches - 1) / hub.rate if hub.rate > 0 else 0.0
         if bound <= seconds * (1 + 1e-12):
-            return seconds
+            return seconds if seconds > _NO_TIME_S else 0.0
         seconds = bound
 
 

@@ -5,8 +5,8 @@ The data runs through the schedule in n even slices, each slice through all step
 - One step of one slice takes as long as its busiest link (bytes / rate) or its busiest rank (messages x overhead),
   whichever is longer, plus the longest route's latency, plus one message's overhead.
 - The *first slice* takes the sum of its steps.
-- Slices follow each other at the *period* of whatever is busiest over a whole slice: a directed link, which carries all
-  bytes of all steps, or a rank, which handles all messages that it sends and receives.
+- Slices follow each other at the *period* of whatever is busiest over a whole slice: a directed link, which carries
+  all bytes of all steps, or a rank, which handles all messages that it sends and receives.
 
     seconds = first slice + (n - 1) x period
 

@@ -1,4 +1,4 @@
-"""How a buffer is laid over a schedule: cut into slices that run by themselves, and each slice at the schedule's cuts.
+"""How a buffer is laid over a schedule: cut into slices that run by themselves, each at the schedule's cuts.
 
 A schedule is correct for any monotone map from its cuts to element offsets, so a layout may choose: even slices that
 each look like a small copy of the whole (:meth:`Layout.build`); slices that keep every rank's part in one piece

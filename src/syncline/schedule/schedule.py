@@ -140,12 +140,16 @@ class Schedule:
 
 
 def digest_of(draft: Draft) -> str:
-    """Return a hash of what the draft does, equal in all processes; the planner's name does not count."""
+    """Return a hash of what the draft does, equal in all processes.
+
+    The planner's name does not count, nor does the order of rows but for that in which a rank sends.
+    """
     hasher = hashlib.blake2b(digest_size=16)
     root = draft.root if draft.collective is Collective.BROADCAST else 0
     header = (draft.collective.value, draft.num_ranks, root, draft.denominator, draft.cuts, len(draft.transfers))
     hasher.update(repr(header).encode())
     rows = draft.transfers
+    rows = rows.take(np.argsort(rows.step.astype(np.int64) * draft.num_ranks + rows.src, kind="stable"))
     for column in (rows.step, rows.src, rows.dst, rows.first, rows.last, draft.owners):
         hasher.update(column.astype("<i4", copy=False).tobytes())
     hasher.update(rows.add.tobytes())

@@ -1,8 +1,8 @@
 """The tree planner: reduce-scatter, all-gather and all-reduce by direct exchange at each parent of the topology.
 
 Mechanism 2. From the leaves up, the children of one parent exchange apportioned, combined data (see
-:mod:`syncline.schedule.ownership`); the all-gather is the same in reverse. Siblings send in rotation: child k first to
-child k + 1, so that no receiver is hit by all at once.
+:mod:`syncline.schedule.ownership`); the all-gather is the same in reverse. Siblings send in rotation: child k first
+to child k + 1, so that no receiver is hit by all at once.
 
 Cost of one parent with R children that have the fractions f_c: for a reduce-scatter the link of child c carries (1 -
 f_c) S up and (R - 1) f_c S down, for an all-gather the reverse, and for an all-reduce (1 + (R - 2) f_c) S in each

@@ -1,0 +1,98 @@
+"""The cost model, term by term."""
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from schedule_trees import star, trees
+
+from syncline.errors import ScheduleError
+from syncline.schedule import Collective, CostModel, plan_ring, plan_tree, predict
+from syncline.topology import DirectedLink, Topology
+
+WIRE = CostModel(message_overhead_s=0.0, payload_share=1.0)
+FREE = CostModel(message_overhead_s=1e-3, payload_share=1.0)
+
+
+def test_one_slice_takes_the_sum_of_its_steps():
+    topology = Topology.flat(4, rate=1e6)
+    prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 4000, 4000, cost=WIRE)
+    assert prediction.num_slices == 1
+    assert prediction.seconds == pytest.approx(2 * 3000 / 1e6)
+
+
+def test_many_slices_follow_at_the_pace_of_the_busiest_link():
+    topology = Topology.load("two-racks-5-3")
+    schedule = plan_tree(topology, Collective.ALL_REDUCE)
+    prediction = predict(schedule, topology, 10**7, 10**5, cost=WIRE)
+    assert prediction.num_slices == 100
+    assert prediction.period_s == pytest.approx(10**5 / 25e6)
+    assert prediction.seconds == pytest.approx(prediction.first_slice_s + 99 * prediction.period_s)
+    assert prediction.link_seconds[prediction.bottleneck] == pytest.approx(10**7 / 25e6)
+    assert prediction.bottleneck.child.startswith("rack")
+
+
+def test_headers_take_their_share_of_the_rate():
+    topology = star([(1e6, 1e6)] * 2)
+    schedule = plan_tree(topology, Collective.ALL_REDUCE)
+    whole, part = (
+        predict(schedule, topology, 10**6, cost=CostModel(message_overhead_s=0, payload_share=share))
+        for share in (1.0, 0.5)
+    )
+    assert part.seconds == pytest.approx(2 * whole.seconds)
+
+
+def test_latency_counts_along_the_longest_route_of_each_step():
+    topology = Topology.flat(3, latency_s=0.01)
+    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).seconds == pytest.approx(0.04)
+    assert predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).seconds == pytest.approx(0.08)
+
+
+def test_messages_cost_their_overhead():
+    topology = Topology.flat(5)
+    prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 500, 100, cost=FREE)
+    assert prediction.bottleneck is None
+    assert prediction.first_slice_s == pytest.approx(2 * (4 + 1) * 1e-3)
+    assert prediction.period_s == pytest.approx(16 * 1e-3)  # eight sent and eight received
+
+
+def test_nothing_to_do_takes_no_time():
+    for topology in (Topology.flat(1), Topology.flat(3)):
+        prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 0, cost=WIRE)
+        assert (prediction.seconds, prediction.num_slices) == (0.0, 1)
+
+
+@effort(max_examples=30)
+@given(trees(max_ranks=12), st.sampled_from(sorted(Collective)), st.integers(1, 20))
+def test_link_seconds_are_link_bytes_over_rates(topology, collective, num_slices):
+    schedule = plan_tree(topology, collective)
+    size = schedule.denominator * num_slices
+    prediction = predict(schedule, topology, size, schedule.denominator, cost=WIRE)
+    rates = dict(topology.links())
+    for link, load in schedule.link_bytes(topology, size).items():
+        seconds = load / rates[link.child].bytes_per_s(link.direction)
+        assert prediction.link_seconds[link] == pytest.approx(seconds)
+    assert prediction.seconds >= max(prediction.link_seconds.values(), default=0.0) * (1 - 1e-9)
+
+
+@effort(max_examples=30)
+@given(trees(max_ranks=10), st.sampled_from(sorted(Collective)))
+def test_link_bytes_are_the_sums_along_the_routes(topology, collective):
+    schedule = plan_tree(topology, collective)
+    size = 1000
+    offsets = schedule.offsets(size)
+    expected = {DirectedLink(name, way): 0 for name, _ in topology.links() for way in ("up", "down")}
+    for row in schedule.transfers:
+        for link in topology.route(row.src, row.dst):
+            expected[link] += offsets[row.last] - offsets[row.first]
+    assert schedule.link_bytes(topology, size) == expected
+
+
+def test_impossible_arguments_are_refused():
+    schedule = plan_tree(Topology.flat(2), Collective.ALL_REDUCE)
+    with pytest.raises(ScheduleError, match="not 2 and 3 ranks"):
+        predict(schedule, Topology.flat(3), 10)
+    with pytest.raises(ScheduleError, match="slices of 1 or more"):
+        predict(schedule, Topology.flat(2), 10, 0)
+    with pytest.raises(ScheduleError, match="payload share in"):
+        CostModel(payload_share=0)

@@ -1,0 +1,104 @@
+"""Layouts cover the buffer once, keep what they promise together, and every schedule is right on every one of them."""
+
+from itertools import pairwise
+
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from schedule_trees import trees
+
+from syncline.errors import ScheduleError
+from syncline.schedule import Collective, Layout, plan_ring, plan_tree
+from syncline.topology import Topology
+
+FLAT = plan_tree(Topology.flat(4), Collective.ALL_REDUCE)
+
+
+def covered(layout):
+    return sorted((offsets[0], offsets[-1]) for offsets in layout.slices)
+
+
+def test_slices_are_even_and_divided_like_the_whole():
+    layout = Layout.build(FLAT, 20, 8)
+    assert layout.slices == ((0, 1, 3, 4, 6), (6, 7, 9, 11, 13), (13, 14, 16, 18, 20))
+    assert layout.num_elements == 20
+    assert layout.owned_ranges(FLAT, 1) == ((1, 3), (7, 9), (14, 16))
+
+
+def test_empty_buffer_has_one_empty_slice():
+    for layout in (Layout.build(FLAT, 0, 8), Layout.contiguous(FLAT, 0, 8), Layout.aligned(FLAT, [0], 8)):
+        assert layout.slices == ((0, 0, 0, 0, 0),)
+        assert [layout.owned_ranges(FLAT, rank) for rank in range(4)] == [()] * 4
+
+
+def test_contiguous_slices_go_round_the_owners():
+    layout = Layout.contiguous(FLAT, 16, 8)
+    assert covered(layout) == [(start, start + 2) for start in range(0, 16, 2)]
+    assert [offsets[0] for offsets in layout.slices] == [0, 4, 8, 12, 2, 6, 10, 14]
+    assert layout.owned_ranges(FLAT, 2) == ((8, 12),)
+    assert Layout.contiguous(FLAT, 16, 16).slices == ((0, 4, 8, 12, 16),)
+
+
+def test_many_ranks_do_not_make_endless_slices():
+    schedule = plan_ring(Topology.flat(100), Collective.ALL_REDUCE)
+    layout = Layout.contiguous(schedule, 10**6, 20)
+    assert len(layout.slices) * 101 <= 1 << 21
+    assert covered(layout)[0][0] == 0
+
+
+def test_cuts_move_to_the_nearest_boundary():
+    layout = Layout.aligned(FLAT, [0, 3, 9, 10, 20], 100)
+    assert layout.slices == ((0, 3, 10, 10, 20),)
+
+
+@effort(max_examples=30)
+@given(
+    trees(max_ranks=10),
+    st.sampled_from(["balanced", "rank_order"]),
+    st.lists(st.integers(0, 20), max_size=12),
+    st.integers(10, 60),
+)
+def test_no_parameter_has_two_owners(topology, target, lengths, slice_elements):
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] + length)
+    schedule = plan_tree(topology, Collective.ALL_REDUCE, target=target)
+    layout = Layout.aligned(schedule, boundaries, slice_elements)
+    ranges = [pair for rank in range(topology.num_ranks) for pair in layout.owned_ranges(schedule, rank)]
+    assert {end for pair in ranges for end in pair} <= set(boundaries)
+    assert reference.owns_everything_once(schedule, layout)
+    reference.check(schedule, layout)
+
+
+@effort(max_examples=30)
+@given(trees(max_ranks=10), st.integers(0, 300), st.integers(25, 100), st.booleans())
+def test_slices_cover_the_buffer_once(topology, num_elements, slice_elements, contiguous):
+    schedule = plan_tree(topology, Collective.REDUCE_SCATTER)
+    make = Layout.contiguous if contiguous else Layout.build
+    layout = make(schedule, num_elements, slice_elements)
+    bounds = covered(layout)
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_elements
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
+    for offsets in layout.slices:
+        assert len(offsets) == schedule.num_atoms + 1
+        assert list(offsets) == sorted(offsets)
+        assert contiguous or offsets[-1] - offsets[0] <= slice_elements
+    reference.check(schedule, layout)
+
+
+def test_digest_tells_layouts_apart():
+    digests = {Layout.build(FLAT, 20, size).digest for size in (5, 10, 20)}
+    assert len(digests | {Layout.build(FLAT, 20, 5).digest}) == 3
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ScheduleError, match="at least 0 elements and a slice at least 1, not -1 and 4"):
+        Layout.build(FLAT, -1, 4)
+    with pytest.raises(ScheduleError, match="not 4 and 0"):
+        Layout.contiguous(FLAT, 4, 0)
+    for boundaries in ([], [1, 2], [0, 3, 2]):
+        with pytest.raises(ScheduleError, match="boundaries must rise from 0"):
+            Layout.aligned(FLAT, boundaries, 4)

@@ -1,0 +1,103 @@
+"""The weighted tree: it reaches the lower bound of an all-reduce, and is never slower than equal portions."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from schedule_trees import links, star, trees
+
+from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
+from syncline.schedule.portions import best_fractions
+from syncline.topology import Topology
+
+SIZE = 64 << 20
+WIRE = CostModel(payload_share=1.0, message_overhead_s=0.0)
+RATES = st.integers(1, 1000).map(lambda rate: rate * 1e6)
+
+
+def busiest(schedule, topology):
+    return max(predict(schedule, topology, SIZE, cost=WIRE).link_seconds.values())
+
+
+@effort(max_examples=60)
+@given(st.lists(RATES, min_size=2, max_size=8))
+def test_all_reduce_reaches_the_bound_of_one_parent(rates):
+    topology = star([(rate, rate) for rate in rates])
+    num_links = len(rates)
+    bound = max(SIZE / min(rates), 2 * (num_links - 1) * SIZE / sum(rates))
+    assert lower_bound(topology, Collective.ALL_REDUCE, SIZE) == pytest.approx(bound)
+    reached = busiest(plan_weighted_tree(topology, Collective.ALL_REDUCE), topology)
+    assert bound * (1 - 1e-9) <= reached <= bound * (1 + 0.003)
+
+
+@effort(max_examples=60)
+@given(trees(max_ranks=20, link=links(RATES)))
+def test_all_reduce_reaches_the_bound_of_any_tree(topology):
+    bound = lower_bound(topology, Collective.ALL_REDUCE, SIZE)
+    reached = busiest(plan_weighted_tree(topology, Collective.ALL_REDUCE), topology)
+    assert bound * (1 - 1e-9) <= reached <= bound * (1 + 0.003)
+
+
+@effort(max_examples=30)
+@given(
+    trees(max_ranks=16, link=links(RATES)),
+    st.sampled_from(sorted(Collective)),
+    st.sampled_from(["balanced", "rank_order"]),
+    st.data(),
+)
+def test_never_slower_than_equal_portions(topology, collective, target, data):
+    root = data.draw(st.integers(0, topology.num_ranks - 1))
+    equal, weighted = (
+        predict(plan(topology, collective, target=target, root=root), topology, 16 << 20).seconds
+        for plan in (plan_tree, plan_weighted_tree)
+    )
+    assert weighted <= equal
+
+
+def direct_exchange_optimum(rates):
+    """The least T of a reduce-scatter at one parent: f within [1 - T up, T down / (R - 1)] that sum to 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        time = (low + high) / 2
+        ranges = [(max(0.0, 1 - time * up), min(1.0, time * down / (len(rates) - 1))) for up, down in rates]
+        fits = all(least <= most for least, most in ranges)
+        fits = fits and sum(least for least, _ in ranges) <= 1 <= sum(most for _, most in ranges)
+        low, high = (low, time) if fits else (time, high)
+    return high
+
+
+@effort(max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=6))
+def test_reduce_scatter_and_all_gather_are_the_best_direct_exchange_of_one_parent(rates):
+    for collective, seen in (
+        (Collective.REDUCE_SCATTER, rates),
+        (Collective.ALL_GATHER, [(down, up) for up, down in rates]),
+    ):
+        topology = star([(up * 1e6, down * 1e6) for up, down in rates])
+        schedule = plan_tree(topology, collective, fractions=best_fractions(topology, collective))
+        optimum = direct_exchange_optimum(seen) * SIZE / 1e6
+        assert busiest(schedule, topology) == pytest.approx(optimum, rel=0.005)
+
+
+def test_unequal_uplinks_are_within_8_percent_of_the_bound():
+    topology = Topology.load("three-racks-uneven-uplinks")
+    bound = lower_bound(topology, Collective.ALL_REDUCE, SIZE)
+    schedule = plan_weighted_tree(topology, Collective.ALL_REDUCE)
+    assert predict(schedule, topology, SIZE).seconds <= 1.08 * bound
+    assert predict(schedule, topology, 16 << 20, 256 << 10).seconds <= 1.08 * bound / 4
+    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, SIZE).seconds > 1.3 * bound
+
+
+def test_three_levels_of_a_scatter_use_ratios_from_above():
+    topology = Topology.load("deep-asymmetric")
+    for collective, equal_ratio in itertools.product((Collective.REDUCE_SCATTER, Collective.ALL_GATHER), (0.76,)):
+        weighted, equal = (busiest(plan(topology, collective), topology) for plan in (plan_weighted_tree, plan_tree))
+        assert weighted <= equal_ratio * equal
+
+
+def test_equal_links_keep_equal_portions():
+    for topology in (Topology.flat(7, rate=1e8), Topology.load("two-racks-5-3"), Topology.flat(3), Topology.flat(1)):
+        for collective in Collective:
+            assert best_fractions(topology, collective) == {}
