@@ -11,24 +11,24 @@ import torch
 from syncline.errors import UpdateError
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket
-from syncline.updates.state import StateEntry
+from syncline.updates.state import StateEntry, whole_state
 
 Values = dict[str, dict[str, Any]]
 
 
 def gather_state(updater: Updater) -> dict[str, Any]:
     """Return the whole state in torch's own form, on every rank; a collective."""
-    state = whole_state(updater)
+    state = collect_state(updater)
     numbers = _numbers(updater)
     by_number = {number: state[name] for name, number in sorted(numbers.items(), key=_second) if state.get(name)}
     return {"state": by_number, "param_groups": updater.optimizer.state_dict()["param_groups"]}
 
 
-def whole_state(updater: Updater) -> Values:
+def collect_state(updater: Updater) -> Values:
     """Return the state of each parameter, by name, on every rank; a collective."""
     entries = updater.state_entries()
     catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
-    for part in updater.channel.control.exchange(_catalogue(entries), "catalogue of optimizer state"):
+    for part in updater.channel.control.exchange(describe_state(entries), "catalogue of optimizer state"):
         for name, keys in part.items():
             catalogue[name].update(keys)
     state: Values = {name: _singles(keys) for name, keys in catalogue.items()}
@@ -51,7 +51,8 @@ def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
     place = dict(zip((number for group in saved for number in group["params"]), range(sum(sizes[0])), strict=True))
     by_place = {place[number]: values for number, values in state_dict["state"].items()}
     names = {number: name for name, number in _numbers(updater).items()}
-    updater.load_state({names[number]: values for number, values in by_place.items() if number in names})
+    state = {names[number]: values for number, values in by_place.items() if number in names}
+    updater.load_state(whole_state(updater.buckets, state))
     for group, options in zip(groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
 
@@ -65,7 +66,7 @@ def divide_existing_state(updater: Updater) -> None:
             if optimizer.state.get(tensor):
                 state[slot.name] = dict(optimizer.state[tensor])
     if state:
-        updater.load_state(state)
+        updater.load_state(whole_state(updater.buckets, state))
         optimizer.state.clear()
 
 
@@ -84,7 +85,7 @@ def _second(item: tuple[str, int]) -> int:
     return item[1]
 
 
-def _catalogue(entries: Iterable[StateEntry]) -> dict[str, dict[str, Any]]:
+def describe_state(entries: Iterable[StateEntry]) -> dict[str, dict[str, Any]]:
     """Say in JSON what state this rank has: a number type for what is divided, else the value itself."""
     catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
     for entry in entries:

@@ -17,7 +17,7 @@ from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.lane import LaneOptions
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
-from syncline.updates.state import StateByName, StateEntry, is_elementwise
+from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,28 +104,21 @@ class AllReduceUpdater(Updater):
         """Return the whole state on rank 0 and nothing elsewhere: all ranks have the same."""
         if self.channel.rank != 0:
             return []
-        return [entry for bucket in self.buckets for entry in _bucket_entries(bucket, self.optimizer)]
+        return [
+            entry
+            for bucket in self.buckets
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
+        ]
 
-    def load_state(self, state: StateByName) -> None:
+    def load_state(self, source: StateSource) -> None:
         """Take the whole state."""
         self.optimizer.state.clear()
         for bucket in self.buckets:
             for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                values = state.get(slot.name, {})
-                if values:
-                    self.optimizer.state[tensor] = {
-                        key: value.to(tensor.device).clone() if is_elementwise(key, value, slot.shape) else value
-                        for key, value in values.items()
-                    }
+                state = load_parameter_state(source, slot, tensor)
+                if state:
+                    self.optimizer.state[tensor] = state
 
-
-def _bucket_entries(bucket: Bucket, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
-    entries = []
-    for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-        for key, value in optimizer.state.get(tensor, {}).items():
-            if is_elementwise(key, value, slot.shape):
-                flat = slot.flatten(value)
-                entries.append(StateEntry(parameter=slot.name, key=key, value=flat, start=0, stop=slot.num_elements))
-            else:
-                entries.append(StateEntry(parameter=slot.name, key=key, value=value))
-    return entries
+    def close(self) -> None:
+        """Nothing is kept."""

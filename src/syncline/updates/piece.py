@@ -10,7 +10,7 @@ import torch
 
 from syncline.updates.bucket import Bucket, Slot
 from syncline.updates.lane import Ranges
-from syncline.updates.state import is_elementwise
+from syncline.updates.state import StateSource, copied, is_elementwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,15 @@ class Piece:
             if is_elementwise(key, value, origin.tensor.shape):
                 taken[key] = torch.cat([part for place, part in origin.elements(value) if place.start in mine])
             else:
-                taken[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                taken[key] = copied(value)
         return taken
+
+    def load_elements(self, source: StateSource, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor like the piece that ``source`` fills."""
+        target = torch.empty_like(self.tensor, dtype=dtype, requires_grad=False)
+        for segment, part in self.elements(target):
+            source.fill(segment.slot, key, segment.start - segment.slot.start, part)
+        return target
 
     def _gather_gradient(self) -> torch.Tensor:
         if self.is_view:

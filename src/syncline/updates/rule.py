@@ -24,7 +24,7 @@ from syncline.updates.channel import Channel
 from syncline.updates.divided import DividedGradients
 from syncline.updates.lane import LaneOptions
 from syncline.updates.report import PendingReport
-from syncline.updates.state import StateByName, StateEntry, num_state_bytes
+from syncline.updates.state import StateEntry, StateSource, num_state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +100,10 @@ class Updater(ABC):
         """Return the pieces of optimizer state that this rank owns; waits until the state is final."""
 
     @abstractmethod
-    def load_state(self, state: StateByName) -> None:
-        """Take the optimizer state of all parameters (by name; whole tensors in their shapes); keep what is owned."""
+    def load_state(self, source: StateSource) -> None:
+        """Replace the optimizer state by what ``source`` has of it; keep what is owned."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release threads; what is under way is given up."""
 

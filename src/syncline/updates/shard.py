@@ -16,7 +16,7 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.inner import make_inner
 from syncline.updates.lane import Ranges
 from syncline.updates.piece import Piece, Segment, segments_of
-from syncline.updates.state import StateByName, StateEntry, is_elementwise, num_state_bytes
+from syncline.updates.state import StateEntry, StateSource, copied, is_elementwise, num_state_bytes
 
 
 class Shard:
@@ -69,18 +69,23 @@ class Shard:
             for key, value in self._inner.state.get(piece.tensor, {}).items():
                 yield from _entries(piece, key, value)
 
-    def load_state(self, state: StateByName) -> None:
-        """Replace the state by the owned part of ``state``; parameters that it lacks start anew."""
+    def load_state(self, source: StateSource) -> None:
+        """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""
         if self._inner is None:
             return
-        kinds: dict[tuple[Any, ...], list[Segment]] = {}
+        kinds: dict[tuple[tuple[str, str], ...], list[Segment]] = {}
         for segment in self.segments:
-            kinds.setdefault(_kind(segment, state.get(segment.slot.name, {})), []).append(segment)
+            # single values such as the number of steps are a whole piece's, so they must be equal within it
+            kind = tuple((key, repr(value)) for key, value in sorted(source.values(segment.slot.name).items()))
+            kinds.setdefault(kind, []).append(segment)
         groups = [[segment] for segment in self.segments] if self._whole else list(kinds.values())
         self._inner.state.clear()
         self._replace_pieces([Piece(self._bucket, group, shaped=self._whole) for group in groups])
         for piece in self._pieces:
-            loaded = _loaded(piece, state)
+            loaded = {
+                key: piece.load_elements(source, key, value) if isinstance(value, torch.dtype) else copied(value)
+                for key, value in source.values(piece.segments[0].slot.name).items()
+            }
             if loaded:
                 self._inner.state[piece.tensor] = loaded
 
@@ -121,32 +126,3 @@ def _entries(piece: Piece, key: str, value: Any) -> Iterator[StateEntry]:
     for segment in piece.segments:
         if segment.start == segment.slot.start:
             yield StateEntry(parameter=segment.slot.name, key=key, value=value)
-
-
-def _kind(segment: Segment, state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Segments may share a piece if their state has the same keys and the same single values."""
-    return tuple(
-        (key, None if is_elementwise(key, value, segment.slot.shape) else repr(value))
-        for key, value in sorted(state.items())
-    )
-
-
-def _loaded(piece: Piece, state: StateByName) -> dict[str, Any]:
-    first = state.get(piece.segments[0].slot.name, {})
-    loaded: dict[str, Any] = {}
-    for key, value in first.items():
-        if is_elementwise(key, value, piece.segments[0].slot.shape):
-            loaded[key] = _joined(piece, key, state)
-        else:
-            loaded[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return loaded
-
-
-def _joined(piece: Piece, key: str, state: StateByName) -> torch.Tensor:
-    sample = state[piece.segments[0].slot.name][key]
-    target = torch.empty_like(piece.tensor, dtype=sample.dtype, requires_grad=False).detach()
-    for segment, part in piece.elements(target):
-        slot = segment.slot
-        source = slot.flatten(state[slot.name][key])
-        part.copy_(source[segment.start - slot.start : segment.stop - slot.start])
-    return target

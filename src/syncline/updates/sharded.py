@@ -27,7 +27,7 @@ from syncline.updates.readiness import Readiness
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
 from syncline.updates.shard import Shard
-from syncline.updates.state import StateByName, StateEntry
+from syncline.updates.state import StateEntry, StateSource
 from syncline.updates.update_thread import UpdateThread
 
 
@@ -191,11 +191,11 @@ class ShardedUpdater(Updater):
         self.synchronize()
         return [entry for shard in self.shards for entry in shard.state_entries()]
 
-    def load_state(self, state: StateByName) -> None:
+    def load_state(self, source: StateSource) -> None:
         """Take the owned part of the state."""
         self.synchronize()
         for shard in self.shards:
-            shard.load_state(state)
+            shard.load_state(source)
 
     def close(self) -> None:
         """End the update thread."""

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from syncline.updates.bucket import Bucket, Slot
+
 StateByName = Mapping[str, Mapping[str, Any]]
 """Whole optimizer state: for each parameter's name, each key's tensor (in the parameter's shape) or value."""
+
+
+class StateSource(Protocol):
+    """Where optimizer state is loaded from, piece by piece."""
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return a parameter's state: a ``torch.dtype`` for what has one value for each element, else the value."""
+
+    def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
+        """Write elements of the parameter, from ``start`` in memory order, into the 1-D ``target``; at once or later."""
+
+
+class WholeState:
+    """Optimizer state of which everything is at hand."""
+
+    def __init__(self, state: StateByName, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._state = state
+        self._shapes = shapes
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return a parameter's state: a number type for what has one value for each element, else the value."""
+        state = self._state.get(parameter, {})
+        return {
+            key: value.dtype if is_elementwise(key, value, self._shapes[parameter]) else value
+            for key, value in state.items()
+        }
+
+    def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
+        """Write elements of the parameter into ``target``."""
+        target.copy_(slot.flatten(self._state[slot.name][key])[start : start + target.numel()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +78,37 @@ def num_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
+
+
+def whole_state(buckets: Sequence[Bucket], state: StateByName) -> WholeState:
+    """Return ``state`` as a source for the parameters of ``buckets``."""
+    return WholeState(state, {slot.name: slot.shape for bucket in buckets for slot in bucket.plan.slots})
+
+
+def copied(value: Any) -> Any:
+    """Return a state value that later steps of the original do not change."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def load_parameter_state(source: StateSource, slot: Slot, tensor: torch.nn.Parameter) -> dict[str, Any]:
+    """Return the whole state of one parameter."""
+    state: dict[str, Any] = {}
+    for key, value in source.values(slot.name).items():
+        if isinstance(value, torch.dtype):
+            flat = torch.empty(slot.num_elements, dtype=value, device=tensor.device)
+            source.fill(slot, key, 0, flat)
+            state[key] = flat.as_strided(slot.shape, slot.stride)
+        else:
+            state[key] = copied(value)
+    return state
+
+
+def parameter_entries(slot: Slot, state: Mapping[str, Any]) -> Iterator[StateEntry]:
+    """Yield the whole state of one parameter as entries."""
+    for key, value in state.items():
+        if is_elementwise(key, value, slot.shape):
+            yield StateEntry(
+                parameter=slot.name, key=key, value=slot.flatten(value), start=0, stop=slot.num_elements
+            )
+        else:
+            yield StateEntry(parameter=slot.name, key=key, value=value)

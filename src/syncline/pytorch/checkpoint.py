@@ -1,0 +1,153 @@
+"""Checkpoints that load on any number of ranks and any topology, exactly: state belongs to parameters, not to ranks.
+
+The model is written by rank 0. Each rank writes the optimizer state that it owns, as ranges of each parameter's
+elements; together they are whole, so another division of the same elements reads them as well, also a single process
+without a fleet. Ranks must see the same file system.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.errors import CheckpointError, SynclineError
+from syncline.pytorch import checkpoint_folder as place
+from syncline.pytorch.checkpoint_chunks import Chunk, Record, check_complete, read_chunks, write_chunks, write_index
+from syncline.pytorch.checkpoint_state import CheckpointState, join_catalogues, state_chunks
+from syncline.pytorch.crew import Crew, crew_of
+from syncline.pytorch.optimizer_state import describe_state
+from syncline.updates.state import StateEntry
+
+
+def save_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Write a checkpoint to the folder ``path``; every rank calls it. What was there becomes ``path.previous``.
+
+    ``extra`` is what JSON can say (step number, seed ...), taken from rank 0. Raises :class:`CheckpointError` on every
+    rank if one of them fails; the checkpoint that was there is whole then.
+    """
+    target = Path(path).absolute()
+    crew = crew_of(model, optimizer)
+    crew.synchronize()
+    together = _Together(crew)
+    together.run("cannot make a folder", lambda: _begin(target, crew, extra))
+    entries = crew.entries()
+    catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
+    parts = together.run("cannot write its part", lambda: _write(target, model, crew, entries))
+    if crew.rank != 0:
+        together.run("cannot complete the checkpoint", lambda: None)
+        return
+    catalogue = join_catalogues(catalogues, crew.slots())
+    manifest = {
+        "world_size": crew.world_size,
+        "optimizer": {"state": catalogue, "groups": crew.groups()} if optimizer is not None else None,
+        "extra": extra,
+        "records": [record for part in parts for record in part["records"]],
+        "files": {name: sums for part in parts for name, sums in part["files"].items()},
+    }
+    together.run("cannot complete the checkpoint", lambda: _complete(target, manifest))
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True
+) -> Any:
+    """Load a checkpoint into ``model`` and ``optimizer``, in place, and return its ``extra``; every rank calls it.
+
+    With ``strict`` the model's and the checkpoint's names must be the same; else those that both have are loaded.
+    Raises :class:`CheckpointError` on every rank if it is missing, damaged, or made from another model.
+    """
+    target = Path(path).absolute()
+    crew = crew_of(model, optimizer)
+    crew.synchronize()
+    together = _Together(crew)
+    together.run("cannot read the checkpoint", lambda: _check(target, crew))
+    folder = place.find(target)
+    manifest = place.read_manifest(folder)
+    together.run("cannot load the checkpoint", lambda: _load(folder, manifest, model, crew, strict=strict))
+    return manifest["extra"]
+
+
+def model_chunks(model: nn.Module) -> list[Chunk]:
+    """Return all tensors of a model's ``state_dict``, whole; changes to them change the model."""
+    chunks = []
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved, so keep it in extra"
+            )
+        chunks.append(Chunk.whole(f"model.{name}", value))
+    return chunks
+
+
+class _Together:
+    """Lets all ranks do a thing, and all fail if one does."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def run(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """Return what each rank's ``action`` returned."""
+        result, problem, cause = None, "", None
+        try:
+            result = action()
+        except (SynclineError, OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
+            problem, cause = f"{error}" if isinstance(error, SynclineError) else f"{type(error).__name__}: {error}", error
+        answers = self._crew.exchange({"problem": problem, "result": result})
+        problems = {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}
+        if problems:
+            shown = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+            raise CheckpointError(f"A rank {what}: {shown}") from cause
+        return [answer["result"] for answer in answers]
+
+
+def _begin(target: Path, crew: Crew, extra: Any) -> None:
+    if crew.rank == 0:
+        json.dumps(extra)
+        place.begin(target)
+
+
+def _write(target: Path, model: nn.Module, crew: Crew, entries: list[StateEntry]) -> dict[str, Any]:
+    folder = place.writing_folder(target)
+    of_model = model_chunks(model) if crew.rank == 0 else []
+    records = write_chunks(folder, [*of_model, *state_chunks(entries, crew.slots())], rank=crew.rank)
+    return {"records": records, "files": place.checksums(folder, (record["file"] for record in records))}
+
+
+def _complete(target: Path, manifest: dict[str, Any]) -> None:
+    check_complete(manifest["records"])
+    write_index(place.writing_folder(target), manifest["records"])
+    place.commit(target, manifest)
+
+
+def _check(target: Path, crew: Crew) -> None:
+    folder = place.find(target)
+    manifest = place.read_manifest(folder)
+    place.check_files(folder, manifest["files"], part=crew.rank, num_parts=crew.world_size)
+
+
+def _load(folder: Path, manifest: Mapping[str, Any], model: nn.Module, crew: Crew, *, strict: bool) -> None:
+    records: list[Record] = manifest["records"]
+    wanted = model_chunks(model)
+    stored = {record["name"] for record in records if record["name"].startswith("model.")}
+    names = {chunk.name for chunk in wanted}
+    if strict and names != stored:
+        missing, unknown = sorted(names - stored)[:5], sorted(stored - names)[:5]
+        raise CheckpointError(
+            f"The checkpoint {folder} is of another model: it lacks {missing}, and has {unknown} that the model lacks"
+        )
+    wanted = [chunk for chunk in wanted if chunk.name in stored]
+    if crew.optimizer is not None:
+        if manifest["optimizer"] is None:
+            raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
+        source = CheckpointState(manifest["optimizer"]["state"])
+        crew.load_groups(manifest["optimizer"]["groups"])
+        crew.load_state(source)
+        wanted += source.wanted
+    with torch.no_grad():
+        read_chunks(folder, records, wanted)
