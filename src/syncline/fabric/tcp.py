@@ -184,9 +184,8 @@ class TcpFabric:
                 await self._wait_until(lambda: not self._living())
         for peer in self._living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
-            self._resign(
-                peer, f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
-            )
+            reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
+            self._tell_peer(peer, lost=self._rank, reason=reason)
         tasks = self._release()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -194,7 +193,7 @@ class TcpFabric:
         """Release everything at once; tell the others, as far as that goes without waiting."""
         if not self._is_closed:
             for peer in self._living():
-                self._resign(peer, "is lost: it aborted its fabric")
+                self._tell_peer(peer, lost=self._rank, reason="is lost: it aborted its fabric")
         self._release()
 
     def use_acceptor(self, acceptor: Acceptor) -> None:
@@ -227,8 +226,7 @@ class TcpFabric:
         if peer.is_gone:
             return
         if must_tell:
-            peer.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(reason))
-            peer.flush_control()
+            self._tell_peer(peer, lost=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
         for other in self._living():
             other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(reason))
@@ -250,8 +248,10 @@ class TcpFabric:
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
         elif lost in self._peers and not self._peers[lost].is_gone:
             other = self._peers[lost]
-            text = f"{other.name} {reason}" if other is peer else f"{other.name} {reason} (as {peer.name} reports)"
-            self._lose(other, PeerLostError(text, rank=lost, host=other.host))
+            if other is not peer:
+                reason = f"{reason} (as {peer.name} reports)"
+                self._tell_peer(other, lost=lost, reason=reason)
+            self._lose(other, PeerLostError(f"{other.name} {reason}", rank=lost, host=other.host))
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
@@ -269,9 +269,9 @@ class TcpFabric:
 
     # --- inside ---
 
-    def _resign(self, peer: Peer, reason: str) -> None:
-        """Tell ``peer`` that this rank is lost to it."""
-        peer.send_frame(FrameType.LOST, tag=self._rank, payload=_cut(reason))
+    def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
+        """Tell ``peer`` at once, before its connections are closed, that ``lost`` (itself, or this rank) is lost."""
+        peer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))
         peer.flush_control()
 
     def _grant(self) -> None:

@@ -1,0 +1,118 @@
+"""Ranks in processes of their own that are killed, stopped and continued."""
+
+import json
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fabric_process.py")
+TRAFFIC = {"num_bytes": 300_000, "num_messages": 1 << 40, "num_inflight": 4}
+
+
+class RankProcess:
+    """A rank, and the lines that it prints."""
+
+    def __init__(self, what, rank, world_size, store, options, arguments):
+        self.rank = rank
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, str(SCRIPT), what, str(rank), str(world_size), str(store)),
+                *(json.dumps(options), json.dumps(arguments)),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.process.stdout, selectors.EVENT_READ)
+        self._partial = b""
+        self.records = []
+
+    def wait_for(self, deadline_s=20.0, **wanted):
+        """Return the first record with the wanted values, and when it was read."""
+        end_s = time.monotonic() + deadline_s
+        while True:
+            for record in self.records:
+                if all(record.get(key) == value for key, value in wanted.items()):
+                    return record
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, f"rank {self.rank} did not print {wanted} within {deadline_s} s, but {self.records}"
+            if self._selector.select(left_s):
+                self._read()
+
+    def _read(self):
+        data = self.process.stdout.read1()
+        assert data or self.process.poll() is None or self.process.wait() == 0, f"rank {self.rank} failed"
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self.records.extend(json.loads(line) for line in lines)
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self._selector.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    ranks = []
+
+    def start(what, world_size, arguments, **options):
+        ranks.extend(RankProcess(what, rank, world_size, tmp_path, options, arguments) for rank in range(world_size))
+        return ranks
+
+    yield start
+    for rank in ranks:
+        rank.end()
+
+
+def test_a_killed_rank_is_reported_by_all_others_within_a_second(start):
+    ranks = start("traffic", 3, TRAFFIC)
+    for rank in ranks:
+        rank.wait_for(event="ready")
+    killed_s = time.monotonic()
+    ranks[1].signal(signal.SIGKILL)
+    for rank in (ranks[0], ranks[2]):
+        record = rank.wait_for(event="lost", peer=1)
+        assert time.monotonic() - killed_s < 1.0
+        assert record["kind"] == "PeerLostError"
+        assert record["text"].startswith("rank 1 (host ")
+        assert "its process died or was killed" in record["text"]
+
+
+def test_a_stopped_rank_is_declared_dead_and_learns_it_when_it_goes_on(start):
+    ranks = start("traffic", 3, TRAFFIC, heartbeat_s=0.2, suspect_s=0.6, dead_s=2.0)
+    for rank in ranks:
+        rank.wait_for(event="ready")
+    stopped_s = time.monotonic()
+    ranks[1].signal(signal.SIGSTOP)
+    for rank in (ranks[0], ranks[2]):
+        record = rank.wait_for(event="lost", peer=1)
+        assert 1.5 < time.monotonic() - stopped_s < 4.0
+        assert "rank 1 (host " in record["text"]
+        assert "sent nothing for 2." in record["text"]
+    ranks[1].signal(signal.SIGCONT)
+    for peer in (0, 2):
+        record = ranks[1].wait_for(event="lost", peer=peer)
+        assert "closed its connections to this rank, because rank 1 sent nothing for 2." in record["text"]
+    ranks[1].wait_for(event="alone")
+    assert not [record for record in ranks[0].records if record.get("peer") == 2]
+
+
+def test_news_of_a_loss_spreads_to_a_rank_that_heard_it_from_no_kernel(start):
+    """Rank 0's loop is stopped while rank 1 dies; the others' news and the closed socket wait for it."""
+    ranks = start("traffic", 3, TRAFFIC)
+    for rank in ranks:
+        rank.wait_for(event="ready")
+    ranks[0].signal(signal.SIGSTOP)
+    ranks[1].signal(signal.SIGKILL)
+    ranks[2].wait_for(event="lost", peer=1)
+    ranks[0].signal(signal.SIGCONT)
+    ranks[0].wait_for(event="lost", peer=1)
+    assert not [record for record in ranks[0].records if record.get("peer") == 2]

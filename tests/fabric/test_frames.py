@@ -1,0 +1,84 @@
+"""Frames survive the trip, and nothing else passes for one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from isal.isal_zlib import crc32
+
+from syncline.fabric.frames import (
+    HEADER_BYTES,
+    DamagedFrameError,
+    FrameError,
+    FrameType,
+    check_payload,
+    decode_header,
+    encode_header,
+)
+from syncline.fabric.options import MAX_CHUNK_BYTES
+
+HEADERS = st.builds(
+    encode_header,
+    st.sampled_from(FrameType),
+    st.integers(-1, 15),
+    tag=st.integers(0, (1 << 64) - 1),
+    signature=st.integers(0, (1 << 32) - 1),
+    message_bytes=st.integers(0, (1 << 64) - 1),
+    offset=st.integers(0, (1 << 64) - 1),
+    payload=st.binary(max_size=100),
+)
+
+
+@given(
+    kind=st.sampled_from(FrameType),
+    connection_class=st.integers(-1, 15),
+    tag=st.integers(0, (1 << 64) - 1),
+    signature=st.integers(0, (1 << 32) - 1),
+    message_bytes=st.integers(0, (1 << 64) - 1),
+    offset=st.integers(0, (1 << 64) - 1),
+    payload=st.binary(max_size=2000),
+)
+def test_what_is_encoded_is_decoded(kind, connection_class, tag, signature, message_bytes, offset, payload):
+    header = encode_header(
+        kind,
+        connection_class,
+        tag=tag,
+        signature=signature,
+        message_bytes=message_bytes,
+        offset=offset,
+        payload=memoryview(payload),
+    )
+    assert len(header) == HEADER_BYTES
+    frame = decode_header(memoryview(header))
+    assert (frame.type, frame.connection_class, frame.tag, frame.signature) == (kind, connection_class, tag, signature)
+    assert (frame.message_bytes, frame.offset, frame.chunk_bytes) == (message_bytes, offset, len(payload))
+    check_payload(frame, crc32(payload))
+
+
+@given(header=HEADERS, place=st.integers(0, HEADER_BYTES * 8 - 1))
+def test_a_flipped_bit_in_a_header_is_found(header, place):
+    damaged = bytearray(header)
+    damaged[place // 8] ^= 1 << place % 8
+    with pytest.raises(FrameError):
+        decode_header(memoryview(damaged))
+
+
+@given(payload=st.binary(min_size=1, max_size=500), data=st.data())
+def test_a_flipped_bit_in_a_payload_is_found(payload, data):
+    frame = decode_header(memoryview(encode_header(FrameType.DATA, 0, payload=payload)))
+    place = data.draw(st.integers(0, len(payload) * 8 - 1))
+    damaged = bytearray(payload)
+    damaged[place // 8] ^= 1 << place % 8
+    with pytest.raises(DamagedFrameError, match="check memory, cable"):
+        check_payload(frame, crc32(damaged))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_garbage_is_no_frame(garbage):
+    with pytest.raises(FrameError):
+        decode_header(memoryview(garbage))
+
+
+def test_a_chunk_above_the_limit_is_refused():
+    header = encode_header(FrameType.DATA, 0, payload=bytes(MAX_CHUNK_BYTES + 1))
+    with pytest.raises(FrameError, match="not allowed"):
+        decode_header(memoryview(header))

@@ -1,0 +1,61 @@
+"""Heartbeats, suspicion and death, driven by a clock of the test's own."""
+
+from syncline.fabric.liveness import Dead, Liveness, Suspect
+
+
+def judge(liveness, times_s, heard=()):
+    verdicts = []
+    for now_s in times_s:
+        tick = liveness.tick(now_s, heard=set(heard))
+        verdicts += [(now_s, verdict) for verdict in tick.verdicts]
+    return verdicts
+
+
+def new(**settings):
+    liveness = Liveness(**{"heartbeat_s": 1.0, "suspect_s": 3.0, "dead_s": 10.0, "now_s": 0.0, **settings})
+    liveness.add(1)
+    liveness.add(2)
+    return liveness
+
+
+def test_a_silent_peer_is_suspected_once_and_then_dead():
+    liveness = new()
+    verdicts = judge(liveness, range(1, 11), heard=[2])
+    assert verdicts == [(3, Suspect(peer=1, silence_s=3.0)), (10, Dead(peer=1, silence_s=10.0))]
+    assert liveness.suspects == {1}
+    liveness.remove(1)
+    assert not liveness.suspects
+    assert judge(liveness, range(11, 30), heard=[2]) == []
+
+
+def test_a_peer_that_speaks_again_is_trusted_again():
+    liveness = new()
+    judge(liveness, range(1, 9), heard=[2])
+    assert liveness.suspects == {1}
+    judge(liveness, [9], heard=[1, 2])
+    assert not liveness.suspects
+    verdicts = judge(liveness, range(10, 19), heard=[2])
+    assert verdicts == [(12, Suspect(peer=1, silence_s=3.0))]
+
+
+def test_a_loop_that_stood_still_does_not_blame_the_others():
+    liveness = new()
+    judge(liveness, range(1, 3))
+    tick = liveness.tick(62.0, heard=set())
+    assert tick.gap_s == 60.0
+    assert tick.must_beat
+    assert tick.verdicts == (Suspect(peer=1, silence_s=3.0), Suspect(peer=2, silence_s=3.0))
+    verdicts = judge(liveness, range(63, 70), heard=[1])
+    assert verdicts == [(69, Dead(peer=2, silence_s=10.0))]
+
+
+def test_heartbeats_are_sent_at_once_and_then_at_their_interval():
+    liveness = new(heartbeat_s=1.0, dead_s=3.0)
+    assert liveness.interval_s == 0.3
+    beats = [number for number in range(1, 14) if liveness.tick(number * 0.3, heard={1, 2}).must_beat]
+    assert beats == [1, 5, 9, 13]
+
+
+def test_no_peers_no_verdicts():
+    liveness = Liveness(heartbeat_s=1.0, suspect_s=3.0, dead_s=10.0, now_s=0.0)
+    assert judge(liveness, range(1, 100)) == []
