@@ -1,0 +1,180 @@
+"""What a lab is made of: namespaces, bridges, veth pairs and addresses, computed from a topology before any is built.
+
+Each host is a network namespace. All switches are bridges in one more namespace, so that the machine's own namespace
+sees nothing of the lab. Each link is a veth pair; what leaves its lower end goes up, what leaves its upper end goes
+down.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from syncline.errors import LabError
+from syncline.topology import Host, Link, Node, Rank, Switch, Topology
+
+NAMESPACE_PREFIX = "syncline-"
+HOST_INTERFACE = "eth0"
+_SWITCHES = "_switches"  # no host can have this name: names begin with a letter or a digit
+_CANDIDATE_NETWORKS = (
+    *(f"10.{second}.0.0/16" for second in range(99, 256)),
+    *(f"172.{second}.0.0/16" for second in range(16, 32)),
+    *(f"198.{second}.0.0/16" for second in (18, 19)),  # set aside for benchmarks by RFC 2544
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabHost:
+    """A host: its namespace, and the interface and address under which the others reach it."""
+
+    name: str
+    namespace: str
+    interface: str
+    address: str
+    ethernet_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabBridge:
+    """A switch: a bridge in the switches' namespace."""
+
+    switch: str
+    interface: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabLink:
+    """A link: a veth pair. The lower end is in the child's namespace, the upper end in the switches' namespace."""
+
+    child: str
+    link: Link
+    lower_namespace: str
+    lower_interface: str
+    lower_bridge: str | None
+    upper_interface: str
+    upper_bridge: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabPlan:
+    """Everything that a lab consists of."""
+
+    lab_id: str
+    topology: Topology
+    network: ipaddress.IPv4Network
+    switch_namespace: str
+    hosts: tuple[LabHost, ...]
+    bridges: tuple[LabBridge, ...]
+    links: tuple[LabLink, ...]
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """All namespaces of the lab."""
+        return (self.switch_namespace, *(host.namespace for host in self.hosts))
+
+    def host(self, name: str) -> LabHost:
+        """Return the host of that name."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise LabError(f"lab {self.lab_id} has no host {name!r}; its hosts are {', '.join(h.name for h in self.hosts)}")
+
+    def environment(self, host: LabHost, *, topology_file: str, master_port: int = 29500) -> dict[str, str]:
+        """Return the variables that tell a command on ``host`` where it is and where rank 0 is."""
+        master = self.host(self.topology.host_of(0).name)
+        return {
+            "SYNCLINE_LAB": self.lab_id,
+            "SYNCLINE_TOPOLOGY": topology_file,
+            "SYNCLINE_HOST": host.name,
+            "SYNCLINE_INTERFACE": host.interface,
+            "GLOO_SOCKET_IFNAME": host.interface,
+            "MASTER_ADDR": master.address,
+            "MASTER_PORT": str(master_port),
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what of the topology this lab cannot emulate, in sentences for the user."""
+        late = [name for name, link in self.topology.links() if link.latency_s]
+        nodes = (node for node in self.topology.walk() if isinstance(node, Rank))
+        local = [rank.name for rank in nodes if rank.link != Link.unlimited()]
+        notes = []
+        if late:
+            notes.append(f"The lab emulates rates, not latency: that of {_list_names(late)} is left out.")
+        if local:
+            notes.append(f"Ranks of one host talk over its loopback: the rates of {_list_names(local)} are left out.")
+        return tuple(notes)
+
+
+def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network) -> LabPlan:
+    """Give every node its namespace, interfaces and address."""
+    if len(topology.hosts) > network.num_addresses - 2:
+        raise LabError(
+            f"{len(topology.hosts)} hosts do not fit in {network}; a lab has at most {network.num_addresses - 2}"
+        )
+    hosts = tuple(_plan_host(host, lab_id, network, index) for index, host in enumerate(topology.hosts))
+    switches = [node for node in topology.walk() if isinstance(node, Switch)]
+    bridges = {switch.name: f"b{index}" for index, switch in enumerate(switches)}
+    namespace = _namespace(lab_id, _SWITCHES)
+    nodes = [node for node in topology.walk() if not isinstance(node, Rank) and node.link is not None]
+    links = (_plan_link(node, index, topology, bridges, namespace, lab_id) for index, node in enumerate(nodes))
+    return LabPlan(
+        lab_id=lab_id,
+        topology=topology,
+        network=network,
+        switch_namespace=namespace,
+        hosts=hosts,
+        bridges=tuple(LabBridge(switch=switch, interface=interface) for switch, interface in bridges.items()),
+        links=tuple(links),
+    )
+
+
+def choose_network(used: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
+    """Return a private network that overlaps none of ``used`` (the destinations of the machine's routes).
+
+    Nothing leads out of a lab, so an overlap would do no harm; but an address should never mean two machines to a
+    person who reads a log.
+    """
+    taken = [network for network in used if network.prefixlen > 0]
+    for candidate in map(ipaddress.IPv4Network, _CANDIDATE_NETWORKS):
+        if not any(candidate.overlaps(network) for network in taken):
+            return candidate
+    raise LabError("every private network that the lab knows is routed on this machine; remove a route of 10.99.0.0/16")
+
+
+def _plan_host(host: Host, lab_id: str, network: ipaddress.IPv4Network, index: int) -> LabHost:
+    is_alone = host.link is None
+    address = network[index + 1]
+    return LabHost(
+        name=host.name,
+        namespace=_namespace(lab_id, host.name),
+        interface="lo" if is_alone else HOST_INTERFACE,
+        address="127.0.0.1" if is_alone else str(address),
+        ethernet_address="02:00:" + ":".join(f"{byte:02x}" for byte in address.packed),
+    )
+
+
+def _plan_link(
+    node: Node, index: int, topology: Topology, bridges: dict[str, str], switch_namespace: str, lab_id: str
+) -> LabLink:
+    parent = topology.parent_of(node.name)
+    assert parent is not None
+    assert node.link is not None
+    is_host = isinstance(node, Host)
+    return LabLink(
+        child=node.name,
+        link=node.link,
+        lower_namespace=_namespace(lab_id, node.name) if is_host else switch_namespace,
+        lower_interface=HOST_INTERFACE if is_host else f"u{index}",
+        lower_bridge=None if is_host else bridges[node.name],
+        upper_interface=f"d{index}",
+        upper_bridge=bridges[parent.name],
+    )
+
+
+def _namespace(lab_id: str, name: str) -> str:
+    return f"{NAMESPACE_PREFIX}{lab_id}.{name}"
+
+
+def _list_names(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,135 @@
+"""What is written down about each lab, so that a later command finds it, and what a killed run left can be removed.
+
+A lab's folder is written before its first namespace is made and removed after its last: so no namespace of ours is ever
+without a record. The folders are in /run, which a reboot empties just as it removes namespaces.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from syncline.errors import LabError, TopologyError
+from syncline.lab.plan import LabPlan, plan_lab
+from syncline.topology import Topology
+
+RECORDS = Path("/run/syncline-lab")
+_RECORD = "lab.json"
+_TOPOLOGY = "topology.yaml"
+_WRITING_S = 60.0  # nobody takes longer to write a record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabRecord:
+    """One lab: who owns it, and all that its plan is computed from.
+
+    The owner is a process id and the time at which that process began, since ids are used again. A lab without owner
+    stays until it is taken down.
+    """
+
+    lab_id: str
+    folder: Path
+    network: ipaddress.IPv4Network
+    owner: tuple[int, float] | None
+    has_priorities: bool
+
+    @property
+    def topology_file(self) -> Path:
+        """The topology as a file, for the commands that run in the lab."""
+        return self.folder / _TOPOLOGY
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True where the owner is dead."""
+        return self.owner is not None and _started_at(self.owner[0]) != self.owner[1]
+
+    def plan(self) -> LabPlan:
+        """Compute the plan again."""
+        return plan_lab(Topology.load(self.topology_file), lab_id=self.lab_id, network=self.network)
+
+    def remove(self) -> None:
+        """Forget the lab."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def create_record(
+    topology: Topology, *, network: ipaddress.IPv4Network, is_kept: bool, has_priorities: bool, records: Path = RECORDS
+) -> LabRecord:
+    """Write the record of a new lab under an id that no other lab has."""
+    lab_id = secrets.token_hex(3)
+    folder = records / lab_id
+    try:
+        records.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder.mkdir()
+        (folder / _TOPOLOGY).write_text(topology.to_yaml(), encoding="utf-8")
+        own_pid = os.getpid()
+        owner = None if is_kept else (own_pid, _started_at(own_pid))
+        fields = {"network": str(network), "owner": owner, "has_priorities": has_priorities}
+        (folder / _RECORD).write_text(json.dumps(fields), encoding="utf-8")
+    except OSError as error:
+        raise LabError(f"the lab must keep a record, but {folder} cannot be written ({error.strerror})") from error
+    return _read(folder)
+
+
+def all_records(records: Path = RECORDS) -> tuple[LabRecord, ...]:
+    """Return the records of all labs on this machine, the oldest first."""
+    return tuple(_readable(records))
+
+
+def find_record(lab_id: str | None, records: Path = RECORDS) -> LabRecord:
+    """Return the record of ``lab_id``, or of the only lab there is."""
+    known = all_records(records)
+    matching = [record for record in known if lab_id in {None, record.lab_id}]
+    if len(matching) == 1:
+        return matching[0]
+    ids = ", ".join(record.lab_id for record in known) or "none"
+    if lab_id is None and known:
+        raise LabError(f"there are several labs ({ids}); say which")
+    what = "there is no lab" if lab_id is None else f"there is no lab {lab_id!r} (there is: {ids})"
+    raise LabError(f"{what}; make one with 'syncline lab up TOPOLOGY'")
+
+
+def remove_incomplete_records(records: Path = RECORDS) -> None:
+    """Remove the folders of runs that were killed while they wrote their record, so before they made anything else."""
+    for folder in records.iterdir() if records.is_dir() else ():
+        is_old = time.time() - folder.stat().st_mtime > _WRITING_S
+        if is_old and not (folder / _RECORD).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _readable(records: Path) -> Iterator[LabRecord]:
+    if not records.is_dir():
+        return
+    for folder in sorted(records.iterdir(), key=lambda path: path.stat().st_mtime):
+        try:
+            yield _read(folder)
+        except (OSError, ValueError, KeyError, TypeError, TopologyError):
+            continue  # it is being written, or removed
+
+
+def _read(folder: Path) -> LabRecord:
+    fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    owner = fields["owner"]
+    return LabRecord(
+        lab_id=folder.name,
+        folder=folder,
+        network=ipaddress.IPv4Network(fields["network"]),
+        owner=None if owner is None else (int(owner[0]), float(owner[1])),
+        has_priorities=bool(fields["has_priorities"]),
+    )
+
+
+def _started_at(process_id: int) -> float | None:
+    try:
+        return psutil.Process(process_id).create_time()
+    except psutil.Error:
+        return None

@@ -1,0 +1,100 @@
+"""What links carry: their rate, in both directions and shared by many flows, and what is counted on them."""
+
+import subprocess
+import sys
+
+import pytest
+from lab_measurement import jain_fairness, measure_flows, total_rate
+
+from syncline.lab import Lab
+from syncline.topology import DirectedLink, Topology
+
+MIN_SHARE = 0.93
+MAX_SHARE = 0.97  # 1448 of 1514 bytes are payload, and a little that was queued before the window
+
+
+def flow(source, destination, **options):
+    return {"source": f"h{source}", "destination": f"h{destination}", **options}
+
+
+LINKS = [("flat-8", 125e6, 1.5), ("two-racks-5-3", 25e6, 1.5), ("two-sites", 2.5e6, 3.0)]
+
+
+@pytest.mark.parametrize(("topology", "bytes_per_s", "window_s"), LINKS)
+def test_one_flow_fills_a_link(topology, bytes_per_s, window_s):
+    with Lab(topology) as lab:
+        flows, _ = measure_flows(lab, [flow(0, 7)], window_s=window_s)
+    assert MIN_SHARE < total_rate(flows) / bytes_per_s < MAX_SHARE
+
+
+def test_many_flows_fill_an_uplink_in_both_directions_and_share_it():
+    pairs = [(a, b) for a in range(5) for b in range(5, 8)]
+    with Lab("two-racks-5-3") as lab:
+        flows, _ = measure_flows(lab, [flow(a, b) for a, b in pairs] + [flow(b, a) for a, b in pairs])
+    for first in (range(5), range(5, 8)):
+        one_way = [entry for entry in flows if int(entry["source"][1:]) in first]
+        assert MIN_SHARE < total_rate(one_way) / 25e6 < MAX_SHARE
+        assert jain_fairness(one_way) > 0.6
+
+
+def test_many_senders_fill_one_receivers_link():
+    with Lab("flat-8") as lab:
+        flows, _ = measure_flows(lab, [flow(source, 0) for source in range(1, 8)])
+    assert MIN_SHARE < total_rate(flows) / 125e6 < MAX_SHARE
+
+
+def test_directions_have_their_own_rates():
+    topology = Topology.parse(
+        "switch: s\nchildren:\n"
+        "  - {host: h0, uplink: {up: 40 Mbit/s, down: 80 Mbit/s}}\n"
+        "  - {host: h1, uplink: unlimited}\n"
+    )
+    with Lab(topology) as lab:
+        up, _ = measure_flows(lab, [flow(0, 1)], window_s=0.8)
+        down, _ = measure_flows(lab, [flow(1, 0)], window_s=0.8)
+    assert MIN_SHARE < total_rate(up) / 5e6 < MAX_SHARE
+    assert MIN_SHARE < total_rate(down) / 10e6 < MAX_SHARE
+
+
+def test_priorities_are_strict_where_senders_meet():
+    topology = Topology.flat(4, rate=12.5e6)
+    flows = [flow(1, 0, dscp=46), flow(2, 0, dscp=8), flow(3, 0)]
+    with Lab(topology, priorities=True) as lab:
+        marked, _ = measure_flows(lab, flows)
+    with Lab(topology) as lab:
+        ignored, _ = measure_flows(lab, flows)
+    urgent = {entry["source"]: entry["bytes_per_s"] / 12.5e6 for entry in marked}
+    plain = {entry["source"]: entry["bytes_per_s"] / 12.5e6 for entry in ignored}
+    assert urgent["h1"] > 0.85, urgent
+    assert plain["h1"] < 0.7, plain
+
+
+NUM_BYTES = 8_000_000
+RECEIVE = """
+import socket
+listener = socket.create_server(("0.0.0.0", 7000))
+print("listening", flush=True)
+connection, _ = listener.accept()
+total = 0
+while count := len(connection.recv(1 << 18)):
+    total += count
+print(total)
+"""
+SEND = f"import socket, sys; socket.create_connection((sys.argv[1], 7000)).sendall(bytes({NUM_BYTES}))"
+
+
+def test_bytes_are_counted_on_the_links_of_the_route_alone():
+    with Lab("two-racks-5-3") as lab:
+        receiver = lab.spawn("h6", [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+        assert receiver.stdout.readline() == "listening\n"
+        sender = lab.spawn("h1", [sys.executable, "-c", SEND, lab.plan.host("h6").address])
+        assert int(receiver.communicate(timeout=20)[0]) == NUM_BYTES
+        assert sender.wait(timeout=20) == 0
+        carried = lab.link_bytes()
+    ways = (("h1", "up"), ("rack-a", "up"), ("rack-b", "down"), ("h6", "down"))
+    route = {DirectedLink(child, direction) for child, direction in ways}
+    for link, num_bytes in carried.items():
+        if link in route:
+            assert 1.0 <= num_bytes / NUM_BYTES <= 1.06, link
+        else:
+            assert num_bytes < 0.02 * NUM_BYTES, link

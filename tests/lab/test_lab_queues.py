@@ -1,0 +1,60 @@
+"""The commands that limit an interface."""
+
+import math
+
+import pytest
+
+from syncline.errors import LabError
+from syncline.lab.queues import QueueSettings, limit_commands
+
+
+def commands(rate, *, is_host=False, **settings):
+    return list(limit_commands("d1", rate, QueueSettings(**settings), is_host=is_host))
+
+
+def test_one_queue():
+    assert commands(25e6) == [
+        "qdisc add dev d1 root handle 1: htb default a",
+        "class add dev d1 parent 1: classid 1:1 htb rate 200000000bit ceil 200000000bit burst 25000 cburst 25000"
+        " quantum 6056",
+        "class add dev d1 parent 1:1 classid 1:a htb rate 200000000bit ceil 200000000bit burst 25000 cburst 25000"
+        " prio 0 quantum 6056",
+        "qdisc add dev d1 parent 1:a handle a0: bfifo limit 500000",
+    ]
+
+
+def test_priorities_have_a_queue_each_and_the_last_takes_what_is_not_marked():
+    lines = commands(25e6, dscp_by_priority=(46, 8))
+    assert lines[0].endswith("default b")
+    assert [line.split(" prio ")[1][0] for line in lines if line.startswith("class add dev d1 parent 1:1 ")] == [
+        "0",
+        "1",
+    ]
+    assert [line for line in lines if line.startswith("filter")] == [
+        "filter add dev d1 parent 1: protocol ip prio 1 u32 match ip dsfield 0xb8 0xfc flowid 1:a",
+        "filter add dev d1 parent 1: protocol ip prio 1 u32 match ip dsfield 0x20 0xfc flowid 1:b",
+    ]
+
+
+def test_lengths():
+    settings = QueueSettings()
+    assert settings.queue_bytes(125e6, is_host=False) == 2_500_000
+    assert settings.queue_bytes(1e5, is_host=False) == 128 * 1024
+    assert settings.queue_bytes(1e5, is_host=True) == 16 * 1024 * 1024
+    assert settings.burst_bytes(125e6) == 125_000
+    assert settings.burst_bytes(1e5) == 16 * 1024
+
+
+def test_what_does_not_limit_is_left_alone():
+    assert commands(math.inf) == []
+
+
+@pytest.mark.parametrize("values", [(64,), (-1,), (1, 1), tuple(range(9))])
+def test_impossible_priorities(values):
+    with pytest.raises(LabError, match="priorities are at most 8 different DSCP values"):
+        QueueSettings(dscp_by_priority=values)
+
+
+def test_too_slow():
+    with pytest.raises(LabError, match="too slow to emulate; the lab's slowest is 8 kbit/s"):
+        commands(10.0)
