@@ -141,7 +141,7 @@ class SliceRun:
         if operation.kind is Kind.LAND:
             temporary = self._pool.take(stop - start)
             self._temporaries[number] = temporary
-            self._uses[number] = sum(not self._is_empty(apply) for apply in operation.applies)
+            self._uses[number] = self._num_uses(operation)
             destination = temporary.view
         else:
             destination = self._buffer[start:stop]
@@ -154,6 +154,12 @@ class SliceRun:
             urgency=self._call.urgency,
             on_received=partial(self._received, number),
         )
+
+    def _num_uses(self, operation: Operation) -> int:
+        """Count the applies that will use a landing; one that is alone covers it, so it is not empty."""
+        if len(operation.applies) == 1:
+            return 1
+        return sum(not self._is_empty(apply) for apply in operation.applies)
 
     def _received(self, number: int) -> None:
         if self.is_stopped:

@@ -1,0 +1,242 @@
+"""The same over TCP on loopback: results to the bit, errors that name who, and nothing left after a close."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from schedule_oracle import random_topology, replay
+
+from syncline.errors import MismatchError, PeerLostError, RendezvousError
+from syncline.fabric import FabricOptions
+from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
+from syncline.schedule import Collective, Layout, plan_tree
+from syncline.topology import Topology
+
+FLOAT32 = numpy_reduction("float32")
+
+
+class DictStore:
+    """A store in this process."""
+
+    def __init__(self):
+        self._values = {}
+
+    def set(self, key, value):
+        self._values[key] = value
+
+    def get(self, key, timeout_s):
+        if key not in self._values:
+            raise TimeoutError
+        return self._values[key]
+
+
+def connect_all(topology, *, options=None, **settings):
+    store = DictStore()
+
+    def connect(rank):
+        return Communicator.connect(
+            rank=rank,
+            world_size=topology.num_ranks,
+            topology=topology,
+            store=store,
+            options=options or FabricOptions(),
+            **settings,
+        )
+
+    with ThreadPoolExecutor(topology.num_ranks) as pool:
+        return list(pool.map(connect, range(topology.num_ranks)))
+
+
+def close_all(communicators):
+    with ThreadPoolExecutor(len(communicators)) as pool:
+        list(pool.map(Communicator.close, communicators))
+
+
+@pytest.fixture
+def over_tcp():
+    """Connect communicators over loopback; they are closed at the end, and their threads are gone."""
+    before = set(threading.enumerate())
+    made = []
+
+    def make(topology, **settings):
+        communicators = connect_all(topology, **settings)
+        made.extend(communicators)
+        return communicators
+
+    yield make
+    if made:
+        close_all(made)
+    assert set(threading.enumerate()) <= before
+
+
+def submit(communicators, schedule, layout, buffers, reduction, stream=1):
+    return [
+        communicator.submit(
+            CollectiveCall(
+                stream=stream,
+                schedule=schedule,
+                layout=layout,
+                buffer=memoryview(buffer).cast("B"),
+                reduction=reduction,
+                label=f"bucket {stream}",
+                timeout_s=60,
+            )
+        )
+        for communicator, buffer in zip(communicators, buffers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_trees_give_the_bits_of_their_steps(over_tcp, seed):
+    topology = random_topology(seed + 40, max_ranks=5)
+    communicators = over_tcp(topology, max_inflight_bytes=200_000)
+    works, checks = [], []
+    for stream, collective in enumerate(Collective):
+        for num_elements in (0, 1, 4001, 150_000):
+            schedule = plan_tree(topology, collective)
+            layout = Layout.build(schedule, num_elements, 30_000)
+            source = np.random.default_rng([seed, stream, num_elements])
+            buffers = [source.normal(size=num_elements).astype(np.float32) for _ in range(topology.num_ranks)]
+            checks.append((replay(schedule, layout, buffers), buffers))
+            works += submit(communicators, schedule, layout, buffers, FLOAT32, stream)
+    for work in works:
+        work.wait(60)
+    for expected, buffers in checks:
+        for rank in range(topology.num_ranks):
+            assert buffers[rank].tobytes() == expected[rank].tobytes(), f"seed {seed}"
+
+
+def test_conveniences(over_tcp):
+    communicators = over_tcp(Topology.flat(3))
+    buffers = [np.arange(900_000, dtype=np.float32) + rank for rank in range(3)]
+    expected = np.sum(buffers, axis=0)
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    for name in ("reduce_scatter", "all_gather"):
+        works = [getattr(c, name)(view, FLOAT32) for c, view in zip(communicators, views, strict=True)]
+        for work in works:
+            work.wait(30)
+    assert all(np.array_equal(buffer, expected) for buffer in buffers)
+    statistics = communicators[0].statistics()
+    assert statistics.fabric.sent_bytes == 2 * 2 * 900_000 * 4 // 3
+    assert sum(statistics.link_bytes.values()) == 4 * statistics.fabric.sent_bytes  # rank and host, up and down
+
+
+def test_calls_that_differ_fail_on_every_rank(over_tcp):
+    communicators = over_tcp(Topology.flat(3))
+    sizes = [3_000_000, 3_000_000, 3_000_004]
+    works = [
+        communicator.all_reduce(memoryview(bytearray(size)), numpy_reduction("int8"))
+        for communicator, size in zip(communicators, sizes, strict=True)
+    ]
+    for work in works:
+        with pytest.raises(MismatchError, match=r"rank 2 \(host h2\) called all_reduce of 3000004 x int8"):
+            work.wait(30)
+    assert all(communicator.statistics().fabric.pending_receives == 0 for communicator in communicators)
+
+
+def test_a_rank_that_breaks_off_is_named(over_tcp):
+    communicators = over_tcp(Topology.flat(4))
+    works = [c.all_reduce(memoryview(bytearray(8_000_000)), numpy_reduction("int8"), step=9) for c in communicators[:3]]
+    communicators[3].abort()
+    for work in works:
+        with pytest.raises(
+            PeerLostError, match=r"rank 3 \(host h3\).* during all_reduce, step 9; ranks .* wait for it"
+        ):
+            work.wait(30)
+
+
+def test_ranks_that_close_right_after_their_last_call_spoil_nothing(over_tcp):
+    for _ in range(5):
+        communicators = over_tcp(Topology.flat(4))
+
+        def finish(communicator):
+            work = communicator.all_reduce(memoryview(bytearray(400_000)), numpy_reduction("int8"))
+            work.wait(30)
+            communicator.close()
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(finish, communicators))
+
+
+def test_thirty_connections_leave_nothing_behind():
+    def num_open():
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    def cycle():
+        communicators = connect_all(Topology.flat(2))
+        for work in [communicator.barrier() for communicator in communicators]:
+            work.wait(30)
+        close_all(communicators)
+
+    cycle()
+    before = num_open()
+    for _ in range(30):
+        cycle()
+    assert num_open() == before
+
+
+def test_a_rank_that_does_not_come_leaves_nothing_behind():
+    before = threading.active_count()
+    with pytest.raises(RendezvousError, match="rank 1 did not come"):
+        Communicator.connect(
+            rank=0,
+            world_size=2,
+            topology=Topology.flat(2),
+            store=DictStore(),
+            options=FabricOptions(connect_s=0.2),
+        )
+    assert threading.active_count() == before
+
+
+def run_processes(folder, world_size, victim, signal_name):
+    """Start the ranks, and return what each of those that lived printed."""
+    program = Path(__file__).with_name("rank_process.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(folder), str(rank), str(world_size), str(victim), signal_name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        lines = []
+        for rank, process in enumerate(processes):
+            if rank != victim:
+                out, err = process.communicate(timeout=60)
+                assert process.returncode == 0, err
+                lines.append(json.loads(out))
+    finally:
+        for process in processes:
+            process.kill()
+            remaining = process.communicate()[0]
+            if process is processes[victim] and victim >= 0:
+                struck = json.loads(remaining)
+    return lines, struck if victim >= 0 else None
+
+
+def test_four_processes_sum(tmp_path):
+    started_s = time.time()
+    lines, _ = run_processes(tmp_path, 4, -1, "SIGKILL")
+    assert [(line["step"], line["error"]) for line in lines] == [(5, "NoneType")] * 4
+    assert all(line["at_s"] >= started_s for line in lines)
+
+
+@pytest.mark.parametrize(("signal_name", "limit_s"), [("SIGKILL", 1.0), ("SIGSTOP", 3.0)])
+def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_name, limit_s):
+    assert signal.Signals[signal_name]
+    lines, struck = run_processes(tmp_path, 4, 2, signal_name)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["error"] == "PeerLostError", line
+        assert "rank 2 (host h2)" in line["text"]
+        assert "during all_reduce of bucket 0, step 5" in line["text"]
+        assert line["at_s"] - struck["struck_s"] < limit_s + 1.0  # two shared cores: a second for being scheduled
