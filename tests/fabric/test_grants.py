@@ -1,0 +1,168 @@
+"""Grants and credit, without a network."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
+
+
+def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
+    sizes = {int(name[1:]): size for name, size in sender_bytes.items()}
+    return GrantScheduler(window_bytes=window_bytes, quantum_bytes=quantum_bytes, sender_bytes=sizes)
+
+
+def grant(peer, tag, limit_bytes):
+    return Grant(peer=peer, tag=tag, limit_bytes=limit_bytes)
+
+
+def test_the_window_bounds_what_is_under_way():
+    one = scheduler()
+    one.wish(1, 7, num_bytes=300, urgency=0)
+    assert one.grants() == [grant(1, 7, 50), grant(1, 7, 100)]
+    assert one.grants() == []
+    one.arrived(1, num_bytes=10, urgency=0)
+    assert one.grants() == [grant(1, 7, 150)]
+    assert one.underway_bytes == 140
+
+
+def test_grants_go_by_urgency_then_arrival_across_senders():
+    one = scheduler(window_bytes=1000)
+    one.wish(1, 1, num_bytes=50, urgency=5)
+    one.wish(2, 2, num_bytes=50, urgency=3)
+    one.wish(1, 3, num_bytes=50, urgency=3)
+    one.wish(3, 4, num_bytes=50, urgency=1)
+    assert [(found.peer, found.tag) for found in one.grants()] == [(3, 4), (2, 2), (1, 3), (1, 1)]
+
+
+def test_an_urgent_message_overtakes_bulk_of_another_sender():
+    one = scheduler()
+    one.wish(1, 1, num_bytes=1000, urgency=9)
+    one.grants()
+    one.wish(2, 2, num_bytes=200, urgency=0)
+    assert one.grants() == [grant(2, 2, 50)], "an idle sender's urgent message does not wait for the window"
+    one.arrived(1, num_bytes=50, urgency=9)
+    one.arrived(1, num_bytes=50, urgency=9)
+    assert one.grants() == [grant(2, 2, 100)]
+    one.arrived(2, num_bytes=50, urgency=0)
+    assert one.grants() == [grant(2, 2, 150)], "bulk waits until the urgent message is granted"
+
+
+def test_slow_senders_do_not_starve_an_idle_one():
+    one = scheduler()
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    one.grants()
+    one.wish(2, 2, num_bytes=1000, urgency=0)
+    assert one.grants() == [grant(2, 2, 50)]
+    one.arrived(2, num_bytes=50, urgency=0)
+    assert one.grants() == [grant(2, 2, 100)]
+
+
+def test_a_less_urgent_idle_sender_waits():
+    one = scheduler()
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    one.grants()
+    one.wish(2, 2, num_bytes=1000, urgency=1)
+    assert one.grants() == []
+
+
+def test_a_sender_has_its_own_limit():
+    one = scheduler(window_bytes=1000, p1=50)
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    one.wish(2, 2, num_bytes=1000, urgency=1)
+    grants = one.grants()
+    assert grants[0] == grant(1, 1, 50)
+    assert {found.peer for found in grants[1:]} == {2}
+
+
+def test_a_forgotten_message_is_granted_no_further():
+    one = scheduler()
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    one.wish(1, 2, num_bytes=1000, urgency=1)
+    one.grants()
+    one.forget(1, 1)
+    one.arrived(1, num_bytes=50, urgency=0)
+    assert one.grants() == [grant(1, 2, 50)]
+    one.forget(1, 99)
+    one.forget(9, 99)
+
+
+def test_a_lost_peer_gives_its_share_back():
+    one = scheduler()
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    one.wish(2, 2, num_bytes=60, urgency=1)
+    one.grants()
+    one.forget_peer(1, underway={0: 100})
+    assert one.underway_bytes == 0
+    assert one.grants() == [grant(2, 2, 50), grant(2, 2, 60)]
+    one.forget_peer(5, underway={})
+
+
+class Driver:
+    """Random wishes, arrivals and cancellations, with an account of its own."""
+
+    def __init__(self, seed, window_bytes, quantum_bytes):
+        self.generator = random.Random(seed)
+        self.limits = {peer: self.generator.randrange(1, 100) for peer in range(1, 5)}
+        self.scheduler = GrantScheduler(
+            window_bytes=window_bytes, quantum_bytes=quantum_bytes, sender_bytes=self.limits
+        )
+        self.window_bytes, self.quantum_bytes = window_bytes, quantum_bytes
+        self.unwished = [(self.generator.randrange(1, 5), tag) for tag in range(12)]
+        self.sizes = {key: self.generator.randrange(1, 150) for key in self.unwished}
+        self.urgencies = {key: self.generator.randrange(3) for key in self.unwished}
+        self.granted = dict.fromkeys(self.sizes, 0)
+        self.arrived = dict.fromkeys(self.sizes, 0)
+
+    def is_done(self):
+        return not self.unwished and all(
+            self.granted[key] == self.arrived[key] == self.sizes[key] for key in self.sizes
+        )
+
+    def step(self):
+        if self.unwished and self.generator.random() < 0.5:
+            key = self.unwished.pop()
+            self.scheduler.wish(*key, num_bytes=self.sizes[key], urgency=self.urgencies[key])
+        for found in self.scheduler.grants():
+            self.check_grant(found)
+        underway = {key: self.granted[key] - self.arrived[key] for key in self.sizes}
+        assert self.scheduler.underway_bytes == sum(underway.values()) < 2 * self.window_bytes + self.quantum_bytes
+        moving = [key for key in underway if underway[key]]
+        wishing = [key for key in self.sizes if key not in self.unwished and self.granted[key] < self.sizes[key]]
+        assert moving or not wishing, "messages wait and nothing moves"
+        for key in self.generator.sample(moving, min(len(moving), 2)):
+            amount = self.generator.randint(1, underway[key])
+            self.arrived[key] += amount
+            self.scheduler.arrived(key[0], num_bytes=amount, urgency=self.urgencies[key])
+        if wishing and self.generator.random() < 0.05:
+            key = self.generator.choice(wishing)
+            self.scheduler.forget(*key)
+            self.sizes[key] = self.granted[key]
+
+    def check_grant(self, found):
+        key = (found.peer, found.tag)
+        assert key not in self.unwished
+        assert self.granted[key] < found.limit_bytes <= min(self.sizes[key], self.granted[key] + self.quantum_bytes)
+        self.granted[key] = found.limit_bytes
+        underway = sum(self.granted[other] - self.arrived[other] for other in self.granted if other[0] == found.peer)
+        assert underway < 2 * self.limits[found.peer]
+
+
+@given(seed=st.integers(0, 1 << 32), window_bytes=st.integers(1, 300), quantum_bytes=st.integers(10, 200))
+def test_everything_is_granted_once_and_the_bounds_hold(seed, window_bytes, quantum_bytes):
+    driver = Driver(seed, window_bytes, quantum_bytes)
+    while not driver.is_done():
+        driver.step()
+    assert driver.scheduler.underway_bytes == 0
+    assert not driver.scheduler.grants()
+
+
+def test_credit_is_given_back_in_batches():
+    credit = EagerCredit(100)
+    assert all(credit.take(10) for _ in range(10))
+    assert not credit.take(1)
+    credit = EagerCredit(100)
+    assert all(credit.take(10) for _ in range(10))
+    assert [credit.consume(10) for _ in range(6)] == [0, 0, 30, 0, 0, 30]
+    assert credit.used_bytes == 40

@@ -1,0 +1,56 @@
+"""Options are checked when they are made, and a refusal says what to do."""
+
+import pytest
+
+from syncline.errors import ConfigurationError
+from syncline.fabric import FabricOptions
+from syncline.fabric.sockets import open_listening_socket, resolve_address
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"secret": b"short"}, "at least 32 bytes, not 5"),
+        ({"job_id": ""}, "job_id must not be empty"),
+        ({"heartbeat_s": 0}, "heartbeat_s must be more than 0"),
+        ({"close_s": -1.0}, "close_s must be more than 0"),
+        ({"heartbeat_s": 3.0}, "heartbeat_s < suspect_s <= dead_s"),
+        ({"suspect_s": 30.0}, "heartbeat_s < suspect_s <= dead_s"),
+        ({"chunk_bytes": 100}, "chunk_bytes must be from 4096"),
+        ({"chunk_bytes": 1 << 30}, "chunk_bytes must be from 4096"),
+        ({"eager_bytes": 1 << 20}, "eager_bytes must be from 0 to chunk_bytes"),
+        ({"credit_bytes": 10}, "credit_bytes must be at least eager_bytes"),
+        ({"grant_window_bytes": 0}, "grant_window_bytes must be at least 1"),
+        ({"num_classes": 0}, "num_classes must be from 1 to 16"),
+        ({"dscp": (1, 2)}, "one mark for each of the 1 classes, not 2"),
+        ({"dscp": (64,)}, "a DSCP mark is from 0 to 63, not 64"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        FabricOptions(**settings)
+
+
+def test_without_a_secret_only_loopback_is_open():
+    FabricOptions().check_exposure("127.0.0.1")
+    FabricOptions().check_exposure("::1")
+    with pytest.raises(ConfigurationError, match="SYNCLINE_SECRET_FILE"):
+        FabricOptions().check_exposure("192.168.1.5")
+    with pytest.raises(ConfigurationError, match="no shared secret"):
+        FabricOptions().check_exposure("0.0.0.0")
+    FabricOptions(insecure=True).check_exposure("192.168.1.5")
+    FabricOptions(secret=b"s" * 32).check_exposure("192.168.1.5")
+
+
+def test_addresses_are_literals_interfaces_or_names():
+    assert resolve_address(None) == "127.0.0.1"
+    assert resolve_address("::1") == "::1"
+    assert resolve_address("lo") == "127.0.0.1"
+    assert resolve_address("localhost") in {"127.0.0.1", "::1"}
+    with pytest.raises(ConfigurationError, match="nor an interface of this machine"):
+        resolve_address("no such thing")
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1"):
+        open_listening_socket("192.0.2.1", FabricOptions(insecure=True))

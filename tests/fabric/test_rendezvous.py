@@ -1,0 +1,198 @@
+"""Ranks meet through a store that may be full of stale keys."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from fabric_scenarios import DictStore
+
+from syncline.errors import RendezvousError
+from syncline.fabric.rendezvous import MAX_RECORD_BYTES, Member, Rendezvous
+
+
+def member(rank, port=None, host="h"):
+    return Member(rank=rank, host=f"{host}{rank}", address="127.0.0.1", port=port or 5000 + rank)
+
+
+def meet_all(store, world_size, *, ranks=None, timeout_s=10.0, port=5000, host="h"):
+    async def main():
+        return await asyncio.gather(
+            *(
+                Rendezvous(store, job_id="job").meet(
+                    member(rank, port + rank, host), world_size=world_size, timeout_s=timeout_s
+                )
+                for rank in (ranks or range(world_size))
+            )
+        )
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_all_ranks_agree_on_one_generation(world_size):
+    generations = meet_all(DictStore(), world_size)
+    assert len(set(generations)) == 1
+    assert generations[0].members == tuple(member(rank) for rank in range(world_size))
+    assert len(generations[0].job_nonce) == 32
+    assert 0 < generations[0].epoch < 1 << 64
+
+
+def test_each_start_is_a_new_generation_in_the_same_store():
+    store = DictStore()
+    seen = set()
+    for attempt in range(5):
+        generations = meet_all(store, 3, port=6000 + 10 * attempt)
+        assert len(set(generations)) == 1
+        assert generations[0].members[2].port == 6000 + 10 * attempt + 2
+        seen.add((generations[0].epoch, generations[0].job_nonce))
+    assert len(seen) == 5
+
+
+class Meeting:
+    """Ranks that take turns as the test says: each pause hands the turn back."""
+
+    def __init__(self, store, world_size):
+        self.store = store
+        self.world_size = world_size
+        self.results = {}
+
+    def start(self, rank, port=None, timeout_s=100.0):
+        turn, done = threading.Semaphore(0), threading.Semaphore(0)
+        clock = [0.0]
+
+        def pause(pause_s):
+            clock[0] += pause_s
+            done.release()
+            turn.acquire()
+
+        def run():
+            turn.acquire()
+            rendezvous = Rendezvous(self.store, job_id="job", pause=pause, now_s=lambda: clock[0])
+            try:
+                self.results[rank] = rendezvous.meet_blocking(
+                    member(rank, port), world_size=self.world_size, timeout_s=timeout_s
+                )
+            except RendezvousError as error:
+                self.results[rank] = error
+            done.release()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+
+        def step():
+            if thread.is_alive() and rank not in self.results:
+                turn.release()
+                done.acquire()
+
+        return step
+
+
+def test_a_stale_hello_is_replaced_before_anyone_goes():
+    store = DictStore()
+    meet_all(store, 3)  # an earlier attempt leaves hello, ack, record and go of every rank
+    meeting = Meeting(store, 3)
+    zero, one, two = meeting.start(0, 7000), meeting.start(1, 7001), meeting.start(2, 7002)
+    for _ in range(4):
+        zero()
+        one()
+    assert not meeting.results, "rank 2 of the earlier attempt does not count"
+    while len(meeting.results) < 3:
+        two()
+        zero()
+        one()
+    assert len(set(meeting.results.values())) == 1
+    assert [other.port for other in meeting.results[0].members] == [7000, 7001, 7002]
+
+
+def test_rank_zero_comes_last():
+    store = DictStore()
+    meet_all(store, 2)
+    meeting = Meeting(store, 2)
+    zero, one = meeting.start(0, 7000), meeting.start(1, 7001)
+    for _ in range(10):
+        one()
+    assert not meeting.results
+    while len(meeting.results) < 2:
+        zero()
+        one()
+    assert meeting.results[0] == meeting.results[1]
+    assert meeting.results[0].members[0].port == 7000
+
+
+def test_who_did_not_come_is_named():
+    with pytest.raises(RendezvousError, match=r"rank 0 \(host h0\) waited 0 s for the others: ranks 1, 2 did not come"):
+        meet_all(DictStore(), 3, ranks=[0], timeout_s=0.05)
+    with pytest.raises(RendezvousError, match="rank 0 published no record that includes this rank"):
+        meet_all(DictStore(), 3, ranks=[1], timeout_s=0.05)
+
+
+def test_different_world_sizes_are_named():
+    store = DictStore()
+    meet_all(store, 2)
+    with pytest.raises(RendezvousError, match="rank 0 has a world size of 2, this rank of 3"):
+        meet_all(store, 3, ranks=[1], timeout_s=0.05)
+
+
+GARBAGE = [
+    b"",
+    b"not json",
+    b"\x80\x04pickle",
+    b"[]",
+    b"null",
+    b"7",
+    b'{"epoch": 1}',
+    b"[" * 100_000,
+    json.dumps({"epoch": 1, "job_nonce": "zz" * 32, "world_size": 2, "num_parts": 1}).encode(),
+    json.dumps({"epoch": True, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 1}).encode(),
+    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 10**9}).encode(),
+    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 1}).encode(),
+    b" " * (MAX_RECORD_BYTES + 1),
+    json.dumps({"rank": 1, "host": "", "address": "127.0.0.1", "port": 5, "nonce": "a" * 32}).encode(),
+    json.dumps({"rank": 1, "host": "h", "address": "example.org", "port": 5, "nonce": "a" * 32}).encode(),
+    json.dumps({"rank": 1, "host": "h", "address": "127.0.0.1", "port": 70000, "nonce": "a" * 32}).encode(),
+    json.dumps({"rank": 1, "host": "h", "address": "127.0.0.1", "port": 5, "nonce": 5}).encode(),
+    json.dumps({"rank": 1, "host": "h", "address": "127.0.0.1", "port": 5, "nonce": "a" * 32}).encode(),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_in_the_store_is_as_good_as_nothing(garbage):
+    store = DictStore()
+    for key in ("hello/1", "record", "record/1/0", "ack/1", "go"):
+        store.set(f"syncline/job/{key}", garbage)
+    assert len(set(meet_all(store, 2))) == 1
+
+
+def test_many_ranks_need_several_parts():
+    store = DictStore()
+    generations = meet_all(store, 24, host="x" * 240)
+    assert len(set(generations)) == 1
+    many = [{"rank": rank, "host": "x" * 240, "address": "::1", "port": 1, "nonce": "a" * 32} for rank in range(1000)]
+    from syncline.fabric.rendezvous import _pack
+
+    parts = _pack(many)
+    assert len(parts) > 1
+    assert [entry for part in parts for entry in part] == many
+    assert all(len(json.dumps(part, separators=(",", ":"))) <= MAX_RECORD_BYTES for part in parts)
+
+
+def test_a_failing_store_is_named():
+    class Broken(DictStore):
+        def get(self, key, timeout_s):
+            raise RuntimeError("connection reset")
+
+    with pytest.raises(RendezvousError, match=r"the store through which the ranks meet failed .*connection reset"):
+        meet_all(Broken(), 2)
+
+
+def test_giving_up_ends_the_thread():
+    async def main():
+        task = asyncio.create_task(Rendezvous(DictStore(), job_id="job").meet(member(0), world_size=2, timeout_s=60.0))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert threading.active_count() == 1
