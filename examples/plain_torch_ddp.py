@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-NUM_STEPS = 200
+NUM_STEPS = 60
 
 
 def main() -> None:

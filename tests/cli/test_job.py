@@ -7,6 +7,7 @@ import pytest
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.job import build_job, choose_host, choose_master, parse_master, place_ranks
 from syncline.cli.launcher.scratch import prepare_secret, trace_target
+from syncline.cli.launcher.terminal import labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 
@@ -136,6 +137,14 @@ def test_a_fresh_secret_is_private_and_a_given_one_stands(topology, tmp_path):
     assert prepare_secret(whole, asked=None, environment={"SYNCLINE_SECRET": "x"}, folder=tmp_path) is None
     assert prepare_secret(part, asked=None, environment={}, folder=tmp_path) is None
     assert prepare_secret(part, asked=tmp_path / "mine", environment={}, folder=tmp_path) == tmp_path / "mine"
+
+
+def test_labels_name_the_host_where_it_is_not_plain():
+    topology = Topology.parse(TWO_HOSTS, source="two-hosts.yaml")
+    assert labels(job_of(topology))[4] == "[b1:4]"
+    assert labels(job_of(topology, host="b1"))[4] == "[b1:4]"
+    assert labels(job_of(topology, host="b1"), is_in_lab=True)[4] == "[4]"
+    assert labels(job_of(Topology.flat(2), named_as=None))[1] == "[1]"
 
 
 def test_each_host_writes_a_trace_of_its_own(topology):

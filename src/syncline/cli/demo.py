@@ -10,10 +10,12 @@ import typer
 from rich.console import Console
 
 from syncline.cli.launcher.launch import Request, launch
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS
+from syncline.errors import ConfigurationError
+from syncline.topology import Topology
 
 DEMO_TOPOLOGY = "demo-1-3"
 DEMO_RANKS = 4
-DEFAULT_STEPS = 300
 MAX_WIDTH = 100
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,9 +41,11 @@ def demo(
 
     Ctrl-C ends it with a checkpoint; --resume goes on from there, with another number of ranks too.
     """
+    if resume and not (output / CHECKPOINT).exists():
+        raise ConfigurationError(f"there is no checkpoint in '{output}'; start without --resume, or name its --output")
     chosen, num_ranks = choose_network(topology, ranks)
     explain(chosen, num_ranks, output)
-    command = [sys.executable, "-m", "syncline.demo.train_gpt", "--steps", str(steps), "--output", str(output)]
+    command = [sys.executable, "-m", "syncline.demo", "--steps", str(steps), "--output", str(output)]
     request = Request(
         command=(*command, *(["--resume"] if resume else [])),
         topology=chosen,
@@ -61,8 +65,6 @@ def choose_network(topology: str | None, num_ranks: int | None) -> tuple[str | N
 
 def explain(topology: str | None, num_ranks: int | None, output: Path) -> None:
     """Say what is about to happen."""
-    from syncline.topology import Topology
-
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     network = Topology.load(topology) if topology else Topology.flat(num_ranks or DEMO_RANKS)

@@ -3,3 +3,7 @@
 ``gpt`` is the model, ``corpus`` the text, ``train_gpt`` the training loop (plain PyTorch and two lines of Syncline),
 and ``display`` what is shown while it runs. ``syncline demo`` starts it; ``examples/train_gpt.py`` is a link to it.
 """
+
+DEFAULT_STEPS = 300
+CHECKPOINT = "checkpoint"
+"""Name of the checkpoint in the output folder."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -18,66 +20,78 @@ from syncline.topology import DirectedLink, Direction, Topology
 PROMPT = b"class "
 NUM_SAMPLED_BYTES = 320
 TEMPERATURE = 0.7
+SAMPLE_SEED = 1
+MAX_WIDTH = 100
+NUM_LAST_LOSSES = 5
 
 
-def parameter_digests(fleet: syncline.Fleet, model: nn.Module) -> list[int]:
-    """Hash every rank's parameters; the list has a number for each rank, on all of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """What the ranks found out together."""
 
-    ``model`` must be synchronized.
-    """
+    losses: Mapping[int, float]
+    validation_loss: float
+    link_bytes: Mapping[DirectedLink, int]
+    digests: tuple[int, ...]
+    """A hash of each rank's parameters."""
+
+
+def parameter_digests(fleet: syncline.Fleet, model: nn.Module) -> tuple[int, ...]:
+    """Hash every rank's parameters, which must be synchronized; all ranks get the numbers of all."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
     digests = torch.zeros(fleet.world_size, dtype=torch.int64)
     digests[fleet.rank] = int.from_bytes(digest.digest()[:7], "big")
     fleet.all_reduce(digests)
-    return digests.tolist()
+    return tuple(digests.tolist())
 
 
 def fleet_link_bytes(fleet: syncline.Fleet) -> dict[DirectedLink, int]:
     """Sum the payload that all ranks put on each link."""
     ways: tuple[Direction, ...] = ("up", "down")
     links = [DirectedLink(name, way) for name, _ in fleet.topology.links() for way in ways]
-    own: Mapping[DirectedLink, int] = fleet.statistics().link_bytes
+    own = fleet.statistics().link_bytes
     counts = torch.tensor([own.get(link, 0) for link in links], dtype=torch.int64)
     fleet.all_reduce(counts)
     return dict(zip(links, counts.tolist(), strict=True))
 
 
-def show_curve(console: Console, losses: Mapping[int, float], validation_loss: float) -> None:
-    """Draw how the loss fell."""
+def show_closing(closing: Closing, topology: Topology, model: GPT, checkpoint: Path) -> None:
+    """Print everything; rank 0 does."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    _show_curve(console, closing)
+    console.print(link_table(topology, closing.link_bytes, title="Bytes per link in this run, all ranks together"))
+    console.print("[dim]needs: the time of these bytes at the topology's rates; here all ranks share a machine[/]\n")
+    _show_sample(console, model)
+    console.print(_agreement(closing.digests))
+    console.print(f"Checkpoint: {checkpoint} [dim](goes on with --resume and more --steps, on any number of ranks)[/]")
+
+
+def _show_curve(console: Console, closing: Closing) -> None:
+    steps, losses = list(closing.losses), list(closing.losses.values())
     console.print("\n[bold]Loss[/] in nats per byte, mean of all ranks")
-    console.print(escape(draw_line_plot(list(losses), list(losses.values()), x_label="steps")), highlight=False)
-    first, last = next(iter(losses.values())), list(losses.values())[-5:]
+    console.print(escape(draw_line_plot(steps, losses, x_label="steps")))
+    last = losses[-NUM_LAST_LOSSES:]
     console.print(
-        f"from {first:.2f} to {sum(last) / len(last):.2f}; on files that it never saw: [bold]{validation_loss:.2f}[/]\n"
+        f"from {losses[0]:.2f} to [bold]{sum(last) / len(last):.2f}[/]; "
+        f"on files that it never saw: [bold]{closing.validation_loss:.2f}[/]\n"
     )
 
 
-def show_links(console: Console, topology: Topology, amounts: Mapping[DirectedLink, int]) -> None:
-    """Show what crossed each link."""
-    console.print(link_table(topology, amounts, title="Bytes per link, all ranks together"))
-    console.print(
-        "[dim]needs: the time that these bytes take at the topology's rates; here all ranks share one machine[/]\n",
-        highlight=False,
-    )
-
-
-def show_sample(console: Console, model: GPT, seed: int) -> None:
-    """Let the model write."""
-    text = sample(model, PROMPT, num_bytes=NUM_SAMPLED_BYTES, temperature=TEMPERATURE, seed=seed)
+def _show_sample(console: Console, model: GPT) -> None:
+    text = sample(model, PROMPT, num_bytes=NUM_SAMPLED_BYTES, temperature=TEMPERATURE, seed=SAMPLE_SEED)
     console.print(f"[bold]A few lines by the model[/], after {PROMPT.decode()!r}")
-    console.print(escape(_printable(PROMPT + text)), style="cyan", highlight=False)
+    console.print(escape(_printable(PROMPT + text)), style="cyan", no_wrap=True, overflow="ellipsis")
     console.print()
 
 
-def show_agreement(console: Console, digests: list[int]) -> None:
-    """Say whether all ranks ended with the same parameters."""
+def _agreement(digests: tuple[int, ...]) -> str:
     if len(set(digests)) == 1:
-        console.print(f"[green]All {len(digests)} ranks hold the same parameters[/]: hash {digests[0]:014x}")
-        return
+        return f"[green]All {len(digests)} ranks hold the same parameters[/]: hash {digests[0]:014x}"
     shown = ", ".join(f"rank {rank}: {digest:014x}" for rank, digest in enumerate(digests))
-    console.print(f"[bold red]The ranks' parameters differ[/]: {shown}")
+    return f"[bold red]The ranks' parameters differ[/]: {shown}"
 
 
 def _printable(text: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +46,23 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in sorted(folder.rglob("*.py")):
-        relative = path.relative_to(folder)
-        if LEFT_OUT.isdisjoint(relative.parts):
-            digest = hashlib.sha256(relative.as_posix().encode()).digest()
-            parts[digest[0] < NUM_VALIDATION_PER_256].append(path.read_bytes())
+    for path in source_files(folder):
+        digest = hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
+        parts[digest[0] < NUM_VALIDATION_PER_256].append(path.read_bytes())
     return Corpus(
         training=_tensor(parts[False]),
         validation=_tensor(parts[True]),
         num_files=sum(len(files) for files in parts.values()),
     )
+
+
+def source_files(folder: Path) -> list[Path]:
+    """List the Python files below ``folder`` in a fixed order."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = set(folders) - LEFT_OUT  # so that large ones are not even entered
+        found += [Path(place) / name for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def _tensor(files: list[bytes]) -> Tensor:

@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_INTERVAL_S = 5.0
-SLOW_AFTER_S = 180.0
-NUM_STEPS_BEFORE_A_FORECAST = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

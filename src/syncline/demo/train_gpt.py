@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 import syncline
-from syncline.demo.closing import show_closing
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS
+from syncline.demo.closing import Closing, fleet_link_bytes, parameter_digests, show_closing
 from syncline.demo.corpus import Corpus, load_corpus
 from syncline.demo.display import Display, Moment, choose_display
 from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
+from syncline.errors import ConfigurationError
 
-DEFAULT_STEPS = 300
 NUM_SEQUENCES = 32
 """In one batch, over all ranks: whatever their number, step k trains on the same text."""
 NUM_WARM_UP_STEPS = 20
@@ -33,6 +34,8 @@ NUM_VALIDATION_SEQUENCES = 128
 REPORT_EVERY = 5
 """Steps between two exchanges of the loss and of the wish to stop."""
 SAVE_EVERY = 100
+NUM_STEPS_BEFORE_FORECAST = 20
+SLOW_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +77,15 @@ class Training:
 
 def build(options: Options, fleet: syncline.Fleet) -> Training:
     """Make the model and its optimizer as for one process, and let Syncline distribute them."""
+    if fleet.world_size > NUM_SEQUENCES:
+        raise ConfigurationError(
+            f"a batch has {NUM_SEQUENCES} sequences, so at most as many ranks, not {fleet.world_size}"
+        )
     torch.manual_seed(options.seed)
     model = GPT(GPTShape())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
     model, optimizer = syncline.distribute(model, optimizer, update=syncline.Sharded())
     return Training(options=options, fleet=fleet, corpus=load_corpus(), model=model, optimizer=optimizer)
 
@@ -89,7 +98,7 @@ def train_step(training: Training) -> Tensor:
     batch = training.corpus.batch(num_sequences=NUM_SEQUENCES, context_length=context_length, seed=training.step)
     inputs, targets = (part.tensor_split(fleet.world_size)[fleet.rank] for part in batch)
     loss = nats_per_byte(training.model, inputs, targets)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     training.optimizer.step()
     training.optimizer.zero_grad()
     training.step += 1
@@ -103,18 +112,56 @@ def rate_factor(step: int, num_steps: int) -> float:
     return warm_up * (1.0 - 0.95 * min(1.0, done))
 
 
+class Pace:
+    """How fast the training goes, since this object was made."""
+
+    def __init__(self, training: Training) -> None:
+        self.first_step = training.step
+        self._training = training
+        self._began_s = time.monotonic()
+        self._waited_before_s = self._waited_s()
+        self._has_forecast = False
+
+    def moment(self) -> Moment:
+        """Put the figures for the display together."""
+        training, elapsed_s = self._training, time.monotonic() - self._began_s
+        num_tokens = (training.step - self.first_step) * NUM_SEQUENCES * training.model.shape.context_length
+        return Moment(
+            step=training.step,
+            loss=training.losses[training.step],
+            tokens_per_s=num_tokens / elapsed_s,
+            waiting=min(1.0, (self._waited_s() - self._waited_before_s) / elapsed_s),
+        )
+
+    def warn_once(self) -> str:
+        """Say how long it will take, once that is known, and if it is long."""
+        num_done = self._training.step - self.first_step
+        if self._has_forecast or num_done < NUM_STEPS_BEFORE_FORECAST:
+            return ""
+        self._has_forecast = True
+        left = self._training.options.num_steps - self._training.step
+        left_s = (time.monotonic() - self._began_s) / num_done * left
+        if left_s < SLOW_S:
+            return ""
+        return f"this machine is slow or busy: {left_s / 60:.0f} minutes to go; Ctrl-C keeps what is learnt by then"
+
+    def _waited_s(self) -> float:
+        return sum(self._training.fleet.statistics().waited_s.values())
+
+
 def train(training: Training, wish: StopWish, display: Display) -> None:
     """Train to the last step, or until the ranks agree to stop."""
-    began_s, began_step = time.monotonic(), training.step
+    pace = Pace(training)
     with display:
         while training.step < training.options.num_steps:
             loss = train_step(training)
             is_last = training.step == training.options.num_steps
-            if training.step % REPORT_EVERY and not is_last and training.step > began_step + 1:
+            if training.step % REPORT_EVERY and not is_last and training.step > pace.first_step + 1:
                 continue
             must_stop = report(training, loss, wish)
-            elapsed_s = time.monotonic() - began_s
-            display.show(moment_of(training, elapsed_s=elapsed_s, num_steps=training.step - began_step))
+            display.show(pace.moment())
+            if warning := pace.warn_once():
+                display.note(warning)
             if must_stop:
                 return
             if training.step % SAVE_EVERY == 0 and not is_last:
@@ -129,18 +176,6 @@ def report(training: Training, loss: Tensor, wish: StopWish) -> bool:
     return bool(news[1] > 0)
 
 
-def moment_of(training: Training, *, elapsed_s: float, num_steps: int) -> Moment:
-    """Put the figures for the display together."""
-    num_tokens = num_steps * NUM_SEQUENCES * training.model.shape.context_length
-    waited_s = sum(training.fleet.statistics().waited_s.values())
-    return Moment(
-        step=training.step,
-        loss=training.losses[training.step],
-        tokens_per_s=num_tokens / elapsed_s,
-        waiting=min(1.0, waited_s / elapsed_s),
-    )
-
-
 @torch.no_grad()
 def validate(training: Training) -> float:
     """Measure the loss on files that are not trained on; every rank takes its part of them."""
@@ -150,3 +185,67 @@ def validate(training: Training) -> float:
     total = nats_per_byte(training.model, inputs, targets) * len(inputs) / NUM_VALIDATION_SEQUENCES
     fleet.all_reduce(total)
     return total.item()
+
+
+def save(training: Training) -> None:
+    """Write a checkpoint; any number of ranks on any topology can go on from it."""
+    progress = {"step": training.step, "losses": list(training.losses.items())}
+    path = training.options.output / CHECKPOINT
+    syncline.save_checkpoint(path, training.model, training.optimizer, extra=progress)
+
+
+def resume(training: Training) -> None:
+    """Go on from the checkpoint."""
+    path = training.options.output / CHECKPOINT
+    progress = syncline.load_checkpoint(path, training.model, training.optimizer)
+    training.step, training.losses = progress["step"], dict(progress["losses"])
+    if training.step >= training.options.num_steps:
+        raise ConfigurationError(
+            f"the checkpoint in {path} has {training.step} steps already; go on with --steps {2 * training.step}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, save, and show what came out."""
+    options, wish = parse(arguments), StopWish()
+    with syncline.init() as fleet:
+        training = build(options, fleet)
+        if options.is_resumed:
+            resume(training)
+        display = choose_display(fleet.rank, first_step=training.step, num_steps=options.num_steps)
+        train(training, wish, display)
+        save(training)
+        if training.step < options.num_steps:
+            display.note(f"stopped after step {training.step}; --resume goes on from {options.output}")
+            return
+        syncline.synchronize()
+        closing = Closing(
+            losses=training.losses,
+            validation_loss=validate(training),
+            link_bytes=fleet_link_bytes(fleet),
+            digests=parameter_digests(fleet, training.model),
+        )
+        if fleet.rank == 0:
+            show_closing(closing, fleet.topology, training.model, options.output / CHECKPOINT)
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps to train in all")
+    parser.add_argument("--output", type=Path, default=Path("syncline-demo"), help="where the checkpoint goes")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    return Options(
+        num_steps=chosen.steps,
+        output=chosen.output,
+        is_resumed=chosen.resume,
+        learning_rate=chosen.learning_rate,
+        seed=chosen.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from syncline.cli.launcher.scratch import (
 )
 from syncline.cli.launcher.session import Session, run_job
 from syncline.cli.launcher.supervisor import Limits
-from syncline.cli.launcher.terminal import Terminal
+from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 
@@ -68,7 +68,11 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
         for process in job.processes
     }
     session = Session(
-        job=job, environments=environments, limits=request.limits, terminal_rank=_terminal_rank(request, job)
+        job=job,
+        environments=environments,
+        labels=labels(job, is_in_lab="SYNCLINE_LAB" in os.environ),
+        limits=request.limits,
+        terminal_rank=_terminal_rank(request, job),
     )
     code = run_job(session, terminal)
     if request.trace:

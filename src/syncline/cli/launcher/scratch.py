@@ -28,9 +28,18 @@ def prepare_secret(job: Job, *, asked: Path | None, environment: Mapping[str, st
     """
     if asked is not None:
         return asked.absolute()
-    is_given = environment.get("SYNCLINE_SECRET") or environment.get("SYNCLINE_SECRET_FILE")
-    if is_given or not job.is_whole:
+    if has_secret(environment) or not job.is_whole:
         return None
+    return write_secret(folder)
+
+
+def has_secret(environment: Mapping[str, str]) -> bool:
+    """Whether the user gave a secret already."""
+    return bool(environment.get("SYNCLINE_SECRET") or environment.get("SYNCLINE_SECRET_FILE"))
+
+
+def write_secret(folder: Path) -> Path:
+    """Write a fresh secret to a file in ``folder`` that only this user can read."""
     path = folder / "secret"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

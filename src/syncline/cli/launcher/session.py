@@ -30,7 +30,7 @@ from syncline.cli.launcher.supervisor import (
     Terminated,
     TimePassed,
 )
-from syncline.cli.launcher.terminal import Terminal, colour_of, labels
+from syncline.cli.launcher.terminal import Terminal, colour_of
 
 READ_BYTES = 1 << 16
 NUM_KEPT_LINES = 400
@@ -43,6 +43,7 @@ class Session:
 
     job: Job
     environments: Mapping[int, Mapping[str, str]]
+    labels: Mapping[int, str]
     limits: Limits
     terminal_rank: int | None = None
     """The rank whose standard output is the terminal itself, for a progress bar."""
@@ -126,7 +127,7 @@ class _Runner:
             name=self._names[rank],
         )
         self._handles[rank] = handle
-        show = self._show_of(rank, "" if rank == self._session.terminal_rank else labels(job)[rank])
+        show = self._show_of(rank, "" if rank == self._session.terminal_rank else self._session.labels[rank])
         self._streams[rank] = [
             _Stream(pipe, is_error=pipe is handle.stderr, show=show)
             for pipe in (handle.stdout, handle.stderr)

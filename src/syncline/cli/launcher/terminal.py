@@ -45,10 +45,10 @@ class Terminal:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def labels(job: Job) -> Mapping[int, str]:
-    """``"[2]"``, or ``"[b1:2]"`` where the job's topology names several hosts."""
+def labels(job: Job, *, is_in_lab: bool = False) -> Mapping[int, str]:
+    """Label each rank ``"[2]"``, or ``"[b1:2]"`` where the topology names several hosts (the lab says them itself)."""
     hosts = {process.host for process in job.processes}
-    has_hosts = job.topology is not None and (len(hosts) > 1 or job.num_machines > 1)
+    has_hosts = job.topology is not None and (len(hosts) > 1 or (job.num_machines > 1 and not is_in_lab))
     return {
         process.rank: f"[{process.host}:{process.rank}]" if has_hosts else f"[{process.rank}]"
         for process in job.processes

@@ -1,0 +1,1 @@
+../src/syncline/demo/train_gpt.py

@@ -1,0 +1,134 @@
+"""``syncline lab``: an emulated cluster on this machine, by hand. Each command is one function of the lab."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.cli.launcher.scratch import has_secret, write_secret
+from syncline.lab import operations
+from syncline.lab.operations import LabStatus
+from syncline.topology import DirectedLink
+from syncline.units import format_rate, format_size
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Try it on an emulated network of this machine: namespaces, bridges and rate-limited links (Linux, root).",
+)
+COMMAND_SETTINGS = {"allow_interspersed_args": False}
+
+TopologyArgument = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")]
+CommandArgument = Annotated[list[str], typer.Argument(metavar="[--] COMMAND...", help="What to run.")]
+LabOption = Annotated[str | None, typer.Option("--lab", metavar="ID", help="Which lab, if there are several.")]
+PrioritiesOption = Annotated[bool, typer.Option("--priorities", help="Give ports strict-priority classes by DSCP.")]
+
+
+@app.command(context_settings=COMMAND_SETTINGS)
+def run(topology: TopologyArgument, command: CommandArgument, *, priorities: PrioritiesOption = False) -> None:
+    """Build the network, run COMMAND on every host at once, and remove the network.
+
+    Typically: syncline lab run two-racks-5-3 -- syncline run train.py
+    """
+    with _shared_secret() as environment:
+        code = operations.run(topology, _plain(command), priorities=priorities, env=environment, report=_report)
+    raise typer.Exit(code)
+
+
+@app.command()
+def up(topology: TopologyArgument, *, priorities: PrioritiesOption = False) -> None:
+    """Build the network, and leave it until `lab down`."""
+    lab = operations.up(topology, priorities=priorities)
+    for note in lab.notes:
+        _report(note)
+    print(lab.lab_id)
+
+
+@app.command()
+def down(*, lab: LabOption = None) -> None:
+    """Remove a network that `lab up` built."""
+    _report(f"removed lab {operations.down(lab)}")
+
+
+@app.command(name="exec", context_settings=COMMAND_SETTINGS)
+def execute(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the lab.")],
+    command: CommandArgument,
+    *,
+    lab: LabOption = None,
+) -> None:
+    """Run COMMAND on one host, with this terminal."""
+    raise typer.Exit(operations.execute(host, _plain(command), lab_id=lab))
+
+
+@app.command()
+def status(
+    *,
+    lab: LabOption = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Measure rates over this time.")] = 1.0,
+) -> None:
+    """Show the labs of this machine, with the live rates of their links."""
+    found = operations.status(lab_id=lab, interval_s=interval)
+    if not found:
+        print("no lab is up; start one with: syncline lab up TOPOLOGY")
+    for each in found:
+        Console(highlight=False).print(status_table(each))
+
+
+@app.command()
+def clean() -> None:
+    """Remove what labs left behind whose owners were killed."""
+    removed = operations.clean()
+    _report(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
+
+
+def status_table(lab: LabStatus) -> Table:
+    """Lay out a lab's links, a row each, with what they carry now and what they have carried."""
+    owner = "abandoned: syncline lab clean" if lab.is_abandoned else f"owner {lab.owner_pid or 'none'}"
+    classes = ", priorities" if lab.has_priorities else ""
+    table = Table(
+        title=f"lab {lab.lab_id}: {lab.topology.name} ({owner}{classes})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("link above")
+    table.add_column("address")
+    for heading in ("up now", "of", "down now", "of", "up", "down"):
+        table.add_column(heading, justify="right")
+    links = {status.link: status for status in lab.links}
+    for name in dict.fromkeys(link.child for link in links):
+        ways = [links[DirectedLink(name, "up")], links[DirectedLink(name, "down")]]
+        rates = [text for way in ways for text in (format_rate(way.bytes_per_s), format_rate(way.limit_bytes_per_s))]
+        table.add_row(name, lab.addresses.get(name, ""), *rates, *(format_size(way.num_bytes) for way in ways))
+    return table
+
+
+@contextmanager
+def _shared_secret() -> Iterator[Mapping[str, str]]:
+    """Give all hosts the same fresh secret, as they share this machine's files; unless the user gave one."""
+    if has_secret(os.environ):
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
+        yield {"SYNCLINE_SECRET_FILE": str(write_secret(Path(folder)))}
+
+
+def _plain(command: list[str]) -> list[str]:
+    """Drop the ``--`` that may part the command from what stands before it."""
+    return command[1:] if command[:1] == ["--"] else command
+
+
+def _report(text: str) -> None:
+    print(f"lab: {text}", file=sys.stderr)
