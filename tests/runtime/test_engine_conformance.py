@@ -6,7 +6,7 @@ from schedule_oracle import promised, random_topology, replay
 
 from syncline.runtime import CollectiveCall, numpy_reduction
 from syncline.runtime.reduction import DTYPES
-from syncline.schedule import UNOWNED, Collective, Draft, Layout, Transfer, Transfers, plan_tree, verify
+from syncline.schedule import PLANNERS, UNOWNED, Collective, Draft, Layout, Transfer, Transfers, plan_tree, verify
 from syncline.topology import Topology
 
 
@@ -61,6 +61,16 @@ def test_tree_schedules_on_random_trees(in_memory, collective, seed):
     build = [Layout.build, Layout.contiguous][seed % 2]
     layout = build(schedule, num_elements, 500)
     check_against_oracle(in_memory, topology, schedule, layout, DTYPES[seed % len(DTYPES)], seed)
+
+
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=lambda planner: planner.name)
+@pytest.mark.parametrize("seed", range(200, 205))
+def test_every_planner_on_random_trees(in_memory, planner, seed):
+    topology = random_topology(seed)
+    for number, collective in enumerate(sorted(planner.collectives)):
+        schedule = planner.plan(topology, collective, root=topology.num_ranks - 1)
+        num_elements = [3, 5000, 999, 1][(seed + number) % 4]
+        check_against_oracle(in_memory, topology, schedule, Layout.build(schedule, num_elements, 400), "float32", seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,8 +178,8 @@ def test_the_order_of_delivery_does_not_change_a_bit(in_memory):
     assert len(results) == 1
 
 
-def test_one_host_sums_in_rank_order(in_memory):
-    communicators = in_memory(6, seed=1)
+def test_one_switch_sums_in_rank_order(in_memory):
+    communicators = in_memory(6, seed=1, planner=lambda topology, collective, *_: plan_tree(topology, collective))
     buffers = random_buffers(6, 1000, "float32", 3)
     expected = buffers[0]
     for buffer in buffers[1:]:

@@ -1,0 +1,50 @@
+"""Which schedule a collective gets by default, and that plans are shared."""
+
+import pytest
+
+from syncline.runtime.plans import LOOP_BYTES_PER_S, Plans, plan_best
+from syncline.schedule import UNOWNED, Collective, lower_bound
+from syncline.topology import Topology
+
+
+def best(topology, collective, num_bytes):
+    return plan_best(topology, collective, num_bytes, "balanced", 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+def test_long_sums_on_links_that_do_not_limit_move_no_more_than_they_must(num_ranks):
+    topology = Topology.flat(num_ranks)
+    schedule = best(topology, Collective.ALL_REDUCE, 16 << 20)
+    assert not (schedule.owners == UNOWNED).any()
+    num_bytes = num_ranks * 1000
+    sent = max(schedule.link_bytes(topology, num_bytes).values())
+    assert sent == 2 * (num_ranks - 1) * num_bytes // num_ranks
+
+
+def test_short_sums_take_few_messages():
+    assert best(Topology.flat(4), Collective.ALL_REDUCE, 8).num_steps == 2
+
+
+def test_slow_links_still_decide():
+    slow = Topology.flat(4, rate=1e6)
+    assert lower_bound(slow, Collective.ALL_REDUCE, 1 << 20) > (1 << 20) / LOOP_BYTES_PER_S
+    assert best(slow, Collective.ALL_REDUCE, 1 << 20).planner in {"tree", "weighted_tree"}
+
+
+def test_layouts_and_schedules_are_made_once():
+    made = []
+
+    def planner(*arguments):
+        made.append(arguments)
+        return plan_best(*arguments)
+
+    plans = Plans(Topology.flat(2), planner, slice_bytes=100, max_layouts=2)
+    schedule = plans.schedule(Collective.ALL_REDUCE, 1000)
+    assert plans.schedule(Collective.ALL_REDUCE, 600) is schedule
+    assert len(made) == 1
+    assert made[0][2] == 1024
+    first = plans.layout(schedule, 10, 4)
+    assert plans.layout(schedule, 10, 4) is first
+    assert len(plans.layout(schedule, 250, 4).slices) == 10
+    plans.layout(schedule, 11, 4)
+    assert plans.layout(schedule, 10, 4) is not first
