@@ -1,6 +1,8 @@
 """Whether the ranks make the same calls: each compares its own with what the rank before it describes.
 
-If any two ranks differ, then somewhere in the circle two neighbours do, and one of them sees it. Pure bookkeeping.
+If any two ranks differ, then somewhere in the circle two neighbours do, and one of them sees it and tells everyone.
+A rank whose own part was complete by then (a broadcast that came from ranks that agree with it) gets the error at its
+next call; every rank that still waits gets it at once. Pure bookkeeping.
 """
 
 from __future__ import annotations
