@@ -1,5 +1,6 @@
 """Every planner, every collective, random trees: the result is the plain sum, and what is promised is owned."""
 
+import numpy as np
 import pytest
 import reference
 from hypothesis import example, given
@@ -76,3 +77,25 @@ def test_every_process_plans_the_same():
     topology = Topology.load("deep-asymmetric")
     digests = {choose(topology, Collective.ALL_REDUCE, 1 << 20).digest for _ in range(3)}
     assert len(digests) == 1
+
+
+def test_choice_with_owners_can_be_split():
+    topology = Topology.load("two-racks-5-3")
+    schedule = choose(topology, Collective.ALL_REDUCE, 1024, with_owners=True)
+    assert [part.collective for part in schedule.split()] == [Collective.REDUCE_SCATTER, Collective.ALL_GATHER]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, planner in PLANNERS.items() if Collective.ALL_REDUCE in planner.collectives]
+)
+@effort(max_examples=15)
+@given(trees(max_ranks=13), st.integers(0, 2**32 - 1))
+def test_all_ranks_end_with_the_same_bits(name, topology, seed):
+    schedule = PLANNERS[name].plan(topology, Collective.ALL_REDUCE)
+    layout = Layout.build(schedule, 101, 101)
+    rng = np.random.default_rng(seed)
+    scales = 10.0 ** rng.integers(-6, 6, (topology.num_ranks, 101))
+    begun = (rng.standard_normal((topology.num_ranks, 101)) * scales).astype(np.float32)
+    buffers = reference.run(schedule, layout, list(begun.copy()))
+    assert len({buffer.tobytes() for buffer in buffers}) == 1
+    np.testing.assert_allclose(buffers[0], begun.astype(np.float64).sum(axis=0), rtol=1e-4, atol=1e-1)

@@ -26,7 +26,6 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.ownership import Target
 from syncline.topology import Node, Topology
 
-_NUM_BISECTIONS = 60
 _NO_TIME_S = 1e-30
 
 
@@ -97,7 +96,8 @@ def _link_bound(tree: Branch, collective: Collective, target: Target, root: int)
     if target == "rank_order":
         shares = [len(branch.ranks) / len(tree.ranks) for branch in links]
         return max(max((1 - x) / branch.up, x / branch.down) for x, branch in zip(shares, links, strict=True))
-    return bisect_time(lambda seconds: _has_shares(tree, seconds), _fastest(links))
+    too_short, _ = bisect_time(lambda seconds: _has_shares(tree, seconds), _fastest(links))
+    return too_short
 
 
 def _fastest(links: list[Branch]) -> float:
@@ -105,18 +105,20 @@ def _fastest(links: list[Branch]) -> float:
     return 1 / max(rates) if rates else 0.0
 
 
-def bisect_time(is_enough: Callable[[float], bool], start: float) -> float:
-    """Return the largest time found that is not enough; ``is_enough`` is monotone, ``start`` gives the magnitude."""
+def bisect_time(is_enough: Callable[[float], bool], start: float, *, num_bisections: int = 60) -> tuple[float, float]:
+    """Return a time that is not enough and one that is, close together; ``start`` gives the magnitude.
+
+    Both are zero where any time is enough.
+    """
     if start == 0 or is_enough(start * 1e-9):
-        return 0.0
-    high = start
+        return 0.0, 0.0
+    low, high = 0.0, start
     while not is_enough(high):
-        high *= 2
-    low = high / 2 if high > start else 0.0
-    for _ in range(_NUM_BISECTIONS):
+        low, high = high, high * 2
+    for _ in range(num_bisections):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return low
+    return low, high
 
 
 def _has_shares(tree: Branch, seconds: float) -> bool:

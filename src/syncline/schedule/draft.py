@@ -51,6 +51,11 @@ class Draft:
         return len(self.cuts) - 1
 
     @property
+    def has_owners(self) -> bool:
+        """Whether every atom has an owner."""
+        return bool((self.owners != UNOWNED).all())
+
+    @property
     def num_steps(self) -> int:
         """Number of steps, those counted in which nothing moves."""
         return int(self.transfers.step[-1]) + 1 if len(self.transfers) else 0

@@ -67,16 +67,22 @@ def choose(
     *,
     target: Target = "balanced",
     root: int = 0,
+    with_owners: bool = False,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     cost: CostModel | None = None,
 ) -> Schedule:
-    """Return the schedule that is predicted to be the fastest for ``num_bytes``; only that one is proved."""
+    """Return the schedule that is predicted to be the fastest for ``num_bytes``; only that one is proved.
+
+    ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
+    reduce-scatter and its all-gather.
+    """
     drafts = [
         planner.draft(topology, collective, target=target, root=root)
         for planner in PLANNERS.values()
         if collective in planner.collectives and _is_worth_drawing(planner, topology)
     ]
-    return verify(min(drafts, key=lambda draft: predict(draft, topology, num_bytes, slice_bytes, cost=cost).seconds))
+    owned = [draft for draft in drafts if not with_owners or draft.has_owners]
+    return verify(min(owned, key=lambda draft: predict(draft, topology, num_bytes, slice_bytes, cost=cost).seconds))
 
 
 def _is_worth_drawing(planner: Planner, topology: Topology) -> bool:

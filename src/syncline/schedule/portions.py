@@ -21,6 +21,7 @@ from syncline.topology import Topology
 
 _RESOLUTION = 1 << 14
 _FAR_ABOVE = 1e6
+_NUM_BISECTIONS = 24
 
 
 def best_fractions(topology: Topology, collective: Collective) -> Fractions:
@@ -30,8 +31,8 @@ def best_fractions(topology: Topology, collective: Collective) -> Fractions:
     tree = _bounded(branch_of(topology, swapped=collective is Collective.ALL_GATHER))
     divide = divide_all_reduce if collective is Collective.ALL_REDUCE else divide_reduce_scatter
     start = 1 / max(branch.up for branch in tree.walk() if not branch.is_whole)
-    seconds = bisect_time(lambda time: divide(tree, time) is not None, start) * (1 + ROUNDING)
-    fractions = divide(tree, seconds) or divide(tree, seconds * (1 + 1e-6)) or {}
+    _, seconds = bisect_time(lambda time: divide(tree, time) is not None, start, num_bisections=_NUM_BISECTIONS)
+    fractions = divide(tree, seconds) or {}
     return {name: weights for name, parts in fractions.items() if len(set(weights := _weights(parts))) > 1}
 
 

@@ -30,6 +30,8 @@ def divide_reduce_scatter(tree: Branch, seconds: float) -> dict[str, list[float]
         attempt.measure(tree)
         if attempt.choose(tree):
             return attempt.fractions
+        if attempt.is_settled:
+            break
     return None
 
 
@@ -42,6 +44,7 @@ class _Attempt:
         self._limit: dict[str, float] = {}
         self._ratio: dict[str, float] = {branch.name: 0.0 for branch in tree.walk()}
         self.fractions: dict[str, list[float]] = {}
+        self.is_settled = False
 
     def measure(self, branch: Branch) -> None:
         """Set needs and limits from the leaves up, with the ratios that were last found."""
@@ -67,7 +70,7 @@ class _Attempt:
 
     def choose(self, tree: Branch) -> bool:
         """Choose fractions from the top down and note the ratios that follow; return whether all links keep to T."""
-        fits = True
+        fits, self.is_settled = True, True
         shares = {tree.name: (1.0, 0.0)}
         for parent in tree.parents():
             owned, load = shares[parent.name]
@@ -80,8 +83,13 @@ class _Attempt:
                 self.fractions[parent.name] = parts
             for child, part in zip(parent.children, parts, strict=True):
                 shares[child.name] = (part * owned, part * incoming)
-                self._ratio[child.name] = incoming / owned if owned > 0 else math.inf
+                self._note_ratio(child, incoming / owned if owned > 0 else math.inf)
         return fits
+
+    def _note_ratio(self, child: Branch, ratio: float) -> None:
+        if child.children and not math.isclose(ratio, self._ratio[child.name], rel_tol=ROUNDING):
+            self._ratio[child.name] = ratio
+            self.is_settled = False
 
     def _range(self, child: Branch, owned: float, incoming: float) -> Range:
         need, limit = self._need[child.name], max(0.0, self._limit[child.name])

@@ -10,7 +10,7 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
-from syncline.schedule.draft import UNOWNED, Draft
+from syncline.schedule.draft import Draft
 from syncline.schedule.program import RankProgram, build_program
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import DirectedLink, Topology
@@ -126,7 +126,7 @@ class Schedule:
         """
         from syncline.schedule.verifier import verify
 
-        if self.collective is not Collective.ALL_REDUCE or bool((self.owners == UNOWNED).any()):
+        if self.collective is not Collective.ALL_REDUCE or not self.draft.has_owners:
             raise ScheduleError(
                 f"only an all_reduce with owners can be split, not {self!r}; plan the two collectives one by one"
             )

@@ -8,8 +8,9 @@ planner's.
 
 from __future__ import annotations
 
+from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
-from syncline.schedule.cost import predict
+from syncline.schedule.cost import CostModel, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.ownership import Fractions, Target
 from syncline.schedule.portions import best_fractions
@@ -19,6 +20,8 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 _COMPARED_AT_BYTES = 16 << 20
+_WIRE_ALONE = CostModel(message_overhead_s=0.0, payload_share=1.0)
+_CLOSE_ENOUGH = 1e-6
 
 
 def plan_weighted_tree(
@@ -32,23 +35,26 @@ def draft_weighted_tree(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Draft:
     """Draw what :func:`plan_weighted_tree` verifies."""
-    drafts = [
-        draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner="weighted_tree")
-        for fractions in _candidates(topology, collective, target)
-    ]
-    if len(drafts) == 1:
-        return drafts[0]
+
+    def draw(fractions: Fractions) -> Draft:
+        return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner="weighted_tree")
+
+    equal = draw({})
+    if _reaches_bound(equal, topology, target):
+        return equal
+    drafts = [equal, *(draw(fractions) for fractions in _candidates(topology, collective, target) if fractions)]
     return min(drafts, key=lambda draft: predict(draft, topology, _COMPARED_AT_BYTES).seconds)
 
 
+def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
+    bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
+    busiest_s = max(predict(draft, topology, _COMPARED_AT_BYTES, cost=_WIRE_ALONE).link_seconds.values(), default=0.0)
+    return busiest_s <= bound * (1 + _CLOSE_ENOUGH)
+
+
 def _candidates(topology: Topology, collective: Collective, target: Target) -> list[Fractions]:
-    """Return equal portions first, so that they win a draw, and then whatever may be better."""
-    wanted = [collective] if target == "balanced" else [collective, Collective.ALL_REDUCE]
+    """Return whatever may be better than equal portions; what cannot be solved for is tried with its next of kin."""
     if collective is Collective.BROADCAST:
-        wanted = [Collective.ALL_GATHER]
-    candidates: list[Fractions] = [{}]
-    for each in wanted:
-        fractions = best_fractions(topology, each)
-        if fractions not in candidates:
-            candidates.append(fractions)
-    return candidates
+        return [best_fractions(topology, Collective.ALL_GATHER)]
+    kin = [] if target == "balanced" or collective is Collective.ALL_REDUCE else [Collective.ALL_REDUCE]
+    return [best_fractions(topology, each) for each in (collective, *kin)]
