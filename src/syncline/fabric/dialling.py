@@ -10,10 +10,12 @@ from syncline.errors import HandshakeError
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,
+    MAGIC,
     REASONS,
     REPLY_BYTES,
     Dialer,
     Greeter,
+    Refusal,
     RefusedError,
     Terms,
 )
@@ -42,12 +44,20 @@ async def greet(sock: socket.socket, terms: Terms, is_taken: Callable[[int, int]
     loop = asyncio.get_running_loop()
     greeter = Greeter(terms, is_taken=is_taken)
     try:
-        await loop.sock_sendall(sock, greeter.reply(await read_exactly(sock, HELLO_BYTES)))
+        await loop.sock_sendall(sock, greeter.reply(await _read_hello(sock)))
         return greeter.finish(await read_exactly(sock, FINISH_BYTES))
     except RefusedError as refused:
         if refused.answer:
             await loop.sock_sendall(sock, refused.answer)
         raise
+
+
+async def _read_hello(sock: socket.socket) -> bytes:
+    """Read a hello; whoever does not begin with our magic is refused at once, not at the deadline."""
+    magic = await read_exactly(sock, len(MAGIC))
+    if magic != MAGIC:
+        raise RefusedError(Refusal.GARBAGE)
+    return magic + await read_exactly(sock, HELLO_BYTES - len(MAGIC))
 
 
 async def dial(

@@ -1,0 +1,61 @@
+"""A proxy between two ranks that changes one bit, as a bad switch would: TCP's own checksum is right again."""
+
+import asyncio
+import contextlib
+import json
+
+from fabric_scenarios import DictStore
+
+
+class BitFlippingProxy:
+    """Relays every connection to a port; flips one bit of the byte at ``place`` of what the dialer sends.
+
+    Only connections that send so much have such a byte.
+    """
+
+    def __init__(self, place):
+        self.place = place
+        self.num_flipped = 0
+        self._tasks = []
+
+    async def listen(self):
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _relay(self, reader, writer):
+        self._tasks.append(asyncio.current_task())
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._copy(reader, other_writer, self.place), self._copy(other_reader, writer, None))
+
+    async def _copy(self, reader, writer, place):
+        position = 0
+        try:
+            while data := bytearray(await reader.read(1 << 16)):
+                if place is not None and position <= place < position + len(data):
+                    data[place - position] ^= 4
+                    self.num_flipped += 1
+                position += len(data)
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+    async def close(self):
+        self._server.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class ProxyStore(DictStore):
+    """A store that sends everyone who looks for rank 0 to the proxy."""
+
+    def __init__(self, proxy, port):
+        super().__init__()
+        self.proxy, self.port = proxy, port
+
+    def set(self, key, value):
+        if key.endswith("hello/0"):
+            hello = json.loads(value)
+            self.proxy.target, hello["port"] = hello["port"], self.port
+            value = json.dumps(hello).encode()
+        super().set(key, value)

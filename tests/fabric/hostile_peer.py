@@ -1,0 +1,92 @@
+"""A peer that knows the secret and sends whatever a test wants."""
+
+import asyncio
+import socket
+
+from fabric_scenarios import DictStore
+
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric.dialling import dial, read_exactly
+from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
+from syncline.fabric.handshake import Terms, derive_key
+from syncline.fabric.rendezvous import Member
+
+
+class HostilePeer:
+    """Rank 1 of 2, by hand."""
+
+    def __init__(self, options):
+        self.options = options
+        self.sockets = {}
+
+    async def connect(self, store):
+        generation = await Rendezvous(store, job_id=self.options.job_id).meet(
+            Member(rank=1, host="evil", address="127.0.0.1", port=9), world_size=2, timeout_s=10.0
+        )
+        terms = Terms(
+            rank=1,
+            world_size=2,
+            job_id=self.options.job_id,
+            epoch=generation.epoch,
+            key=derive_key(self.options.secret or generation.job_nonce, job_id=self.options.job_id),
+            num_classes=self.options.num_classes,
+        )
+        target = generation.members[0]
+        for connection_class in range(-1, self.options.num_classes):
+            self.sockets[connection_class] = await dial(
+                terms,
+                self.options,
+                own_address="127.0.0.1",
+                peer=0,
+                peer_name="rank 0",
+                address=(target.address, target.port),
+                connection_class=connection_class,
+            )
+        return self
+
+    async def send(self, connection_class, *parts):
+        await asyncio.get_running_loop().sock_sendall(self.sockets[connection_class], b"".join(parts))
+
+    async def frame(self, connection_class, kind, *, payload=b"", **fields):
+        await self.send(connection_class, encode_header(kind, connection_class, payload=payload, **fields), payload)
+
+    async def read_frame(self, connection_class=-1):
+        header = decode_header(memoryview(await read_exactly(self.sockets[connection_class], HEADER_BYTES)))
+        return header, await read_exactly(self.sockets[connection_class], header.chunk_bytes)
+
+    async def read_until(self, kind):
+        """Read control frames until one of ``kind``, and return it."""
+        async with asyncio.timeout(10):
+            while True:
+                header, payload = await self.read_frame()
+                if header.type == kind:
+                    return header, payload
+
+    async def verdict(self):
+        """Return what the victim says before it closes."""
+        header, payload = await self.read_until(FrameType.LOST)
+        assert header.tag == 1
+        return payload.decode()
+
+    def close(self):
+        for sock in self.sockets.values():
+            sock.close()
+
+
+async def open_hostile(**settings):
+    """Return a fabric (rank 0) and the hostile rank 1 that is connected to it."""
+    options = FabricOptions(**settings)
+    store = DictStore()
+    fabric, peer = await asyncio.gather(
+        connect_tcp(options, rank=0, world_size=2, rendezvous=Rendezvous(store, job_id=options.job_id)),
+        HostilePeer(options).connect(store),
+    )
+    return fabric, peer
+
+
+async def connect_raw(port):
+    """Open a plain socket to a port of this machine."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    return sock

@@ -1,0 +1,274 @@
+"""What the TCP fabric adds: order by urgency, damage found, nothing left behind."""
+
+import asyncio
+import random
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from bit_flipping_proxy import BitFlippingProxy, ProxyStore
+from fabric_scenarios import DictStore, Mail, Recorder, connect_all, gather
+
+from syncline.errors import PeerLostError
+from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
+from syncline.fabric.mesh import build_scheduler
+from syncline.topology.topology import Topology
+
+MIB = 1 << 20
+
+
+def run(world_size, scenario, *, store=None, topology=None, **settings):
+    async def main():
+        fabrics = await connect_all(world_size, FabricOptions(**settings), store=store, topology=topology)
+        recorders = [Recorder() for _ in fabrics]
+        for fabric, recorder in zip(fabrics, recorders, strict=True):
+            fabric.set_listener(recorder)
+        try:
+            await scenario(fabrics, recorders, Mail(fabrics))
+        finally:
+            for fabric in fabrics:
+                fabric.abort()
+
+    asyncio.run(main())
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("ends_by", ["close", "abort"])
+def test_nothing_is_left_behind(ends_by):
+    async def cycle():
+        fabrics = await connect_all(3, FabricOptions(num_classes=2))
+        mail = Mail(fabrics)
+        mail.receive(0, 1, 5, 10)
+        mail.send(0, 1, 6, bytes(100))
+        await gather(mail.send(0, 1, 7, bytes(MIB)), mail.receive(1, 0, 7, MIB))
+        if ends_by == "close":
+            await gather(*(fabric.close() for fabric in fabrics), deadline_s=5.0)
+        else:
+            for fabric in fabrics:
+                fabric.abort()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        loop = asyncio.get_running_loop()
+        assert not loop._selector.get_map().keys() - {loop._ssock.fileno()}
+        assert not [timer for timer in loop._scheduled if not timer.cancelled()]
+
+    asyncio.run(cycle())
+    before = num_descriptors()
+    for _ in range(5):
+        asyncio.run(cycle())
+    assert num_descriptors() == before
+    assert threading.active_count() == 1
+
+
+def test_a_rank_that_gives_up_while_connecting_leaves_nothing():
+    async def main():
+        task = asyncio.create_task(
+            connect_tcp(FabricOptions(), rank=0, world_size=2, rendezvous=Rendezvous(DictStore(), job_id="syncline"))
+        )
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    before = num_descriptors()
+    asyncio.run(main())
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("sources", [(1, 1), (1, 2)], ids=["same sender", "two senders"])
+def test_an_urgent_message_overtakes_bulk(sources):
+    async def scenario(fabrics, recorders, mail):
+        bulk_source, urgent_source = sources
+        bulk_bytes, num_bulk, order = 2 * MIB, 16, []
+        futures = []
+        for tag in range(num_bulk):
+            futures.append(mail.receive(0, bulk_source, tag, bulk_bytes, urgency=9))
+            mail.send(bulk_source, 0, tag, bytes(bulk_bytes), urgency=9)
+        await futures[0]
+        urgent = mail.receive(0, urgent_source, 99, MIB, urgency=0)
+        mail.send(urgent_source, 0, 99, bytes(MIB), urgency=0)
+        for name, future in [("urgent", urgent), *(("bulk", future) for future in futures)]:
+            future.add_done_callback(lambda _, name=name: order.append(name))
+        await gather(urgent, *futures)
+        assert order.index("urgent") <= 4, "at most what was granted before goes ahead"
+
+    run(3, scenario, grant_window_bytes=2 * MIB, send_buffer_bytes=64 << 10, receive_buffer_bytes=64 << 10)
+
+
+def test_each_class_has_its_own_connection():
+    async def scenario(fabrics, recorders, mail):
+        await gather(
+            *(mail.send(0, 1, tag, bytes(1000 * (tag + 1)), connection_class=tag) for tag in range(3)),
+            *(mail.receive(1, 0, tag, 1000 * (tag + 1)) for tag in range(3)),
+        )
+        sent = {entry.connection_class: entry for entry in fabrics[0].statistics().connections}
+        received = {entry.connection_class: entry for entry in fabrics[1].statistics().connections}
+        assert sorted(sent) == [-1, 0, 1, 2]
+        for tag in range(3):
+            assert (sent[tag].sent_bytes, sent[tag].sent_messages) == (1000 * (tag + 1), 1)
+            assert (received[tag].received_bytes, received[tag].received_messages) == (1000 * (tag + 1), 1)
+            assert sent[tag].queued_bytes == 0
+        assert sent[-1].overhead_bytes > 0
+
+    run(2, scenario, num_classes=3)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_marks_and_priorities_are_set(address):
+    async def scenario(fabrics, recorders, mail):
+        for fabric, other in ((fabrics[0], 1), (fabrics[1], 0)):
+            peer = fabric.peer(other)
+            for connection, mark, priority in zip(peer._connections(), (46, 34, 8), (6, 5, 4), strict=True):
+                sock = connection._socket
+                level, name = (
+                    (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if ":" in address else (socket.IPPROTO_IP, socket.IP_TOS)
+                )
+                assert sock.getsockopt(level, name) & 0xFC == mark << 2
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == priority
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(2, scenario, address=address, num_classes=2, dscp=(34, 8))
+
+
+def test_hosts_come_from_the_topology():
+    topology = Topology.flat(2, rate=1e9)
+
+    async def scenario(fabrics, recorders, mail):
+        assert fabrics[0].describe_peer(1) == "rank 1 (host h1)"
+        assert repr(fabrics[0]) == "<TcpFabric rank 0 of 2: 1 peers>"
+        assert repr(fabrics[0].peer(1)) == "<Peer rank 1 (host h1): ready>"
+
+    run(2, scenario, topology=topology)
+
+
+def test_the_window_comes_from_the_link_of_the_host():
+    fast = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
+    assert fast.window_bytes == 10_000_000
+    slow = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e6))
+    assert slow.window_bytes == 2 * 256 * 1024
+    unknown = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=None)
+    assert unknown.window_bytes == 4 * MIB
+    given = build_scheduler(FabricOptions(grant_window_bytes=5), rank=0, world_size=2, topology=None)
+    assert given.window_bytes == 5
+
+
+@pytest.mark.parametrize("place", [500, 5_000, 300_007, 900_000])
+def test_a_bit_that_flips_on_the_way_is_found(place):
+    async def main():
+        proxy = BitFlippingProxy(place)
+        store = ProxyStore(proxy, await proxy.listen())
+        fabrics = await connect_all(2, store=store)
+        recorders = [Recorder() for _ in fabrics]
+        for fabric, recorder in zip(fabrics, recorders, strict=True):
+            fabric.set_listener(recorder)
+        mail = Mail(fabrics)
+        received = mail.receive(0, 1, 1, MIB)
+        mail.send(1, 0, 1, random.Random(place).randbytes(MIB))
+        await asyncio.gather(*(recorder.wait_until(lambda r=recorder: r.lost) for recorder in recorders))
+        assert proxy.num_flipped == 1
+        assert not received.done()
+        assert "rank 1 (host " in str(recorders[0].lost[1])
+        assert "failed its checksum" in str(recorders[0].lost[1]) or "failed their checksum" in str(
+            recorders[0].lost[1]
+        )
+        assert "closed its connections to this rank" in str(recorders[1].lost[0])
+        for fabric in fabrics:
+            fabric.abort()
+        await proxy.close()
+
+    asyncio.run(main())
+
+
+def test_news_of_a_loss_names_the_cause():
+    async def scenario(fabrics, recorders, mail):
+        peer = fabrics[1].peer(0)
+        fabrics[1].on_broken(peer, "sent nothing for 9.9 s", must_tell=True)
+        await recorders[2].wait_until(lambda: 0 in recorders[2].lost)
+        assert str(recorders[2].lost[0]).endswith(
+            "sent nothing for 9.9 s (as " + fabrics[0].describe_peer(1) + " reports)"
+        )
+        assert recorders[2].lost[0].rank == 0
+        await recorders[0].wait_until(lambda: len(recorders[0].lost) == 2)
+        assert "closed its connections to this rank, because rank 0 sent nothing" in str(recorders[0].lost[1])
+
+    run(3, scenario)
+
+
+def test_close_does_not_wait_for_ever_for_a_receive():
+    async def scenario(fabrics, recorders, mail):
+        mail.send(0, 1, 1, bytes(MIB))
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        await fabrics[0].close()
+        assert loop.time() - start_s < 2.0
+        await recorders[1].wait_until(lambda: recorders[1].lost)
+        assert type(recorders[1].lost[0]) is PeerLostError
+        assert "closed its fabric after waiting 0.2 s for this rank to receive" in str(recorders[1].lost[0])
+
+    run(2, scenario, close_s=0.2)
+
+
+def test_a_rank_that_closes_is_seen_to_leave_by_one_that_sends_to_it():
+    async def scenario(fabrics, recorders, mail):
+        for tag in range(20):
+            mail.send(1, 0, tag, bytes(MIB))
+        await gather(fabrics[0].close(), deadline_s=5.0)
+        await recorders[1].wait_until(lambda: recorders[1].lost)
+        assert isinstance(recorders[1].lost[0], PeerLeftError)
+        await gather(fabrics[1].close(), deadline_s=5.0)
+
+    run(2, scenario)
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), OSError("bug"), EOFError("bug")])
+def test_a_callback_that_fails_does_not_break_the_connection(error):
+    async def scenario(fabrics, recorders, mail):
+        caught = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: caught.append(context["exception"]))
+
+        def fail(*_arguments):
+            raise error
+
+        recorders[1].on_control = fail
+        fabrics[0].send_control(1, b"x")
+        fabrics[1].receive(0, 1, memoryview(bytearray(5)), signature=7, urgency=0, on_received=fail)
+        fabrics[0].send(1, 1, memoryview(bytes(5)), signature=7, urgency=0, connection_class=0, on_sent=fail)
+        await gather(mail.send(0, 1, 2, bytes(MIB)), mail.receive(1, 0, 2, MIB))
+        assert caught == [error] * 3
+        assert not recorders[1].lost
+
+    run(2, scenario)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_traffic_with_cancellations(seed):
+    async def scenario(fabrics, recorders, mail):
+        generator = random.Random(seed)
+        kept, cancelled = [], []
+        for tag in range(150):
+            source, target = generator.sample(range(3), 2)
+            payload = generator.randbytes(generator.choice([0, 1, 3000, 20_000, 90_000]))
+            urgency = generator.randrange(3)
+            is_send_first = generator.random() < 0.5
+            if is_send_first:
+                mail.send(source, target, tag, payload, urgency=urgency, connection_class=tag % 2)
+            kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
+            if not is_send_first:
+                mail.send(source, target, tag, payload, urgency=urgency, connection_class=tag % 2)
+            chosen = generator.choice(kept)
+            if generator.random() < 0.3 and not chosen[-1].done():
+                kept.remove(chosen)
+                fabrics[chosen[1]].cancel(chosen[0], chosen[2])
+                cancelled.append(chosen[-1])
+            if generator.random() < 0.5:
+                await asyncio.sleep(0)
+        await gather(*(future for *_, future in kept))
+        assert all(future.result() == payload for *_, payload, future in kept)
+        await gather(*(fabric.close() for fabric in fabrics), deadline_s=5.0)
+        assert not any(future.done() for future in cancelled)
+        assert not any(recorder.lost for recorder in recorders)
+
+    run(3, scenario, num_classes=2, credit_bytes=20_000, grant_window_bytes=50_000, chunk_bytes=16_384, close_s=0.2)

@@ -1,0 +1,204 @@
+"""A peer that breaks the protocol loses its connections; it cannot make this process allocate or crash."""
+
+import asyncio
+import random
+import tracemalloc
+
+import pytest
+from fabric_scenarios import Recorder
+from hostile_peer import open_hostile
+
+from syncline.errors import PeerLostError
+from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
+
+
+def run(scenario, **settings):
+    async def main():
+        fabric, peer = await open_hostile(**settings)
+        recorder = Recorder()
+        fabric.set_listener(recorder)
+        try:
+            await scenario(fabric, peer, recorder)
+        finally:
+            fabric.abort()
+            peer.close()
+
+    asyncio.run(main())
+
+
+def refused(*steps, match, **settings):
+    """Send the frames of ``steps`` and expect the loss of the peer with a text that holds ``match``."""
+
+    async def scenario(fabric, peer, recorder):
+        for connection_class, kind, fields in steps:
+            await peer.frame(connection_class, kind, **fields)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert isinstance(recorder.lost[1], PeerLostError)
+        assert match in str(recorder.lost[1])
+        assert str(recorder.lost[1]).startswith("rank 1 (host evil) broke the protocol")
+        assert match in await peer.verdict()
+
+    run(scenario, **settings)
+
+
+def test_data_that_was_not_granted():
+    refused((0, FrameType.DATA, {"tag": 5, "message_bytes": 10, "payload": b"x" * 10}), match="were not granted")
+
+
+def test_more_than_the_credit():
+    messages = [(0, FrameType.EAGER, {"tag": tag, "message_bytes": 4096, "payload": bytes(4096)}) for tag in range(5)]
+    refused(*messages, match="exceeds the credit of 20000 bytes", credit_bytes=20_000)
+
+
+def test_many_empty_messages_cost_credit_too():
+    messages = [(0, FrameType.EAGER, {"tag": tag}) for tag in range(400)]
+    refused(*messages, match="exceeds the credit of 16384 bytes", credit_bytes=16_384)
+
+
+def test_the_same_message_twice():
+    message = (0, FrameType.EAGER, {"tag": 1, "message_bytes": 1, "payload": b"x"})
+    refused(message, message, match="in part or twice")
+
+
+def test_a_small_message_in_parts():
+    refused((0, FrameType.EAGER, {"tag": 1, "message_bytes": 10, "payload": b"x"}), match="in part or twice")
+
+
+def test_a_request_twice():
+    request = (-1, FrameType.REQUEST, {"tag": 1, "message_bytes": 1 << 40})
+    refused(request, request, match="comes twice")
+
+
+def test_too_many_requests():
+    async def scenario(fabric, peer, recorder):
+        frames = (encode_header(FrameType.REQUEST, -1, tag=tag, message_bytes=1 << 60) for tag in range(17_000))
+        await peer.send(-1, *frames)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "one of more than 16384" in str(recorder.lost[1])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", [FrameType.GRANT, FrameType.DISCARD])
+def test_a_grant_of_what_was_not_announced(kind):
+    refused((-1, kind, {"tag": 9, "message_bytes": 5}), match="which was not announced")
+
+
+def test_a_grant_beyond_the_message():
+    async def scenario(fabric, peer, recorder):
+        fabric.send(1, 4, memoryview(bytes(100_000)), signature=0, urgency=0, connection_class=0)
+        header, _ = await peer.read_until(FrameType.REQUEST)
+        assert (header.tag, header.message_bytes) == (4, 100_000)
+        await peer.frame(-1, FrameType.GRANT, tag=4, message_bytes=100_001)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "grant of message 0x4 up to byte 100001 of 100000" in str(recorder.lost[1])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", [FrameType.GRANT, FrameType.HEARTBEAT, FrameType.CONTROL, FrameType.LOST])
+def test_control_frames_on_a_data_connection(kind):
+    refused((0, kind, {}), match="on a connection of class 0")
+
+
+@pytest.mark.parametrize("kind", [FrameType.EAGER, FrameType.DATA])
+def test_data_frames_on_the_control_connection(kind):
+    refused((-1, kind, {}), match="on the control connection")
+
+
+def test_a_control_frame_that_is_too_large():
+    refused((-1, FrameType.CONTROL, {"payload": bytes(16_385)}), match="control frame of 16385 bytes")
+
+
+def test_data_after_the_end():
+    refused((0, FrameType.END, {}), (0, FrameType.EAGER, {"tag": 1}), match="after its end")
+
+
+def test_garbage_in_place_of_a_frame():
+    async def scenario(fabric, peer, recorder):
+        await peer.send(0, b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "not one of ours" in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_half_a_frame_and_then_nothing_is_a_silent_loss():
+    async def scenario(fabric, peer, recorder):
+        await peer.send(0, encode_header(FrameType.EAGER, 0, tag=1, payload=b"x" * 50)[:20])
+        peer.close()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "its process died or was killed" in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_a_damaged_payload_is_named_and_not_delivered():
+    async def scenario(fabric, peer, recorder):
+        received = []
+        fabric.receive(1, 1, memoryview(bytearray(50)), signature=0, urgency=0, on_received=lambda: received.append(1))
+        await peer.send(0, encode_header(FrameType.EAGER, 0, tag=1, message_bytes=50, payload=b"x" * 50), b"y" * 50)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "rank 1 (host evil) is lost, as a frame was damaged: 50 bytes of message 0x1" in str(recorder.lost[1])
+        assert not received
+        assert "check memory, cable" in await peer.verdict()
+
+    run(scenario)
+
+
+def test_a_silent_peer_dies_by_the_clock():
+    async def scenario(fabric, peer, recorder):
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "rank 1 (host evil) sent nothing for 0." in str(recorder.lost[1])
+        assert "sent nothing for 0." in await peer.verdict()
+
+    run(scenario, heartbeat_s=0.05, suspect_s=0.1, dead_s=0.3)
+
+
+def random_frame(generator):
+    kind = generator.choice(list(FrameType))
+    connection_class = generator.choice([-1, 0, generator.randrange(-2, 3)])
+    payload = generator.randbytes(generator.choice([0, 0, 1, 50, 5000]))
+    sizes = [0, 1, len(payload), 1 << 63, generator.getrandbits(64)]
+    header = encode_header(
+        kind,
+        connection_class,
+        tag=generator.choice([0, 1, 2, generator.getrandbits(64)]),
+        signature=generator.choice([0, generator.getrandbits(32)]),
+        message_bytes=generator.choice(sizes),
+        offset=generator.choice([0, 0, *sizes]),
+        payload=payload,
+    )
+    return bytearray(header + payload)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_frames_end_in_a_loss_and_nothing_else(seed):
+    async def scenario(fabric, peer, recorder):
+        generator = random.Random(seed)
+        fabric.receive(1, 1, memoryview(bytearray(50)), signature=0, urgency=0, on_received=lambda: None)
+        fabric.receive(1, 2, memoryview(bytearray(1 << 20)), signature=0, urgency=0, on_received=lambda: None)
+        fabric.send(1, 1, memoryview(bytes(100_000)), signature=0, urgency=0, connection_class=0)
+        try:
+            for _ in range(1000):
+                frame = random_frame(generator)
+                if generator.random() < 0.02:
+                    frame[generator.randrange(len(frame))] ^= 1 << generator.randrange(8)
+                await peer.send(generator.choice([-1, 0]), frame)
+                await asyncio.sleep(0)
+        except OSError:
+            pass
+        peer.close()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert fabric.statistics().unexpected_bytes <= 50_000
+
+    tracemalloc.start()
+    try:
+        run(scenario, credit_bytes=50_000)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_header_is_small():
+    assert HEADER_BYTES == 48
