@@ -28,6 +28,10 @@ class PeriodClock:
         self.num_samples += weight
         return self.iteration
 
+    def catch_up(self, *, reached: int) -> None:
+        """After a wait, go on from the iteration that the fleet has ``reached`` meanwhile."""
+        self.iteration = min(self.period, max(self.iteration, reached))
+
     @property
     def is_last(self) -> bool:
         """Whether this iteration ends the period."""

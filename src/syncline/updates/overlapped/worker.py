@@ -79,6 +79,11 @@ class BucketWorker:
         return self._newest.clock if self._newest is not None else 0
 
     @property
+    def reached(self) -> int:
+        """The iteration that this worker must be in, at least: a gradient still to be pushed is for a later turn."""
+        return self.clock + (self._making is not None)
+
+    @property
     def used(self) -> int:
         """The newest turn whose global gradient was used."""
         return self._used
@@ -168,8 +173,9 @@ class BucketWorker:
             return []
         self._making = None
         turn = max(self._last_turn, self.closed) + 1
-        if turn > self.num_turns:
-            self._free.append(run.place)  # the period is over for the others: this gradient stays a step of its own
+        if turn > min(self.num_turns, iteration):
+            # Others have ended the period, and turns were abandoned: this gradient stays a step of this worker.
+            self._free.append(run.place)
             return []
         self._sending = run
         self._last_turn = run.turn = turn

@@ -1,0 +1,84 @@
+"""Every order in which steps, pushes and pulls can happen, for small fleets: each gradient enters once.
+
+``Fleet.check`` runs after every step of every worker in every reachable state; it compares what was fed to the
+optimizer with a plain reference made from the list of who was in which turn.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+from overlapped_fleet import Fleet
+
+
+@pytest.fixture(autouse=True)
+def _without_collector() -> Iterator[None]:
+    """Nothing here is cyclic for long, and looking for cycles among a million small objects takes most of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def explore(start: Fleet, check_finished: Callable[[Fleet], None]) -> int:
+    """Visit every state (workers' names apart), check those in which nothing can happen any more; return how many."""
+    seen, stack = {hash(start.key())}, [start]
+    while stack:
+        fleet = stack.pop()
+        choices = fleet.choices()
+        if not choices:
+            check_finished(fleet)
+        for choice in choices:
+            successor = fleet.after(*choice)
+            key = hash(successor.key())
+            if key not in seen:
+                seen.add(key)
+                stack.append(successor)
+    return len(seen)
+
+
+def check_finished(fleet: Fleet) -> None:
+    assert all(worker.has_ended for worker in fleet.workers), "a worker waits for ever"
+    assert all(worker.clock.num_steps <= fleet.num_iterations for worker in fleet.workers)
+
+
+@pytest.mark.parametrize(("quorum", "num_states"), [(3, 2685), (2, 60141)])
+def test_three_workers_four_iterations(quorum: int, num_states: int) -> None:
+    """Pushes arrive in every order, and every worker uses any newest pull, or none, in each step."""
+
+    def check(fleet: Fleet) -> None:
+        check_finished(fleet)
+        if quorum == 3:
+            assert [worker.clock.num_steps for worker in fleet.workers] == [4, 4, 4]
+            assert sorted(fleet.closings) == [1, 2, 3, 4]
+
+    start = Fleet(num_workers=3, num_iterations=4, quorum=quorum, is_prompt=True)
+    assert explore(start, check) == num_states
+
+
+@pytest.mark.parametrize(
+    ("quorum", "num_iterations", "max_staleness", "push"),
+    [
+        (3, 3, None, "current"),
+        (3, 3, 1, "current"),
+        (3, 4, 0, "current"),
+        (2, 2, None, "current"),
+        (2, 3, 0, "current"),
+        (2, 2, 1, "previous"),
+        (1, 2, None, "current"),
+    ],
+)
+def test_three_workers_on_a_slow_network(
+    quorum: int, num_iterations: int, max_staleness: int | None, push: str
+) -> None:
+    """One push at a time on its way, so runs grow; sends, pushes, pulls and acknowledgements in every order."""
+
+    def check(fleet: Fleet) -> None:
+        check_finished(fleet)
+        assert fleet.num_places <= 2, "the server's memory is bounded"
+        if max_staleness == 0 and quorum == 3:
+            assert {worker.fed for worker in fleet.workers} == {fleet.cumulative}, "this is synchronous training"
+
+    start = Fleet(
+        num_workers=3, num_iterations=num_iterations, quorum=quorum, max_staleness=max_staleness, push=push, window=2
+    )
+    assert explore(start, check) > 50

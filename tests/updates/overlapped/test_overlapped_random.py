@@ -1,0 +1,78 @@
+"""Large fleets in random order, with losses and repeated messages: each gradient enters once, and everybody ends."""
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from overlapped_fleet import Fleet
+
+from syncline.updates.overlapped.events import Push
+
+
+def repeat_something(fleet: Fleet, chance: random.Random) -> None:
+    """Let a push that was counted (or dropped) arrive again, as it was or for an older period."""
+    worker = chance.choice(fleet.workers)
+    turns = [turn for rank, turn in fleet.runs if rank == worker.rank]
+    pushed = [turn for turn in turns if turn <= fleet.shard._accounts[worker.rank].last_turn]
+    if worker.is_dead or not pushed:
+        return
+    push = Push(worker=worker.rank, period=0, turn=chance.choice(pushed), iteration=1, weight=7.0, place=-2)
+    push = replace(push, period=chance.choice([0, -1]))
+    before, closed = fleet.cumulative, fleet.shard.closed
+    fleet.hand_in(push, 12345)
+    assert (fleet.cumulative, fleet.shard.closed) == (before, closed), "a repeated gradient changed a result"
+    assert (worker.rank, -2) not in fleet.held
+
+
+def run(fleet: Fleet, chance: random.Random, *, num_losses: int) -> None:
+    speeds = [chance.choice([1, 1, 1, 4]) for _ in fleet.workers]
+    while choices := fleet.choices():
+        weights = [10 / speeds[rank] if kind == "step" else 10 for kind, rank in choices]
+        fleet.do(*chance.choices(choices, weights)[0])
+        if chance.random() < 0.05:
+            repeat_something(fleet, chance)
+        if num_losses and chance.random() < 0.02:
+            num_losses -= 1
+            fleet.kill(chance.choice([worker.rank for worker in fleet.workers if not worker.is_dead]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_fleet(seed: int) -> None:
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    num_workers = chance.randint(2, 9)
+    quorum = chance.randint(1, num_workers)
+    num_losses = chance.randint(0, num_workers - quorum)
+    max_staleness = chance.choice([None, 0, 1, 3, 8])
+    fleet = Fleet(
+        num_workers=num_workers,
+        num_iterations=chance.randint(1, 12),
+        quorum=quorum,
+        max_staleness=max_staleness,
+        window=chance.randint(2, 5),
+        push="previous" if max_staleness != 0 and chance.random() < 0.3 else "current",
+        end=True,
+        is_prompt=chance.random() < 0.3,
+    )
+    run(fleet, chance, num_losses=num_losses)
+    alive = [worker for worker in fleet.workers if not worker.is_dead]
+    assert fleet.failed is None
+    assert all(worker.has_ended for worker in alive)
+    assert all(isinstance(worker.next_start, Fraction) and worker.next_start == fleet.average for worker in alive)
+    assert (fleet.shard.period, fleet.shard.closed, fleet.held) == (1, 0, {})
+    assert fleet.num_places <= fleet.window + 2, "pushes, an end and a repeated message"
+    if quorum == num_workers:
+        assert {worker.clock.num_steps for worker in alive} == {fleet.num_iterations}
+        weight = sum(worker.clock.num_samples for worker in alive)
+        mean = Fraction(sum(worker.fed * int(worker.clock.num_samples) for worker in alive), int(weight))
+        assert fleet.average == mean
+
+
+def test_fewer_than_the_quorum_is_a_failure() -> None:
+    fleet = Fleet(num_workers=4, num_iterations=3, quorum=3)
+    fleet.do("step", 0)
+    fleet.kill(2)
+    assert fleet.failed is None
+    fleet.kill(0)
+    assert fleet.failed == (0, 2)

@@ -1,0 +1,165 @@
+"""The server shard's decisions, event by event: instruction lists are compared whole."""
+
+from syncline.updates.overlapped.events import (
+    AskStart,
+    Average,
+    Clear,
+    Contribution,
+    End,
+    Fail,
+    Fold,
+    Hello,
+    Lost,
+    Push,
+    Release,
+    Replied,
+    Reply,
+    ReplyAverage,
+    Start,
+)
+from syncline.updates.overlapped.server import ServerShard
+
+
+def push(worker: int, turn: int, *, period: int = 0, weight: float = 8.0, iteration: int | None = None) -> Push:
+    place = 10 * worker + turn
+    when = turn if iteration is None else iteration
+    return Push(worker=worker, period=period, turn=turn, iteration=when, weight=weight, place=place)
+
+
+def given(event: Push) -> Contribution:
+    return Contribution(worker=event.worker, weight=event.weight, iteration=event.iteration, place=event.place)
+
+
+def end(worker: int, *, period: int = 0, weight: float = 8.0, part: int = 0) -> End:
+    return End(worker=worker, period=period, part=part, weight=weight, place=90 + worker)
+
+
+def ended(event: End) -> Contribution:
+    return Contribution(worker=event.worker, weight=event.weight, iteration=0, place=event.place)
+
+
+def test_the_first_m_make_the_gradient_in_rank_order_and_all_are_told() -> None:
+    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    second, first = push(2, 1, weight=3.0), push(0, 1, iteration=5)
+    assert shard.handle(second) == []
+    assert shard.handle(first) == [
+        Fold(turn=1, contributions=(given(first), given(second))),
+        Release(worker=0, place=1),
+        Release(worker=2, place=21),
+        Reply(worker=0, period=0, closed=1, clock=1, accepted=(1,)),
+        Reply(worker=1, period=0, closed=1, clock=1, accepted=()),
+        Reply(worker=2, period=0, closed=1, clock=1, accepted=(1,)),
+    ]
+
+
+def test_late_repeated_and_outdated_pushes_only_release_their_place() -> None:
+    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard.handle(push(0, 1))
+    shard.handle(push(1, 1))
+    for event in (push(2, 1), push(2, 1), push(0, 1), push(2, 2, period=-1), push(2, 2, period=1)):
+        assert shard.handle(event) == [Release(worker=event.worker, place=event.place)]
+    statistics = shard.statistics()
+    assert (statistics.num_turns, statistics.late, statistics.outdated) == (1, {2: 1}, {0: 1, 2: 3})
+
+
+def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -> None:
+    shard = ServerShard(workers=range(2), quorum=1, window=2)
+    shard.handle(push(0, 1))
+    for turn in (2, 3, 4):
+        instructions = shard.handle(push(0, turn))
+        assert not any(isinstance(one, Reply) for one in instructions)
+    assert shard.handle(Replied(worker=0)) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
+    assert shard.handle(Replied(worker=1)) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
+    assert shard.handle(Replied(worker=1)) == []
+
+
+def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() -> None:
+    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    leftover = push(1, 1)
+    shard.handle(leftover)
+    shard.handle(Lost(worker=2))
+    ends = [end(1, weight=2.0), end(0)]
+    # Worker 1 ends: turn 1 can still get worker 0.
+    assert shard.handle(ends[0]) == []
+    assert shard.missing() == (0,)
+    assert shard.handle(ends[1]) == [
+        Release(worker=1, place=11),  # abandoned: nobody can push for turn 1 any more
+        Average(period=0, part=0, contributions=(ended(ends[1]), ended(ends[0]))),
+        Release(worker=0, place=90),
+        Release(worker=1, place=91),
+        Clear(period=1),
+        ReplyAverage(worker=0, period=0, part=0, is_last=True),
+        ReplyAverage(worker=1, period=0, part=0, is_last=True),
+    ]
+    assert shard.statistics().unfinished == {1: 1}
+    assert shard.period == 1
+
+
+def test_parts_are_averaged_one_by_one_and_the_last_begins_the_period() -> None:
+    shard = ServerShard(workers=range(2), quorum=2, window=4, num_parts=2)
+    shard.handle(end(0))
+    first = shard.handle(end(1))
+    assert [one.part for one in first if isinstance(one, Average)] == [0]
+    assert not any(isinstance(one, Clear) for one in first)
+    shard.handle(end(0, part=1))
+    second = shard.handle(end(1, part=1))
+    assert [type(one) for one in second] == [Average, Release, Release, Clear], "the replies of part 0 have not left"
+    assert shard.handle(Replied(worker=0)) == [ReplyAverage(worker=0, period=0, part=1, is_last=True)]
+
+
+def test_a_loss_may_complete_the_period_and_too_many_losses_fail_once() -> None:
+    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard.handle(end(0))
+    shard.handle(end(1))
+    assert any(isinstance(one, Average) for one in shard.handle(Lost(worker=2)))
+    assert shard.handle(Lost(worker=0)) == [Fail(missing=(0, 2))]
+    assert shard.handle(Lost(worker=1)) == []
+
+
+def test_a_turn_that_cannot_find_its_workers_is_abandoned() -> None:
+    shard = ServerShard(workers=range(2), quorum=2, window=4)
+    shard.handle(end(0))
+    assert shard.handle(push(1, 1)) == [
+        Release(worker=1, place=11),
+        Reply(worker=1, period=0, closed=1, clock=0, accepted=()),
+    ]
+    assert shard.statistics().num_abandoned == 1
+
+
+def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> None:
+    shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
+    early = push(1, 1, period=4)
+    assert shard.handle(Hello(worker=1, period=4)) == []
+    assert shard.handle(early) == []
+    assert shard.missing() == (2,)
+    assert shard.handle(Hello(worker=2, period=4)) == [
+        Clear(period=4),
+        Fold(turn=1, contributions=(given(early),)),
+        Release(worker=1, place=11),
+        Reply(worker=1, period=4, closed=1, clock=1, accepted=(1,)),
+        Reply(worker=2, period=4, closed=1, clock=1, accepted=()),
+    ]
+
+
+def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> None:
+    shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
+    shard.handle(Hello(worker=1, period=3))
+    again = end(1, period=3)
+    assert shard.handle(again) == []
+    assert shard.handle(Hello(worker=2, period=4)) == [AskStart(worker=2, period=4)]
+    start = Contribution(worker=2, weight=1.0, iteration=0, place=7)
+    assert shard.handle(Start(worker=2, period=4, place=7)) == [
+        Average(period=3, part=0, contributions=(start,)),
+        Release(worker=2, place=7),
+        Clear(period=4),
+        ReplyAverage(worker=1, period=3, part=0, is_last=True),
+        Release(worker=1, place=91),  # its end of period 3 came too late
+    ]
+
+
+def test_a_successor_asks_another_if_the_one_that_it_asked_dies() -> None:
+    shard = ServerShard(workers=range(4), quorum=1, window=4, lost=[0], succeeds=True)
+    for worker, period in ((1, 3), (2, 4), (3, 4)):
+        instructions = shard.handle(Hello(worker=worker, period=period))
+    assert instructions == [AskStart(worker=2, period=4)]
+    assert shard.handle(Lost(worker=2)) == [AskStart(worker=3, period=4)]

@@ -1,0 +1,134 @@
+"""A worker's decisions for one bucket, call by call, and its iteration numbers."""
+
+from syncline.updates.overlapped.clock import PeriodClock
+from syncline.updates.overlapped.events import Keep, Reply, Send, Use
+from syncline.updates.overlapped.worker import BucketWorker
+
+
+def make(*, window: int = 3, push: str = "current") -> BucketWorker:
+    return BucketWorker(window=window, num_turns=20, push=push)
+
+
+def send(place: int, turn: int, *, iteration: int | None = None, weight: float = 8.0) -> Send:
+    return Send(place=place, period=0, turn=turn, iteration=turn if iteration is None else iteration, weight=weight)
+
+
+def reply(closed: int, *accepted: int, clock: int | None = None, period: int = 0) -> Reply:
+    when = closed if clock is None else clock
+    return Reply(worker=0, period=period, closed=closed, clock=when, accepted=accepted)
+
+
+def test_an_iteration_on_a_fast_network() -> None:
+    worker = make()
+    assert worker.step(iteration=1, weight=8.0) == [Keep(place=0, add=False), send(0, 1)]
+    assert worker.use() is None
+    worker.sent()
+    assert worker.step(iteration=2, weight=8.0) == [Keep(place=1, add=False), send(1, 2)]
+    assert worker.arrived(reply(1, 1))
+    assert worker.use() == Use(closed=1, subtract=(0,), replaces=False)
+    assert worker.use() is None
+    assert worker.staleness == 1
+
+
+def test_the_global_gradient_of_this_very_step_replaces_the_own_one() -> None:
+    worker = make()
+    worker.step(iteration=1, weight=8.0)
+    worker.arrived(reply(1, 1))
+    assert worker.use() == Use(closed=1, subtract=(), replaces=True)
+    assert worker.staleness == 0
+
+
+def test_gradients_join_while_a_push_is_on_its_way() -> None:
+    worker = make()
+    worker.step(iteration=1, weight=8.0)
+    assert worker.step(iteration=2, weight=8.0) == [Keep(place=1, add=False)]
+    assert worker.step(iteration=3, weight=4.0) == [Keep(place=1, add=True)]
+    worker.sent()
+    assert worker.step(iteration=4, weight=8.0) == [Keep(place=1, add=True), send(1, 2, iteration=4, weight=20.0)]
+    assert worker.staleness == 4
+    worker.arrived(reply(2, 1, 2))
+    assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False), "the run holds more than this gradient"
+
+
+def test_what_was_late_is_settled_but_not_subtracted() -> None:
+    worker = make()
+    worker.step(iteration=1, weight=8.0)
+    worker.sent()
+    worker.arrived(reply(1))
+    assert worker.use() == Use(closed=1, subtract=(), replaces=False)
+    assert worker.staleness == 0
+
+
+def test_a_worker_that_is_behind_pushes_for_the_first_turn_that_may_be_open() -> None:
+    worker, clock = make(), PeriodClock(20)
+    worker.step(iteration=clock.tick(fleet=worker.clock, weight=1.0), weight=1.0)
+    worker.sent()
+    worker.arrived(reply(7, clock=7))
+    iteration = clock.tick(fleet=worker.clock, weight=1.0)
+    assert iteration == 8
+    assert worker.step(iteration=iteration, weight=1.0)[1] == send(1, 8, weight=1.0)
+
+
+def test_a_place_is_not_used_again_before_its_push_has_left() -> None:
+    worker = make(window=1)
+    worker.step(iteration=1, weight=8.0)
+    worker.arrived(reply(1))  # closed by others while our push is on its way
+    worker.use()
+    assert [worker.step(iteration=number, weight=8.0)[0] for number in (2, 3)] == [
+        Keep(place=1, add=False),
+        Keep(place=1, add=True),
+    ]
+    worker.end_period()
+    assert worker.step(iteration=1, weight=8.0) == [Keep(place=1, add=False)]
+    worker.sent()
+    assert worker.hurry(iteration=1) == [Send(place=1, period=1, turn=1, iteration=1, weight=8.0)]
+
+
+def test_replies_of_an_older_period_and_older_replies_change_nothing() -> None:
+    worker = make()
+    worker.step(iteration=1, weight=8.0)
+    worker.arrived(reply(3, 1))
+    assert not worker.arrived(reply(2, 1))
+    assert not worker.arrived(reply(3, 1))
+    worker.end_period()
+    assert not worker.arrived(reply(5, 1))
+    assert worker.use() is None
+
+
+def test_the_previous_gradient_is_pushed_in_this_iteration() -> None:
+    worker = make(push="previous")
+    assert worker.step(iteration=1, weight=8.0) == [Keep(place=0, add=False)]
+    assert worker.step(iteration=2, weight=8.0) == [send(0, 1, iteration=2), Keep(place=1, add=False)]
+    worker.sent()
+    assert worker.hurry(iteration=2) == [send(1, 2)]
+
+
+def test_no_more_pushes_are_out_than_the_window_holds() -> None:
+    worker = make(window=2)
+    for iteration in (1, 2):
+        worker.step(iteration=iteration, weight=1.0)
+        worker.sent()
+    assert worker.step(iteration=3, weight=1.0) == [Keep(place=2, add=False)]
+    assert worker.step(iteration=4, weight=1.0) == [Keep(place=2, add=True)]
+
+
+def test_after_the_loss_of_the_server_nothing_is_out() -> None:
+    worker = make()
+    worker.step(iteration=1, weight=8.0)
+    worker.arrived(reply(1, 1))
+    assert worker.restart() == 1
+    assert worker.use() is None
+    assert worker.staleness == 0
+    worker.sent()
+    assert worker.step(iteration=2, weight=8.0)[1] == send(0, 1, iteration=2)
+
+
+def test_the_clock_ends_with_the_fleet() -> None:
+    clock = PeriodClock(10)
+    assert [clock.tick(fleet=0, weight=4.0) for _ in range(2)] == [1, 2]
+    assert clock.tick(fleet=5, weight=4.0) == 6
+    clock.catch_up(reached=8)
+    assert (clock.iteration, clock.is_last) == (8, False)
+    assert clock.tick(fleet=10, weight=4.0) == 10
+    assert clock.is_last
+    assert (clock.num_steps, clock.num_samples) == (4, 16.0)
