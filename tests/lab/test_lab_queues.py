@@ -39,7 +39,7 @@ def test_priorities_have_a_queue_each_and_the_last_takes_what_is_not_marked():
 def test_lengths():
     settings = QueueSettings()
     assert settings.queue_bytes(125e6, is_host=False) == 2_500_000
-    assert settings.queue_bytes(1e5, is_host=False) == 128 * 1024
+    assert settings.queue_bytes(1e5, is_host=False) == 256 * 1024
     assert settings.queue_bytes(1e5, is_host=True) == 16 * 1024 * 1024
     assert settings.burst_bytes(125e6) == 125_000
     assert settings.burst_bytes(1e5) == 16 * 1024

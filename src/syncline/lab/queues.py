@@ -28,7 +28,7 @@ class QueueSettings:
     burst_s: float = 0.001
     min_burst_bytes: int = 16 * 1024
     switch_queue_s: float = 0.02
-    min_switch_queue_bytes: int = 128 * 1024
+    min_switch_queue_bytes: int = 256 * 1024
     host_queue_bytes: int = 16 * 1024 * 1024
     dscp_by_priority: tuple[int, ...] = ()
 
