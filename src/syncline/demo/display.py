@@ -72,6 +72,7 @@ class Bar:
             TimeRemainingColumn(),
             console=Console(),
             expand=True,
+            refresh_per_second=2,  # drawing takes time from the training
         )
         self._task = self._progress.add_task("", total=num_steps, completed=first_step, loss="-", rate="-", waiting="-")
 

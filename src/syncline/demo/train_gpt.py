@@ -153,6 +153,7 @@ def train(training: Training, wish: StopWish, display: Display) -> None:
     """Train to the last step, or until the ranks agree to stop."""
     pace = Pace(training)
     with display:
+        display.note(f"training: {training.model.num_parameters:,} parameters, step {training.step} so far")
         while training.step < training.options.num_steps:
             loss = train_step(training)
             is_last = training.step == training.options.num_steps

@@ -1,0 +1,105 @@
+"""The main job on real processes, with very few steps; and what ``syncline demo`` refuses before it starts any."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from syncline.cli.demo import choose_network
+from syncline.pytorch.checkpoint_folder import read_manifest
+
+TIMEOUT_S = 120.0
+
+
+def demo(*options):
+    return [sys.executable, "-m", "syncline.cli.main", "demo", *map(str, options)]
+
+
+def run_demo(*options):
+    done = subprocess.run(demo(*options), capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def progress_of(output):
+    return read_manifest(output / "checkpoint")["extra"]
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """Six steps of four ranks on the two racks; the folder, and what was printed."""
+    output = tmp_path_factory.mktemp("demo")
+    return output, run_demo("--steps", 6, "--output", output, "--trace", output / "trace.json")
+
+
+def test_the_demo_says_what_it_does_trains_and_sums_up(first_run):
+    output, shown = first_run
+    assert "4 processes on this machine" in shown
+    assert "rack-b  200 Mbit/s" in shown
+    assert "step 6/6" in shown
+    assert "All 4 ranks hold the same parameters" in shown
+    assert str(output / "checkpoint") in shown.replace("\n", "")
+    losses = dict(progress_of(output)["losses"])
+    assert 5.4 < losses[1] < 5.7
+    assert losses[6] < losses[1] - 0.8
+
+
+def test_the_rack_of_one_sends_gradients_and_parameters_once(first_run):
+    """Per step S/2 of gradients and S/2 of parameters go up; the start adds the first broadcast of the model."""
+    row = re.search(r"rack-a +([\d.]+) MiB +([\d.]+) MiB", first_run[1])
+    model_mib = 1_426_752 * 4 / (1 << 20)
+    assert 6 * model_mib < float(row[1]) < 8 * model_mib
+
+
+def test_the_trace_has_a_row_for_each_rank(first_run):
+    events = json.loads((first_run[0] / "trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+
+def test_the_demo_goes_on_with_another_number_of_ranks(first_run, tmp_path):
+    output, _ = first_run
+    shown = run_demo("--resume", "--ranks", 2, "--steps", 8, "--output", output)
+    assert "2 processes on this machine" in shown
+    assert "step 8/8" in shown
+    assert "All 2 ranks hold the same parameters" in shown
+    losses = dict(progress_of(output)["losses"])
+    assert losses[7] < losses[1] - 0.8
+    assert list(losses) == [1, 5, 6, 7, 8]
+
+
+def test_ctrl_c_ends_the_demo_with_a_checkpoint(tmp_path):
+    command = demo("--ranks", 2, "--steps", 100_000, "--output", tmp_path)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "training" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    stopped = re.search(r"stopped after step (\d+)", out)
+    assert progress_of(tmp_path)["step"] == int(stopped[1])
+    assert "Traceback" not in error
+
+
+def test_resuming_nothing_is_refused_before_any_rank_starts(tmp_path):
+    command = demo("--resume", "--output", tmp_path / "none")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no checkpoint in")
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks", "expected"),
+    [
+        (None, None, ("demo-1-3", 4)),
+        (None, 4, ("demo-1-3", 4)),
+        (None, 2, (None, 2)),
+        ("flat-8", None, ("flat-8", None)),
+        ("flat-8", 8, ("flat-8", 8)),
+    ],
+)
+def test_the_network_is_two_racks_unless_something_else_is_said(topology, ranks, expected):
+    assert choose_network(topology, ranks) == expected
