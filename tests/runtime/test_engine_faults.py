@@ -188,6 +188,21 @@ def test_a_rank_that_left_is_named_by_later_calls(in_memory):
         assert error.rank == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_that_left_may_have_done_its_part_of_a_later_call(in_memory, seed):
+    communicators = in_memory(3, seed=seed, planner=lambda topology, collective, *_: plan_tree(topology, collective))
+    buffers = [np.full(10, rank + 5, np.uint8) for rank in range(3)]
+    first = communicators[0].broadcast(memoryview(buffers[0]))
+    last = communicators[2].broadcast(memoryview(buffers[2]))  # the root hears from the rank before it alone
+    first.wait(20)
+    communicators[0].close()
+    communicators[1].broadcast(memoryview(buffers[1])).wait(20)
+    last.wait(20)
+    assert all((buffer == 5).all() for buffer in buffers)
+    for error in errors_of([communicator.broadcast(memoryview(bytearray(10))) for communicator in communicators[1:]]):
+        assert isinstance(error, PeerLostError)
+
+
 def test_closing_ends_the_own_calls(in_memory):
     communicators = in_memory(2)
     work = communicators[0].all_reduce(view(10), FLOAT32, label="all_reduce of bucket 0")

@@ -293,6 +293,9 @@ class Communicator:
         )
 
     async def _leave(self) -> None:
+        if self._engine.failure is not None:
+            await self._break_off()  # what is queued is of calls that failed, and no one will receive it
+            return
         self._engine.leave()
         await self._fabric.close()
         self._last_statistics = await self._take_statistics()

@@ -80,11 +80,15 @@ def decode_failure(body: bytes) -> Failure:
 
 
 def encode_leaving(num_completed: Mapping[int, int]) -> Iterator[bytes]:
-    """Encode as many LEAVING messages as it takes; ``num_completed`` calls of each stream."""
+    """Encode as many LEAVING messages as it takes; ``num_completed`` calls of each stream.
+
+    In place of a running number each says how many follow.
+    """
     entries = [_LEFT.pack(stream, number) for stream, number in num_completed.items()]
     per_message = (MAX_CONTROL_BYTES - _HEAD.size) // _LEFT.size
-    for start in range(0, max(1, len(entries)), per_message):
-        yield _HEAD.pack(ControlKind.LEAVING, 0, 0) + b"".join(entries[start : start + per_message])
+    starts = range(0, max(1, len(entries)), per_message)
+    for num_left, start in zip(reversed(range(len(starts))), starts, strict=True):
+        yield _HEAD.pack(ControlKind.LEAVING, 0, num_left) + b"".join(entries[start : start + per_message])
 
 
 def decode_leaving(body: bytes) -> dict[int, int]:

@@ -11,8 +11,6 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.fabric import Fabric, PeerLeftError
 from syncline.observe import NullTrace, Trace
@@ -63,6 +61,7 @@ class Engine:
         self._next_numbers: dict[int, int] = {}
         self._num_submitted = 0
         self._lost: dict[int, Failure] = {}
+        self._completed_by: dict[int, dict[int, int]] = {}
         self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
         self._heard_s = [clock.time()] * fabric.world_size
         self.num_calls: dict[str, int] = {}
@@ -115,7 +114,7 @@ class Engine:
         except SynclineError as error:
             on_done(error)
             return
-        failure = self._failure or next(iter(self._lost.values()), None)
+        failure = self._failure or self._loss_that_matters(call.stream, number)
         if failure is not None:
             on_done(self._error(failure, call))
             return
@@ -183,7 +182,9 @@ class Engine:
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
             self._fail(here, tell=False)
         else:
-            self._peer_leaves(peer, control.decode_leaving(body))
+            self._completed_by.setdefault(peer, {}).update(control.decode_leaving(body))
+            if not number:
+                self._peer_leaves(peer)
 
     def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
         """Tell ``peer`` what was called here: it made another call, so it will find out and tell everyone."""
@@ -203,7 +204,8 @@ class Engine:
         elif number >= self._next_numbers.get(key[0], 0):
             self._early_waiting.setdefault(key, {})[peer] = awaited
 
-    def _peer_leaves(self, peer: int, num_completed: Mapping[int, int]) -> None:
+    def _peer_leaves(self, peer: int) -> None:
+        num_completed = self._completed_by[peer]
         for active in self._calls.values():
             if active.number >= num_completed.get(active.call.stream, 0):
                 text = f"{self._fabric.describe_peer(peer)} closed its communicator before {active.call.what} was done"
@@ -211,6 +213,13 @@ class Engine:
                 return
         text = f"{self._fabric.describe_peer(peer)} closed its communicator"
         self._lost[peer] = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
+
+    def _loss_that_matters(self, stream: int, number: int) -> Failure | None:
+        """Return why a new call cannot be done; a rank that left may have done its part of it before."""
+        for peer, failure in self._lost.items():
+            if number >= self._completed_by.get(peer, {}).get(stream, 0):
+                return failure
+        return None
 
     def _check(self, call: CollectiveCall) -> None:
         if call.schedule.num_ranks != self._world_size:
