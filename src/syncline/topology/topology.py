@@ -66,6 +66,23 @@ class Topology:
 
         return parse_document(text, source=source)
 
+    @classmethod
+    def from_slurm(
+        cls,
+        text: str,
+        *,
+        host_rate: float = math.inf,
+        uplink_rate: float = math.inf,
+        ranks_per_host: int = 1,
+        source: str | None = None,
+    ) -> Topology:
+        """Read a Slurm ``topology.conf``, which knows no rates: they are given here, in bytes per second."""
+        from syncline.topology.slurm import parse_slurm
+
+        return parse_slurm(
+            text, host_rate=host_rate, uplink_rate=uplink_rate, ranks_per_host=ranks_per_host, source=source
+        )
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
