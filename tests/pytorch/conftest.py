@@ -28,7 +28,7 @@ def run_fleets(world: int | Topology, body: Callable[[Fleet], Any], **options: A
         try:
             with fleet:
                 results[fleet.rank] = body(fleet)
-        except BaseException as error:  # noqa: BLE001 - raised again by the test
+        except BaseException as error:
             errors.append((fleet.rank, error))
 
     threads = [threading.Thread(target=main, args=(fleet,), daemon=True) for fleet in fleets]

@@ -1,4 +1,4 @@
-"""All ranks must train the same model from the same values: this is checked, and then made so, when training is set up."""
+"""All ranks must train the same model from the same values: checked, and then made so, when training is set up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object) -
 
 
 def check_agreement(lines: Sequence[str], control: ControlStream) -> None:
-    """Raise :class:`UpdateError` on every rank if one of them describes another model; the error names the difference."""
+    """Raise :class:`UpdateError` on every rank if one describes another model; the error names the difference."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(control.exchange(digest, "digest of the model"))) == 1:
         return

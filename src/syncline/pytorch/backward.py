@@ -1,7 +1,7 @@
 """Collects gradients while autograd makes them, and hands each bucket to the update rule when it is complete.
 
-Autograd owns ``p.grad``. A hook after each accumulation counts it; in a synchronised backward pass it moves the gradient,
-weighted by this rank's samples, into the bucket with one multiplication. The cases:
+Autograd owns ``p.grad``. A hook after each accumulation counts it; in a synchronised backward pass it moves the
+gradient, weighted by this rank's samples, into the bucket with one multiplication. The cases:
 
 - Under ``no_sync`` nothing is moved; ``p.grad`` grows until the first synchronised pass takes it.
 - Reentrant checkpoints let a hook fire several times. How often is learnt in the first step, in which buckets leave at
@@ -58,7 +58,7 @@ class GradientCollector:
         self.is_synchronised = True
         self.has_local_gradients = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(Hook(self._on_gradient, bucket, slot))
+            parameter.register_post_accumulate_grad_hook(Hook(self._on_gradient, bucket, slot))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True)
         ]
@@ -74,7 +74,7 @@ class GradientCollector:
             return
         for leaf in _pytree.tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(Hook(self._on_output))
+                leaf.register_hook(Hook(self._on_output))  # type: ignore[no-untyped-call]
 
     def run_empty(self) -> None:
         """Take part in a step without a backward pass: no samples, zeros for every gradient."""
@@ -85,7 +85,7 @@ class GradientCollector:
         task = torch._C._current_graph_task_id()
         if self._outer_task == -1:
             self._outer_task = task
-            Variable._execution_engine.queue_callback(self._on_end)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(self._on_end)
 
     def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
         if not self.is_synchronised:
@@ -98,8 +98,8 @@ class GradientCollector:
         if self._remaining[bucket.index] <= 0 and self._has_learnt:
             self._expected[position] = self._fired[position] + 1
             raise UpdateError(
-                f"Parameter {slot.name!r} got another gradient after its bucket had left, because the model was used in "
-                "another way than in earlier steps; use non-reentrant checkpoints (use_reentrant=False)"
+                f"Parameter {slot.name!r} got another gradient after its bucket had left: the model was used in "
+                "a way that earlier steps did not show; use non-reentrant checkpoints (use_reentrant=False)"
             )
         self._take(bucket, slot, parameter)
         if self._fired[position] <= self._expected[position]:

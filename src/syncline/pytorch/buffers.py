@@ -29,10 +29,8 @@ class BufferBroadcast:
         if not buffers:
             return
         self.finish()
-        if self._control.rank == 0:
-            packed = pack(buffers)
-        else:
-            packed = torch.empty(num_bytes(buffers), dtype=torch.uint8)
+        is_root = self._control.rank == 0
+        packed = pack(buffers) if is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
         self._pending = (self._control.start_broadcast(packed, "buffers"), packed)
 
     def finish(self) -> None:

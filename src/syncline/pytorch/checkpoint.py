@@ -79,7 +79,7 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved, so keep it in extra"
+                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved, put it in extra"
             )
         chunks.append(Chunk.whole(f"model.{name}", value))
     return chunks
@@ -97,7 +97,10 @@ class _Together:
         try:
             result = action()
         except (SynclineError, OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
-            problem, cause = f"{error}" if isinstance(error, SynclineError) else f"{type(error).__name__}: {error}", error
+            problem, cause = (
+                f"{error}" if isinstance(error, SynclineError) else f"{type(error).__name__}: {error}",
+                error,
+            )
         answers = self._crew.exchange({"problem": problem, "result": result})
         problems = {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}
         if problems:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,8 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadPlan,
     LoadPlanner,
     ReadItem,
+    SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
@@ -115,8 +116,8 @@ def read_chunks(folder: Path, records: Sequence[Record], wanted: Sequence[Chunk]
             )
         targets[chunk.index] = chunk
         # DCP names the target after the place of the chunk in the list that it is given
-        for item in create_read_items_for_chunk_list(chunk.name, stored, [chunk.place]):
-            items.append(ReadItem(**{**vars(item), "dest_index": chunk.index}))
+        found_items = create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
+        items += [replace(item, dest_index=chunk.index) for item in found_items]
     reader = FileSystemReader(folder)
     storage = {MetadataIndex(record["name"], record["offset"]): _storage(record) for record in records}
     reader.set_up_storage_reader(Metadata(state_dict_metadata={}, storage_data=storage), is_coordinator=False)
@@ -145,7 +146,7 @@ class _Chunks(SavePlanner):
         """Nobody asks: the plan is made already."""
         raise NotImplementedError
 
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
+    create_local_plan = create_global_plan = finish_plan = set_up_planner
 
 
 class _Targets(LoadPlanner):
@@ -168,7 +169,7 @@ class _Targets(LoadPlanner):
         """Nobody asks: the plan is made already."""
         raise NotImplementedError
 
-    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner  # type: ignore[assignment]
+    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner
 
 
 def _writer(folder: Path) -> FileSystemWriter:

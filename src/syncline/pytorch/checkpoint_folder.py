@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         version, crc, manifest = outer["format"], outer["crc"], outer["content"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The checkpoint {folder} is damaged: its {MANIFEST} cannot be read ({error}); use {previous_folder(folder)}"
+            f"The checkpoint {folder} is damaged, its {MANIFEST} is no use: {error}; try {previous_folder(folder)}"
         ) from error
     if version != FORMAT:
         raise CheckpointError(f"The checkpoint {folder} has format {version}, this version reads {FORMAT}")

@@ -59,8 +59,8 @@ class CheckpointState:
         """Note that elements are wanted."""
         if self._catalogue[slot.name]["order"] != _order(slot):
             raise CheckpointError(
-                f"The elements of {slot.name!r} lie in another order than when the checkpoint was saved; give the model the "
-                "same memory_format before distribute()"
+                f"The elements of {slot.name!r} lie in another order than when the checkpoint was saved; give "
+                "the model the same memory_format before distribute()"
             )
         name, size = _name(slot.name, key), (slot.num_elements,)
         if target.numel():

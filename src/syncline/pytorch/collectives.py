@@ -93,11 +93,11 @@ class TensorCollectives:
         if op == "sum":
             if weight is not None:
                 host.mul_(weight)
-            return lambda _: None
+            return _leave
         if not (host.dtype.is_floating_point or host.dtype.is_complex):
             raise ConfigurationError(f"A mean of {host.dtype} is not of that type; convert the tensor to a float type")
         if weight is None:
-            return lambda total: total.div_(self._communicator.world_size)
+            return self._divide_by_ranks
         weights = torch.tensor([weight], dtype=torch.float64)
         total_weight = self._communicator.all_reduce(bytes_of(weights), reduction_for(weights.dtype))
         host.mul_(weight)
@@ -108,6 +108,9 @@ class TensorCollectives:
 
         return divide
 
+    def _divide_by_ranks(self, total: torch.Tensor) -> None:
+        total.div_(self._communicator.world_size)
+
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         start = self._communicator.rank * like.numel()
         return whole.reshape(-1)[start : start + like.numel()].view(like.shape)
@@ -117,8 +120,12 @@ class TensorCollectives:
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise ConfigurationError(
                 f"{call} needs a whole of {size} (ranks) times the part's elements and the same type, not "
-                f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}; pad the tensor, or use all_reduce"
+                f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}; pad it"
             )
+
+
+def _leave(_: torch.Tensor) -> None:
+    """Do nothing to a sum."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

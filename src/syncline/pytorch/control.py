@@ -45,6 +45,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     trainings = trainings_of(model)
     if len(trainings) != 1:
         raise UpdateError(
-            f"This model has {len(trainings)} optimizers; call clip_grad_norm_ of each optimizer that distribute() returned"
+            f"This model has {len(trainings)} optimizers; call clip_grad_norm_ of each that distribute() returned"
         )
     return trainings[0].updater.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def _no_hook(*_: Any) -> None:
-    """What a hook becomes in a copy of the model."""
+    """Do nothing: what a hook becomes in a copy of the model."""
 
 
 def _plain() -> Callable[..., None]:
@@ -24,6 +24,7 @@ class Hook:
         self.bound = bound
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         return self.function(*self.bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

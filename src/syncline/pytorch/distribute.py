@@ -10,8 +10,8 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
-from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trained_parameters
+from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.registry import add_training, current_fleet, remove_training
@@ -38,10 +38,10 @@ def distribute(
     """Train ``model`` on all ranks of the fleet as one process would on the union of their batches.
 
     Every rank calls it with the same model and optimizer; all go on from rank 0's parameters and buffers. The model is
-    the same object as before, with hooks; its parameters now lie in flat buckets. ``update`` is the update rule (default:
-    ``Sharded()``). ``samples`` gets what ``model`` is called with and returns the number of samples in it, the weight of
-    this rank in the mean (default: the first dimension of the first tensor). With ``broadcast_buffers`` every step goes
-    on with rank 0's buffers, as in DDP. A model with several optimizers is distributed once with each.
+    the same object as before, with hooks; its parameters now lie in flat buckets. ``update`` is the update rule
+    (default: ``Sharded()``). ``samples`` gets what ``model`` is called with and returns the number of samples in it,
+    the weight of this rank in the mean (default: the first dimension of the first tensor). With ``broadcast_buffers``
+    every step goes on with rank 0's buffers, as in DDP. A model with several optimizers is distributed once with each.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, or if ranks differ.
     """

@@ -1,8 +1,8 @@
 """What ``p.grad`` is between ``backward()`` and ``step()`` of a sharded model: a gradient that no rank has whole.
 
 It answers what can be answered for all ranks together: norms, multiplication, and the check of ``GradScaler``. Thereby
-``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work unchanged, with one small sum over all ranks for all
-parameters. Whatever else is asked of it is refused with a clear error, in place of a wrong number.
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work unchanged, with one small sum over all ranks for
+all parameters. Whatever else is asked of it is refused with a clear error, in place of a wrong number.
 
 Each of these is a collective: every rank must ask alike.
 """
@@ -34,23 +34,25 @@ class DividedGradient(torch.Tensor):
     updater: Updater
 
     @staticmethod
-    def __new__(cls, parameter: torch.nn.Parameter, slot: Slot, updater: Updater) -> DividedGradient:
+    def __new__(
+        cls: type[DividedGradient], parameter: torch.nn.Parameter, slot: Slot, updater: Updater
+    ) -> DividedGradient:
         """Make the stand-in for the gradient of ``parameter``; it has no memory of its own."""
-        stand_in: DividedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        stand_in: DividedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         stand_in.slot = slot
         stand_in.updater = updater
         return stand_in
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 - torch's signature
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<combined gradient of {self.slot.name}, divided between the ranks>"
 
     @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG003 - torch's signature
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -64,12 +66,12 @@ class DividedGradient(torch.Tensor):
         raise _refusal(name)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG003 - torch's signature
-        args: tuple[Any, ...] = (),  # noqa: ARG003
-        kwargs: Mapping[str, Any] | None = None,  # noqa: ARG003
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Refuse what autograd does to it: another backward pass that would add to it."""
         raise _refusal(str(func))
@@ -83,8 +85,8 @@ def _name_of(func: Callable[..., Any]) -> str:
 def _refusal(name: str) -> UpdateError:
     return UpdateError(
         f"{name} needs a whole gradient, but with Sharded() no rank has one after backward(). Norms and clipping work "
-        "(optimizer.clip_grad_norm_ or torch's own, on every rank); for more backward passes before step(), run all but "
-        "the last under optimizer.no_sync(); for whole gradients use update=AllReduce()"
+        "(optimizer.clip_grad_norm_ or torch's own, on every rank); for more backward passes before step(), run all "
+        "but the last under optimizer.no_sync(); for whole gradients use update=AllReduce()"
     )
 
 

@@ -43,7 +43,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     port = values.get("MASTER_PORT")
     if world_size > 1 and not (values.get("MASTER_ADDR") and port):
         raise ConfigurationError(
-            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set; start the ranks with `syncline run`"
+            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set; use `syncline run`"
         )
     trace = values.get("SYNCLINE_TRACE")
     return Environment(

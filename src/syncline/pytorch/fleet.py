@@ -1,4 +1,4 @@
-"""The fleet: all ranks of a job, connected. ``syncline.init()`` opens it, ``close()`` or the end of the process ends it."""
+"""The fleet: all ranks of a job, connected, from ``syncline.init()`` to ``close()`` or the end of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Fleet:
     """All ranks of a job as this one sees them; a context manager that closes itself.
 
     Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
-    and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is over.
+    and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is
+    over.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -157,10 +158,10 @@ def init(
 ) -> Fleet:
     """Join the job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them).
 
-    ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else one
-    switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
-    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``timeout``: seconds that a collective may
-    take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``).
+    ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else
+    one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
+    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``timeout``: seconds that a collective
+    may take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``).
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.

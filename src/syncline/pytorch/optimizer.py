@@ -16,8 +16,8 @@ from syncline.pytorch.training import Training
 class DistributedOptimizer(torch.optim.Optimizer):
     """Steps the distributed model; LR schedulers, ``GradScaler`` and checkpoint code use it like any optimizer.
 
-    ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give and
-    take the whole state, as one process would have it; every rank calls them (they are collectives with ``Sharded``).
+    ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give
+    and take the whole state, as one process would have it; every rank calls them (with ``Sharded``, collectives).
     """
 
     def __init__(self, training: Training) -> None:

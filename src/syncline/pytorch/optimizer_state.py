@@ -1,4 +1,4 @@
-"""Optimizer state between its two forms: divided between ranks, and whole as in ``torch.optim.Optimizer.state_dict()``."""
+"""Optimizer state between its two forms: divided between ranks, and whole as in ``Optimizer.state_dict()``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds out which buckets each module reads, and waits for just those before the module runs.
 
 Modules read parameters that are not theirs: ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling
-``out_proj``, a fused encoder layer reads all its children's weights, a head uses the embedding's. So the first time that a
-module is called (in each combination of training mode and gradient mode), it waits for everything, and a
+``out_proj``, a fused encoder layer reads all its children's weights, a head uses the embedding's. So the first time
+that a module is called (in each combination of training mode and gradient mode), it waits for everything, and a
 ``TorchFunctionMode`` sees which parameters the functions within it get. What is read counts for the innermost module
 that is being called. From then on a call waits for what was read, and always for the module's own parameters. The
 outermost module also waits for every parameter that nothing was seen to read.
@@ -105,7 +105,7 @@ class Reading:
         call = self._calls.pop()
         self._seen |= call.buckets
         if not self._calls:
-            self._watch.__exit__(None, None, None)
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             if reads is self._root:
                 call.buckets |= set(self._all) - self._seen
         if output is not None:  # a call that failed has not read all that it reads
@@ -133,7 +133,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG002 - torch's signature
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

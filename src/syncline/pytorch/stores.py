@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.errors import RendezvousError
 from syncline.pytorch.environment import Environment
@@ -17,12 +18,12 @@ ANSWER_S = 30.0
 class TorchStore:
     """A ``torch.distributed`` store as the fabric's rendezvous uses it."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
         """Write ``value``."""
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # the binding takes bytes as well
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Return the value; ``TimeoutError`` if there is none in time."""
@@ -61,7 +62,7 @@ def open_store(environment: Environment, *, timeout_s: float) -> TorchStore | Lo
     if environment.world_size == 1:
         return LocalStore()
     if dist.is_available() and dist.is_initialized():
-        return TorchStore(dist.PrefixStore("syncline", dist.distributed_c10d._get_default_store()))
+        return TorchStore(PrefixStore("syncline", dist.distributed_c10d._get_default_store()))
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     serves = environment.rank == 0 and not environment.uses_agent_store
@@ -69,19 +70,19 @@ def open_store(environment: Environment, *, timeout_s: float) -> TorchStore | Lo
     return TorchStore(_open(lambda: _tcp_store(host, port, serves=serves, timeout_s=timeout_s), host, port))
 
 
-def _tcp_store(host: str, port: int, *, serves: bool, timeout_s: float) -> dist.Store:
-    store = dist.TCPStore(
+def _tcp_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Store:
+    store = TCPStore(
         host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), multi_tenant=False
     )
     store.set_timeout(timedelta(seconds=ANSWER_S))
     return store
 
 
-def _open(make: Callable[[], dist.Store], host: str, port: int) -> dist.Store:
+def _open(make: Callable[[], Store], host: str, port: int) -> Store:
     try:
         return make()
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise RendezvousError(
-            f"The store at MASTER_ADDR:MASTER_PORT {host}:{port} cannot be opened: {error}; check that rank 0 runs, that "
-            "the port is free there and that this host reaches it"
+            f"The store at MASTER_ADDR:MASTER_PORT {host}:{port} cannot be opened: {error}; check that rank 0 "
+            "runs, that the port is free there, and that this host reaches it"
         ) from error

@@ -64,8 +64,8 @@ class Training:
         has_gradients = any(tensor.grad is not None for tensor in self._bucketed)
         if has_gradients and self._collector.has_local_gradients:
             raise UpdateError(
-                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run the "
-                "last backward pass of each step outside no_sync()"
+                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
+                "the last backward pass of each step outside no_sync()"
             )
         if not has_gradients:
             self._forget_cleared()
@@ -113,19 +113,19 @@ class Training:
         for module in self.model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 yield module.register_state_dict_pre_hook(Hook(self._on_state))  # type: ignore[no-untyped-call]
-                yield module.register_load_state_dict_pre_hook(Hook(self._on_state))
+                yield module.register_load_state_dict_pre_hook(Hook(self._on_state))  # type: ignore[no-untyped-call]
 
     def _on_state(self, *_: Any) -> None:
         self.synchronize()
 
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs the model again, within the backward pass
         self._buffers.finish()
         if torch.is_grad_enabled():
             self._samples.see(args, kwargs)
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output)
 

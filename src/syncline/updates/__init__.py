@@ -1,4 +1,4 @@
-"""How parameters change: update rules, and what they stand on. Torch is imported here; hooks and modules are not known."""
+"""How parameters change: update rules, and what they stand on. Modules, hooks and autograd are not known here."""
 
 from syncline.updates.allreduce import AllReduce
 from syncline.updates.rule import Setting, Updater, UpdateRule

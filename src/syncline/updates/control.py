@@ -61,7 +61,7 @@ class ControlStream:
         joined = torch.zeros(sum(sizes), dtype=torch.uint8)
         start = sum(sizes[: self.rank])
         joined[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        pieces = self.sum(joined, label).split(sizes)
+        pieces = torch.split(self.sum(joined, label), sizes)
         return [json.loads(bytes(piece.tolist())) for piece in pieces]
 
     def _submit(self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int) -> Work:

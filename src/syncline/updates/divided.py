@@ -29,7 +29,7 @@ class DividedGradients:
         self.scales = [1.0] * num_parameters
 
     def begin_step(self, correction: float) -> None:
-        """Combined gradients are there; ``correction`` turns them into the mean over samples."""
+        """Begin with combined gradients that ``correction`` turns into the mean over samples."""
         self.scales = [correction] * len(self.scales)
         self._norms.clear()
 
@@ -56,7 +56,8 @@ class DividedGradients:
         powers = self._own_powers(norm_type)
         if math.isinf(norm_type):
             own = float(powers.amax()) if len(powers) else 0.0
-            return float(torch.tensor(self._control.gather_numbers(own, "largest gradient")).amax())
+            largest = self._control.gather_numbers(own, "largest gradient")
+            return float(torch.tensor(largest, dtype=torch.float64).amax())  # unlike max(), it lets NaN through
         total = self._control.sum(powers.sum().reshape(1), "norm of gradients")
         return float(total[0] ** (1.0 / norm_type))
 

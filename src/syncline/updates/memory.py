@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes; nothing is copied."""
     assert tensor.is_contiguous(), "only contiguous tensors are moved"
     assert tensor.device.type == "cpu", "tensors on a device are moved through host memory"
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,5 @@ def reduction_for(dtype: torch.dtype) -> Reduction:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         sums = sorted({*DTYPES, *_TORCH_SUMS.values()})
-        raise ConfigurationError(
-            f"Elements of {dtype} cannot be summed; convert the tensor to one of {', '.join(sums)}"
-        )
+        raise ConfigurationError(f"Elements of {dtype} cannot be summed; convert it to one of {', '.join(sums)}")
     return numpy_reduction(name)

@@ -133,4 +133,4 @@ class Piece:
 
     def _split(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = self.segments[0].slot.flatten(value) if self._shaped else value
-        return flat.split([segment.num_elements for segment in self.segments])
+        return torch.split(flat, [segment.num_elements for segment in self.segments])

@@ -26,7 +26,7 @@ class Readiness:
             self._final = [False] * len(self._final)
 
     def finish(self, bucket: int) -> None:
-        """The parameters of ``bucket`` are final."""
+        """Note that the parameters of ``bucket`` are final."""
         with self._changed:
             self._final[bucket] = True
             self._changed.notify_all()

@@ -1,8 +1,9 @@
 """A rank's shard of one bucket: the elements that it owns, and the only optimizer state that exists for them.
 
 The shard begins as one piece, so that an optimizer step is one sweep over contiguous memory. If parameters of the
-bucket go unused on all ranks in some step, the piece is divided there for good: an unused parameter must not be decayed,
-nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a piece of its own from the start.
+bucket go unused on all ranks in some step, the piece is divided there for good: an unused parameter must not be
+decayed, nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a piece of its own
+from the start.
 """
 
 from __future__ import annotations

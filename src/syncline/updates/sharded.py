@@ -1,8 +1,8 @@
 """The sharded update: reduce-scatter the gradients, step the own shard, all-gather the parameters.
 
 Mechanisms part 1. A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of
-the hyper-parameters and returns; an update thread steps this rank's shard of each bucket, front layers first, and starts
-its all-gather, which runs under the next forward pass. State exists for owned elements alone.
+the hyper-parameters and returns; an update thread steps this rank's shard of each bucket, front layers first, and
+starts its all-gather, which runs under the next forward pass. State exists for owned elements alone.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1 and 2,
 with shards that follow the topology's tree in place of equal ones.
@@ -10,6 +10,7 @@ with shards that follow the topology's tree in place of equal ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -179,11 +180,11 @@ class ShardedUpdater(Updater):
         """Scale the gradients to a norm of at most ``max_norm``; one number per rank is moved."""
         gradients = self.divided_gradients
         total = gradients.total_norm(norm_type)
-        if error_if_nonfinite and not torch.tensor(total).isfinite():
+        if error_if_nonfinite and not math.isfinite(total):
             raise UpdateError(
                 f"The total norm of order {norm_type} of the gradients is {total}, so it cannot be clipped"
             )
-        gradients.scale(min(1.0, max_norm / (total + 1e-6)) if total == total else total)
+        gradients.scale(total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6)))
         return torch.tensor(total, dtype=self.buckets[0].plan.dtype, device=self.buckets[0].plan.device)
 
     def state_entries(self) -> list[StateEntry]:

@@ -21,7 +21,7 @@ class StateSource(Protocol):
         """Return a parameter's state: a ``torch.dtype`` for what has one value for each element, else the value."""
 
     def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
-        """Write elements of the parameter, from ``start`` in memory order, into the 1-D ``target``; at once or later."""
+        """Write elements of the parameter, from ``start`` in memory order, into the 1-D ``target``; now or later."""
 
 
 class WholeState:
@@ -107,8 +107,6 @@ def parameter_entries(slot: Slot, state: Mapping[str, Any]) -> Iterator[StateEnt
     """Yield the whole state of one parameter as entries."""
     for key, value in state.items():
         if is_elementwise(key, value, slot.shape):
-            yield StateEntry(
-                parameter=slot.name, key=key, value=slot.flatten(value), start=0, stop=slot.num_elements
-            )
+            yield StateEntry(parameter=slot.name, key=key, value=slot.flatten(value), start=0, stop=slot.num_elements)
         else:
             yield StateEntry(parameter=slot.name, key=key, value=value)

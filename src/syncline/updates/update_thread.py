@@ -62,5 +62,5 @@ class UpdateThread:
         while (job := self._next()) is not None:
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the training thread meets it
+            except BaseException as error:
                 self._on_failure(error)

@@ -1,0 +1,310 @@
+"""What training loops do to gradients: accumulate, clip, scale, drop, recompute, leave out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle_models import CASES, copies, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from syncline.errors import UpdateError
+from syncline.pytorch.control import batch_size, clip_grad_norm_, no_sync, synchronize
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.updates import AllReduce, Sharded, UpdateRule
+
+RULES: list[UpdateRule] = [Sharded(bucket_bytes=1000), AllReduce(bucket_bytes=1000)]
+by_rule = pytest.mark.parametrize("rule", RULES, ids=["sharded", "all_reduce"])
+Loop = Callable[[nn.Module, torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]], Any]
+PARTS = [3, 5]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def check_like_one_process(
+    run_fleets: Any,
+    rule: UpdateRule,
+    together: Loop,
+    alone: Loop,
+    *,
+    model: nn.Module | None = None,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+) -> list[Any]:
+    """Run ``together`` on two ranks and ``alone`` on the union of their batches, and compare the parameters."""
+    template = CASES["perceptron"].make() if model is None else model
+    batches = CASES["perceptron"].batches(4, sum(PARTS))
+    models = copies(template, 2)
+    expected = alone(template, make(template), batches)
+
+    def body(fleet: Fleet) -> Any:
+        own, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), rule, fleet=fleet)
+        pieces = [(x.split(PARTS)[fleet.rank], y.split(PARTS)[fleet.rank]) for x, y in batches]
+        result = together(own, optimizer, pieces)
+        optimizer.synchronize()
+        return result
+
+    results = run_fleets(2, body)
+    for other in models:
+        for name, value in template.named_parameters():
+            torch.testing.assert_close(other.state_dict()[name], value.detach(), rtol=1e-11, atol=1e-12, msg=name)
+    assert all(result == pytest.approx(expected, rel=1e-9) for result in results if result is not None)
+    return results
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for inputs, targets in batches:
+        loss_of(model, inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@by_rule
+def test_accumulation_under_no_sync(rule: UpdateRule, run_fleets: Any) -> None:
+    def together(model: nn.Module, optimizer: DistributedOptimizer, batches: Any) -> None:
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            with no_sync(model):
+                (loss_of(model, *first) / 2).backward()
+            (loss_of(model, *second) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def alone(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            (loss_of(model, *first) / 2).backward()
+            (loss_of(model, *second) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check_like_one_process(run_fleets, rule, together, alone)
+
+
+@by_rule
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("how", ["optimizer", "model", "torch"])
+def test_clipping(rule: UpdateRule, norm_type: float, how: str, run_fleets: Any) -> None:
+    def clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        if how == "torch" or not isinstance(optimizer, DistributedOptimizer):
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        if how == "model":
+            return clip_grad_norm_(model, 0.1, norm_type)
+        return optimizer.clip_grad_norm_(0.1, norm_type)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+        norms = []
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+            norms.append(float(clip(model, optimizer)))
+            optimizer.step()
+        return norms
+
+    check_like_one_process(
+        run_fleets, rule, loop, loop, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    )
+
+
+@by_rule
+def test_grad_scaler_skips_on_all_ranks_together(rule: UpdateRule, run_fleets: Any) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step, (inputs, targets) in enumerate(batches):
+            loss = loss_of(model, inputs, targets)
+            if step == 1 and len(inputs) != PARTS[0]:  # an infinity on one of the ranks alone
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step == 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale()
+
+    assert check_like_one_process(run_fleets, rule, loop, loop) == [512.0, 512.0]
+
+
+@by_rule
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model(rule: UpdateRule, set_to_none: bool, run_fleets: Any) -> None:
+    def together(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for inputs, targets in batches:
+            model.zero_grad(set_to_none=set_to_none)
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+
+    check_like_one_process(run_fleets, rule, together, plain)
+
+
+@by_rule
+@pytest.mark.parametrize("by_model", [True, False])
+def test_gradients_that_are_dropped(rule: UpdateRule, by_model: bool, run_fleets: Any) -> None:
+    def together(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for inputs, targets in batches:
+            loss_of(model, inputs + 1, targets).backward()
+            model.zero_grad() if by_model else optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check_like_one_process(run_fleets, rule, together, plain)
+
+
+class Checkpointed(nn.Module):
+    """Its inner layers run again in the backward pass; the shared one is used twice."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.shared, self.last = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        for _ in range(2):
+            hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=self.use_reentrant))
+        return self.last(hidden)
+
+
+@by_rule
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpoints(rule: UpdateRule, use_reentrant: bool, run_fleets: Any) -> None:
+    torch.manual_seed(3)
+    model = Checkpointed(use_reentrant=use_reentrant).double()
+    check_like_one_process(run_fleets, rule, plain, plain, model=model)
+
+
+@by_rule
+def test_weights_that_the_user_tells(rule: UpdateRule, run_fleets: Any) -> None:
+    def together(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for inputs, targets in batches:
+            # the padding counts as samples for the model, but not for the loss
+            padded = torch.cat([inputs, torch.zeros(4, 6).double()])
+            batch_size(len(inputs), model)
+            ((model(padded)[: len(inputs)] - targets) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check_like_one_process(run_fleets, rule, together, plain)
+
+
+def test_samples_counted_by_a_function(run_fleets: Any) -> None:
+    template = CASES["perceptron"].make()
+    models = copies(template, 2)
+    inputs, targets = CASES["perceptron"].batches(1, 8)[0]
+
+    def body(fleet: Fleet) -> torch.Tensor:
+        model = models[fleet.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, wrapped = distribute(model, optimizer, samples=lambda batch: 1.0, fleet=fleet)
+        loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
+        wrapped.step()
+        synchronize(model)
+        return next(model.parameters()).detach()
+
+    for x, y in zip(inputs.split(PARTS), targets.split(PARTS), strict=True):
+        (loss_of(template, x, y) / 2).backward()
+    first = next(template.parameters())
+    for found in run_fleets(2, body):
+        torch.testing.assert_close(found, first.detach() - first.grad, rtol=1e-12, atol=1e-13)
+
+
+@by_rule
+def test_backward_of_a_penalty_does_not_begin_a_step(rule: UpdateRule, run_fleets: Any) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        for inputs, targets in batches:
+            asked = inputs.clone().requires_grad_()
+            outputs = model(asked)
+            (slope,) = torch.autograd.grad(outputs.sum(), asked, create_graph=True)
+            (((outputs - targets) ** 2).mean() + slope.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check_like_one_process(run_fleets, rule, loop, loop)
+
+
+def run_pair(
+    run_fleets: Any, rule: UpdateRule, body: Callable[[nn.Module, DistributedOptimizer, torch.Tensor], Any]
+) -> Any:
+    """Run ``body`` on two ranks with a small model."""
+    models = copies(CASES["perceptron"].make(), 2)
+
+    def main(fleet: Fleet) -> Any:
+        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), rule, fleet=fleet)
+        return body(model, optimizer, torch.ones(2, 6).double())
+
+    return run_fleets(2, main)
+
+
+def test_second_backward_before_the_step_is_refused(run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        model(inputs).sum().backward()
+        with pytest.raises(UpdateError, match="no_sync"):
+            model(inputs).sum().backward()
+        optimizer.zero_grad()
+
+    run_pair(run_fleets, RULES[0], body)
+
+
+@by_rule
+def test_step_after_local_gradients_alone_is_refused(rule: UpdateRule, run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        with optimizer.no_sync():
+            model(inputs).sum().backward()
+        with pytest.raises(UpdateError, match="no_sync"):
+            optimizer.step()
+
+    run_pair(run_fleets, rule, body)
+
+
+def test_whole_gradients_are_refused_with_a_remedy(run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        model(inputs).sum().backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        with pytest.raises(UpdateError, match="AllReduce"):
+            gradient.abs()
+        assert "divided" in repr(gradient)
+        optimizer.step()
+
+    run_pair(run_fleets, RULES[0], body)
+
+
+@by_rule
+def test_a_step_without_samples_anywhere_is_an_error(rule: UpdateRule, run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        with pytest.raises(UpdateError, match="at least one sample"):
+            optimizer.step()
+            optimizer.synchronize()
+        raise KeyError("the end")
+
+    with pytest.raises(KeyError):
+        run_pair(run_fleets, rule, body)
+
+
+def test_graph_kept_over_a_step_is_refused_by_autograd(run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        outputs = model(inputs)
+        outputs.sum().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            outputs.sum().backward()
+        raise KeyError("the end")  # a broken backward pass ends the training
+
+    with pytest.raises(KeyError):
+        run_pair(run_fleets, RULES[0], body)
+
+
+def test_gradients_of_a_copy_are_its_own(run_fleets: Any) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> bool:
+        twin = copy.deepcopy(model)
+        twin(inputs).sum().backward()
+        return all(parameter.grad is not None for parameter in twin.parameters())
+
+    assert run_pair(run_fleets, RULES[0], body) == [True, True]
