@@ -37,7 +37,7 @@ def demo(
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a small byte-level GPT on Python's own source, across 4 ranks; about two minutes on two cores.
+    """Train a small byte-level GPT on Python's own source, across 4 ranks; a minute and a half on two cores.
 
     Ctrl-C ends it with a checkpoint; --resume goes on from there, with another number of ranks too.
     """

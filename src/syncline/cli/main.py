@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("syncline.cli.run", "Start this host's ranks of a training script."),
     "demo": ("syncline.cli.demo", "Train a small byte-level GPT on Python's own source, across 4 ranks."),
     "plan": ("syncline.cli.plan", "Show bytes and time on each link, the lower bound, and which planner wins."),
+    "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),
     "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),
 }

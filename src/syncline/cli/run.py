@@ -14,35 +14,37 @@ from syncline.errors import ConfigurationError
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
+Topology = Annotated[
+    str | None, typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False)
+]
+Ranks = Annotated[int | None, typer.Option(metavar="N", help="Number of ranks.", show_default=False)]
+Host = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False)
+]
+Master = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False)
+]
+SecretFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
+]
+Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)]
+Foreground = Annotated[
+    int | None, typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False)
+]
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="The script, or module, or program.", show_default=False)],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     *,
-    topology: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False),
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks.", show_default=False)] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False),
-    ] = None,
-    master: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
-    ] = None,
-    foreground: Annotated[
-        int | None,
-        typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False),
-    ] = None,
+    topology: Topology = None,
+    ranks: Ranks = None,
+    host: Host = None,
+    master: Master = None,
+    secret_file: SecretFile = None,
+    trace: Trace = None,
+    foreground: Foreground = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
 ) -> None:

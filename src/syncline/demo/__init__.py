@@ -4,6 +4,6 @@
 and ``display`` what is shown while it runs. ``syncline demo`` starts it; ``examples/train_gpt.py`` is a link to it.
 """
 
-DEFAULT_STEPS = 300
+DEFAULT_STEPS = 400
 CHECKPOINT = "checkpoint"
 """Name of the checkpoint in the output folder."""

@@ -4,7 +4,7 @@ Plain PyTorch but for two lines: ``syncline.init`` and ``syncline.distribute``. 
 batch; the model's layers, the optimizer and the loop are as they would be for one process. Start it with
 
     syncline demo                                             # or, by hand:
-    syncline run --topology demo-1-3 examples/train_gpt.py --steps 300
+    syncline run --topology demo-1-3 examples/train_gpt.py --steps 400
 """
 
 from __future__ import annotations
