@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from syncline.lab.hostnames import labs_with_host_names
 from syncline.lab.programs import namespace_names
 from syncline.lab.records import all_records
 
@@ -16,10 +17,11 @@ def _root():
 
 @pytest.fixture
 def is_gone():
-    """Whether nothing is left of a lab: no namespace, no record."""
+    """Whether nothing is left of a lab: no namespace, no host names, no record."""
 
     def check(lab_id):
         names = [name for name in namespace_names() if f"-{lab_id}." in name]
-        return names == [] and lab_id not in {record.lab_id for record in all_records()}
+        recorded = {record.lab_id for record in all_records()}
+        return names == [] and lab_id not in recorded | labs_with_host_names()
 
     return check

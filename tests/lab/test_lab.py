@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 connection = socket.create_connection(listener.getsockname(), timeout=5)
 print("connected")
 """
+LOOK_UP = "import socket, sys; print(*map(socket.gethostbyname, sys.argv[1:]))"
 REACH_OUTSIDE = """
 import socket, sys
 try:
@@ -69,6 +71,10 @@ def test_commands_find_their_place_and_the_machine_sees_nothing(is_gone):
         assert python(lab, "h2", TALK_TO_LOOPBACK) == "connected\n"
         assert python(lab, "h2", REACH_OUTSIDE, "192.0.2.1") == "Network is unreachable\n"
         assert python(lab, "h2", REACH_OUTSIDE, lab.plan.host("h1").address) == "Connection refused\n"
+        addresses = [host.address for host in lab.plan.hosts]
+        assert python(lab, "h2", LOOK_UP, "h0", "h3", "localhost", socket.gethostname()).split() == [
+            addresses[0], addresses[3], "127.0.0.1", addresses[2],
+        ]  # fmt: skip
         lab_id = lab.lab_id
         assert repr(lab) == f"<Lab demo-1-3, up as {lab_id}>"
     assert is_gone(lab_id)

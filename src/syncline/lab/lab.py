@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from syncline.errors import LabError
 from syncline.lab.building import building_batches
+from syncline.lab.hostnames import write_host_names
 from syncline.lab.plan import LabPlan, choose_network, plan_lab
 from syncline.lab.programs import check_machine, interface_bytes, routed_networks, run_batch
 from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings
@@ -89,6 +90,7 @@ class Lab:
             plan = plan_lab(self.topology, lab_id=record.lab_id, network=network)
             for batch in building_batches(plan, self._settings):
                 run_batch(batch)
+            write_host_names(plan)
         except BaseException:
             remove_lab(record)
             raise

@@ -172,6 +172,11 @@ def _plan_link(
     )
 
 
+def lab_id_of(namespace: str) -> str:
+    """Return the id of the lab that a namespace belongs to."""
+    return namespace.removeprefix(NAMESPACE_PREFIX).partition(".")[0]
+
+
 def _namespace(lab_id: str, name: str) -> str:
     return f"{NAMESPACE_PREFIX}{lab_id}.{name}"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import LabError
-from syncline.lab.plan import NAMESPACE_PREFIX
+from syncline.lab.hostnames import labs_with_host_names, remove_host_names
+from syncline.lab.plan import NAMESPACE_PREFIX, lab_id_of
 from syncline.lab.programs import check_machine, delete_namespaces, namespace_names, processes_in
 from syncline.lab.records import RECORDS, LabRecord, all_records, remove_incomplete_records
 
@@ -24,19 +25,20 @@ _KILL_S = 5.0
 def remove_lab(record: LabRecord) -> None:
     """Kill what runs in a lab and remove it, however much of it was built."""
     _remove_namespaces(_namespaces_of(record.lab_id))
+    remove_host_names(record.lab_id)
     record.remove()
 
 
 def clean(records: Path = RECORDS) -> tuple[str, ...]:
     """Remove every lab whose owner is dead, and every namespace of ours without a record; return the labs' ids."""
     check_machine()
-    seen = {_lab_id_of(name) for name in namespace_names() if name.startswith(NAMESPACE_PREFIX)}
-    known = all_records(records)  # read after the namespaces: each namespace that was seen then has its record by now
+    seen = {lab_id_of(name) for name in namespace_names() if name.startswith(NAMESPACE_PREFIX)} | labs_with_host_names()
+    known = all_records(records)  # read last: whatever was seen before then has its record by now
     abandoned = {record.lab_id for record in known if record.is_abandoned}
     orphans = seen - {record.lab_id for record in known}
     for lab_id in abandoned | orphans:
         _remove_namespaces(_namespaces_of(lab_id))
-    for lab_id in abandoned:
+        remove_host_names(lab_id)
         shutil.rmtree(records / lab_id, ignore_errors=True)
     remove_incomplete_records(records)
     return tuple(sorted(abandoned | orphans))
@@ -86,7 +88,3 @@ def _remove_namespaces(names: Sequence[str]) -> None:
 
 def _namespaces_of(lab_id: str) -> tuple[str, ...]:
     return tuple(name for name in namespace_names() if name.startswith(f"{NAMESPACE_PREFIX}{lab_id}."))
-
-
-def _lab_id_of(namespace: str) -> str:
-    return namespace.removeprefix(NAMESPACE_PREFIX).partition(".")[0]
