@@ -12,7 +12,6 @@ from fabric_scenarios import DictStore, Mail, Recorder, connect_all, gather
 
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
-from syncline.fabric.mesh import build_scheduler
 from syncline.topology.topology import Topology
 
 MIB = 1 << 20
@@ -142,17 +141,6 @@ def test_hosts_come_from_the_topology():
         assert repr(fabrics[0].peer(1)) == "<Peer rank 1 (host h1): ready>"
 
     run(2, scenario, topology=topology)
-
-
-def test_the_window_comes_from_the_link_of_the_host():
-    fast = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
-    assert fast.window_bytes == 10_000_000
-    slow = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e6))
-    assert slow.window_bytes == 2 * 256 * 1024
-    unknown = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=None)
-    assert unknown.window_bytes == 4 * MIB
-    given = build_scheduler(FabricOptions(grant_window_bytes=5), rank=0, world_size=2, topology=None)
-    assert given.window_bytes == 5
 
 
 @pytest.mark.parametrize("place", [500, 5_000, 300_007, 900_000])

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 
 from syncline.errors import HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
+from syncline.fabric.fitting import build_scheduler, fit_options
 from syncline.fabric.frames import CONTROL_CLASS
-from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.handshake import Terms, derive_key
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.topology.topology import Topology
-
-DEFAULT_WINDOW_BYTES = 4 << 20
-DRAIN_S = 0.010
-"""A window lasts about this long on the link that it is for."""
 
 
 async def connect_tcp(
@@ -52,6 +47,7 @@ async def connect_tcp(
             rank=rank,
             hosts=[other.host for other in generation.members],
             options=options,
+            peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             scheduler=build_scheduler(options, rank=rank, world_size=world_size, topology=topology),
             trace=trace,
         )
@@ -64,40 +60,6 @@ async def connect_tcp(
         fabric.abort()
         raise
     return fabric
-
-
-def build_scheduler(options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None) -> GrantScheduler:
-    """Size the grant window by what the link to this rank's host drains, and each sender's share by its route."""
-    own_rate = math.inf
-    rates = [math.inf] * world_size
-    if topology is not None:
-        rank_and_host = topology.path(rank)[:2]
-        own_rate = min((node.link.down_bytes_per_s for node in rank_and_host if node.link), default=math.inf)
-        rates = [_route_rate(topology, peer, rank) for peer in range(world_size)]
-    window_bytes = options.grant_window_bytes or _window(own_rate, options.chunk_bytes)
-    return GrantScheduler(
-        window_bytes=window_bytes,
-        quantum_bytes=max(options.chunk_bytes, window_bytes // 4),
-        sender_bytes={
-            peer: max(options.chunk_bytes, min(window_bytes, _window(peer_rate, options.chunk_bytes)))
-            for peer, peer_rate in enumerate(rates)
-        },
-    )
-
-
-def _route_rate(topology: Topology, source: int, destination: int) -> float:
-    slowest = math.inf
-    for directed in topology.route(source, destination):
-        link = topology.node(directed.child).link
-        if link is not None:
-            slowest = min(slowest, link.bytes_per_s(directed.direction))
-    return slowest
-
-
-def _window(bytes_per_s: float, chunk_bytes: int) -> int:
-    if math.isinf(bytes_per_s):
-        return max(2 * chunk_bytes, DEFAULT_WINDOW_BYTES)
-    return max(2 * chunk_bytes, int(bytes_per_s * DRAIN_S))
 
 
 async def _connect(fabric: TcpFabric, listening: socket.socket, generation: Generation, options: FabricOptions) -> None:
@@ -114,7 +76,7 @@ async def _connect(fabric: TcpFabric, listening: socket.socket, generation: Gene
         if fabric.peer(peer).has_connection(connection_class):
             sock.close()  # the peer was lost meanwhile
             return
-        prepare_connected(sock, connection_class, options)
+        prepare_connected(sock, connection_class, fabric.peer(peer).options)
         fabric.peer(peer).attach(connection_class, sock)
 
     acceptor = Acceptor(

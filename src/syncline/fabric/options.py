@@ -41,7 +41,7 @@ class FabricOptions:
     grant_window_bytes: int | None = None
     """How much may be granted and not yet here; None takes it from the topology's rates."""
     chunk_bytes: int = 256 << 10
-    """An urgent message waits for at most one chunk of another on its connection."""
+    """An urgent message waits for at most one chunk of another on its connection. Slow routes have smaller ones."""
 
     num_classes: int = 1
     """Number of data connections to each peer; class 0 is the most urgent."""
@@ -54,7 +54,7 @@ class FabricOptions:
     receive_buffer_bytes: int | None = None
     """``SO_RCVBUF``; None lets the kernel tune it."""
     unsent_bytes: int = 256 << 10
-    """``TCP_NOTSENT_LOWAT``: what the kernel may hold of a connection beyond what is on the wire."""
+    """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
     congestion: str | None = None
     """``TCP_CONGESTION``, such as ``"bbr"``; None is the system's default, and cubic within a machine."""
 

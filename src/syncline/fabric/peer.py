@@ -61,7 +61,7 @@ class Peer:
     ) -> None:
         self.rank = rank
         self.host = host
-        self._options = options
+        self.options = options
         self._events = events
         self._loop = loop
         self._sockets: dict[int, socket.socket] = {}
@@ -120,7 +120,7 @@ class Peer:
         """Take an authenticated socket; with the last one the peer is ready."""
         assert not self.has_connection(connection_class)
         self._sockets[connection_class] = sock
-        if len(self._sockets) == 1 + self._options.num_classes:
+        if len(self._sockets) == 1 + self.options.num_classes:
             self._start()
 
     def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
@@ -195,12 +195,12 @@ class Peer:
         control = ControlConnection(
             self._sockets.pop(CONTROL_CLASS), self._loop, on_frame=self._on_frame, on_broken=self._on_control_broken
         )
-        for connection_class in range(self._options.num_classes):
+        for connection_class in range(self.options.num_classes):
             connection = DataConnection(
                 self._sockets.pop(connection_class),
                 self._loop,
                 connection_class=connection_class,
-                chunk_bytes=self._options.chunk_bytes,
+                chunk_bytes=self.options.chunk_bytes,
                 receiver=self.inbox,
                 on_message_sent=partial(self.outbox.on_message_sent, connection_class),
                 on_end=self._check_ended,
@@ -209,7 +209,7 @@ class Peer:
             self._data.append(connection)
         self._control = control
         self.outbox.attach(control, self._data)
-        self.send_frame(FrameType.CREDIT, message_bytes=self._options.credit_bytes)
+        self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         for started in self._connections():
             started.start()
         self._events.on_ready(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class TcpFabric:
         rank: int,
         hosts: Iterable[str],
         options: FabricOptions,
+        peer_options: Mapping[int, FabricOptions],
         scheduler: GrantScheduler,
         trace: TraceSink | None = None,
     ) -> None:
@@ -55,7 +56,7 @@ class TcpFabric:
         self._scheduler = scheduler
         self._trace = trace
         self._peers = {
-            peer: Peer(peer, host, options=options, scheduler=scheduler, events=self, loop=self._loop)
+            peer: Peer(peer, host, options=peer_options[peer], scheduler=scheduler, events=self, loop=self._loop)
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }

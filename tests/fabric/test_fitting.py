@@ -1,0 +1,45 @@
+"""Windows and chunks that fit the links."""
+
+from syncline.fabric import FabricOptions
+from syncline.fabric.fitting import build_scheduler, fit_options
+from syncline.topology.topology import Topology
+
+KIB = 1 << 10
+
+
+def window(topology, rank=0, **settings):
+    world_size = topology.num_ranks if topology else 2
+    return build_scheduler(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology).window_bytes
+
+
+def test_the_window_lasts_ten_milliseconds_on_the_link_of_the_host():
+    assert window(Topology.flat(2, rate=1e9)) == 10_000_000
+    assert window(Topology.flat(2, rate=1e6)) == 512 * KIB
+    assert window(None) == 4096 * KIB
+    assert window(Topology.flat(2)) == 4096 * KIB
+    assert window(Topology.flat(2, rate=1e9), grant_window_bytes=5) == 5
+
+
+def test_chunks_last_five_milliseconds_on_their_route():
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=20e6))
+    assert options[1].chunk_bytes == 100_000
+    assert options[1].unsent_bytes == 100_000
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e5))
+    assert options[1].chunk_bytes == 32 * KIB
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
+    assert options[1].chunk_bytes == 256 * KIB
+    assert fit_options(FabricOptions(), rank=0, world_size=2, topology=None)[1] == FabricOptions()
+
+
+def test_eager_messages_still_fit_into_a_chunk():
+    settings = {"eager_bytes": 100_000, "chunk_bytes": 200_000}
+    options = fit_options(FabricOptions(**settings), rank=0, world_size=2, topology=Topology.flat(2, rate=1e5))
+    assert options[1].chunk_bytes == 100_000
+
+
+def test_each_route_has_its_own_sizes():
+    topology = Topology.load("deep-asymmetric")  # h6 has ranks 6 and 7 and 1 Gbit/s; its rack has 100 Mbit/s up
+    assert window(topology, rank=6) == 625_000, "two ranks share the link of their host"
+    options = fit_options(FabricOptions(), rank=6, world_size=10, topology=topology)
+    assert options[7].chunk_bytes == 256 * KIB
+    assert options[0].chunk_bytes == 62_500
