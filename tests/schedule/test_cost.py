@@ -10,8 +10,7 @@ from syncline.errors import ScheduleError
 from syncline.schedule import Collective, CostModel, plan_ring, plan_tree, predict
 from syncline.topology import DirectedLink, Topology
 
-WIRE = CostModel(message_overhead_s=0.0, payload_share=1.0)
-FREE = CostModel(message_overhead_s=1e-3, payload_share=1.0)
+WIRE = CostModel.of_links_alone()
 
 
 def test_one_slice_takes_the_sum_of_its_steps():
@@ -50,10 +49,21 @@ def test_latency_counts_along_the_longest_route_of_each_step():
 
 def test_messages_cost_their_overhead():
     topology = Topology.flat(5)
-    prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 500, 100, cost=FREE)
+    prediction = predict(
+        plan_tree(topology, Collective.ALL_REDUCE), topology, 500, 100, cost=CostModel(message_overhead_s=1e-3)
+    )
     assert prediction.bottleneck is None
-    assert prediction.first_slice_s == pytest.approx(2 * (4 + 1) * 1e-3)
-    assert prediction.period_s == pytest.approx(16 * 1e-3)  # eight sent and eight received
+    assert prediction.first_slice_s == pytest.approx(2 * (8 + 1) * 1e-3, rel=1e-3)
+    assert prediction.period_s == pytest.approx(16e-3, rel=1e-3)  # eight sent and eight received
+
+
+def test_ranks_handle_what_they_send_receive_and_add():
+    topology = Topology.flat(4)
+    cost = CostModel(message_overhead_s=0.0, rank_bytes_per_s=1e6)
+    for collective, handled in ((Collective.REDUCE_SCATTER, 3 * 3 / 4), (Collective.ALL_GATHER, 2 * 3 / 4)):
+        prediction = predict(plan_tree(topology, collective), topology, 4 * 10**6, 10**6, cost=cost)
+        assert prediction.rank_seconds == pytest.approx(4 * handled)
+        assert prediction.seconds == pytest.approx(4 * handled)
 
 
 def test_nothing_to_do_takes_no_time():
@@ -94,5 +104,5 @@ def test_impossible_arguments_are_refused():
         predict(schedule, Topology.flat(3), 10)
     with pytest.raises(ScheduleError, match="slices of 1 or more"):
         predict(schedule, Topology.flat(2), 10, 0)
-    with pytest.raises(ScheduleError, match="payload share in"):
+    with pytest.raises(ScheduleError, match="a payload share in"):
         CostModel(payload_share=0)

@@ -148,10 +148,6 @@ def draft_of(collective, rows, *, num_ranks=3, cuts=(0, 1), owners=None, root=0)
             draft_of(AR, [(0, 0, 1, 0, 1, False), (0, 2, 1, 0, 1, True)]),
             "rank 1, atom 0 .* is overwritten from rank 0 and also written from rank 2",
         ),
-        (
-            draft_of(AR, [(0, 0, 1, 0, 1, True), (1, 1, 0, 0, 1, False)], num_ranks=2),
-            "an owner makes its result itself, but rank 0 owns atom 0 .* is sent it by rank 1 in step 1",
-        ),
         (draft_of(RS, [], num_ranks=1, owners=[UNOWNED]), r"atom 0 \(\[0, 1\) of the data\) has rank -1 as its owner"),
         (draft_of(AR, [], num_ranks=1, owners=[1]), "has rank 1 as its owner"),
         (draft_of(RS, [], num_ranks=1, owners=[0, 0]), "each of the 1 atoms needs an owner"),
@@ -171,6 +167,28 @@ def test_refusal_names_the_rule_the_rank_and_the_atom(draft, reason):
         verify(draft)
     assert str(refusal.value).startswith("the hand draft for ")
     assert "choose another one" in str(refusal.value)
+
+
+def all_to_all(groupings):
+    """Rank k adds the others' contributions in the steps that its grouping gives them."""
+    rows = [(step, src, dst, 0, 1, True) for dst, steps in enumerate(groupings) for src, step in steps.items()]
+    return draft_of(AR, rows, num_ranks=len(groupings), owners=[UNOWNED])
+
+
+def test_ranks_that_add_in_another_order_are_refused():
+    # In step 0 everyone still holds its own contribution alone; what is added together there is added in rank order.
+    verify(all_to_all([{1: 0, 2: 0}, {0: 0, 2: 0}, {0: 0, 1: 0}]))
+    # Ranks 0, 1 and 2 make (0 + 1) + (2 + 3), rank 3 makes 0 + 1 + 2 + 3.
+    groupings = [{1: 0, 2: 1}, {0: 0, 2: 1}, {3: 0, 0: 1}, {0: 0, 1: 0, 2: 0}]
+    reason = r"same bits, but rank 3 adds atom 0 \(\[0, 1\) of the data\) in another order than rank 0"
+    with pytest.raises(ScheduleError, match=reason):
+        verify(all_to_all(groupings))
+
+
+def test_owner_that_is_sent_its_result_is_no_owner_to_split_at():
+    schedule = verify(draft_of(AR, [(0, 0, 1, 0, 1, True), (1, 1, 0, 0, 1, False)], num_ranks=2))
+    with pytest.raises(ScheduleError, match=r"in rank 0, atom 0 .* rank 1 is counted 0 times"):
+        schedule.split()
 
 
 def test_many_wrong_counts_are_cut_short():

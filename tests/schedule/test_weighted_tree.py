@@ -13,7 +13,7 @@ from syncline.schedule.portions import best_fractions
 from syncline.topology import Topology
 
 SIZE = 64 << 20
-WIRE = CostModel(payload_share=1.0, message_overhead_s=0.0)
+WIRE = CostModel.of_links_alone()
 RATES = st.integers(1, 1000).map(lambda rate: rate * 1e6)
 
 

@@ -2,11 +2,13 @@
 
 The data runs through the schedule in n even slices, each slice through all steps by itself.
 
-- One step of one slice takes as long as its busiest link (bytes / rate) or its busiest rank (messages x overhead),
-  whichever is longer, plus the longest route's latency, plus one message's overhead.
+- A rank's communication loop handles one thing at a time: an overhead for each message that it sends or receives, and
+  the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice.
+- One step of one slice takes as long as its busiest link (bytes / rate) or its busiest rank, whichever is longer, plus
+  the longest route's latency, plus one message's overhead.
 - The *first slice* takes the sum of its steps.
-- Slices follow each other at the *period* of whatever is busiest over a whole slice: a directed link, which carries
-  all bytes of all steps, or a rank, which handles all messages that it sends and receives.
+- Slices follow each other at the *period* of whatever is busiest over a whole slice, all steps together: a directed
+  link or a rank.
 
     seconds = first slice + (n - 1) x period
 
@@ -16,6 +18,7 @@ taken times ``payload_share``: what TCP/IP and Ethernet headers leave of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,10 +39,18 @@ class CostModel:
 
     message_overhead_s: float = 30e-6
     payload_share: float = 1448 / 1514
+    rank_bytes_per_s: float = 3e9
 
     def __post_init__(self) -> None:
-        if not (self.message_overhead_s >= 0 and 0 < self.payload_share <= 1):
-            raise ScheduleError(f"a message's overhead is at least 0 s and a payload share in (0, 1], not {self}")
+        if not (self.message_overhead_s >= 0 and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0):
+            raise ScheduleError(
+                f"a message's overhead is at least 0 s, a payload share in (0, 1], a rank's rate above 0; not {self}"
+            )
+
+    @classmethod
+    def of_links_alone(cls) -> CostModel:
+        """Return a model in which links cost what their rates say and nothing else costs anything."""
+        return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,7 @@ class Prediction:
     """How long a collective takes, and why.
 
     ``link_seconds`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
+    ``rank_seconds`` says how long the busiest rank's communication loop is.
     ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``.
     """
 
@@ -56,6 +68,7 @@ class Prediction:
     num_slices: int
     bottleneck: DirectedLink | None
     link_seconds: Mapping[DirectedLink, float]
+    rank_seconds: float
 
 
 def predict(
@@ -82,26 +95,28 @@ class _Walk:
 
     def __init__(self, draft: Draft, table: LinkTable, slice_bytes: float, cost: CostModel) -> None:
         self._table = table
-        self._overhead_s = cost.message_overhead_s
+        self._cost = cost
         self._slice_bytes = slice_bytes
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
         self._link_s: Floats = np.zeros(len(table.links))
-        self._num_messages: Floats = np.zeros(draft.num_ranks)
+        self._rank_s: Floats = np.zeros(draft.num_ranks)
         self._first_slice_s = sum(self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft))
 
     def _step(self, draft: Draft, rows: slice, moved: Floats) -> float:
         src, dst = draft.transfers.src[rows], draft.transfers.dst[rows]
         link_s = self._table.load(src, dst, moved) * self._slice_bytes * self._s_per_byte
-        sent = np.bincount(src, minlength=draft.num_ranks)
-        received = np.bincount(dst, minlength=draft.num_ranks)
+        s_per_share = self._slice_bytes / self._cost.rank_bytes_per_s
+        sending_s = self._cost.message_overhead_s + moved * s_per_share
+        receiving_s = sending_s + moved * s_per_share * draft.transfers.add[rows]
+        rank_s = np.bincount(src, sending_s, draft.num_ranks) + np.bincount(dst, receiving_s, draft.num_ranks)
         self._link_s += link_s
-        self._num_messages += sent + received
-        busiest_s = max(float(link_s.max(initial=0.0)), float(np.maximum(sent, received).max()) * self._overhead_s)
-        return busiest_s + float(self._table.latencies(src, dst).max()) + self._overhead_s
+        self._rank_s += rank_s
+        busiest_s = max(float(link_s.max(initial=0.0)), float(rank_s.max()))
+        return busiest_s + float(self._table.latencies(src, dst).max()) + self._cost.message_overhead_s
 
     def predict(self, num_slices: int) -> Prediction:
-        busiest_link_s = float(self._link_s.max(initial=0.0))
-        period_s = max(busiest_link_s, float(self._num_messages.max()) * self._overhead_s)
+        busiest_link_s, busiest_rank_s = float(self._link_s.max(initial=0.0)), float(self._rank_s.max())
+        period_s = max(busiest_link_s, busiest_rank_s)
         links = self._table.links
         return Prediction(
             seconds=self._first_slice_s + (num_slices - 1) * period_s,
@@ -110,6 +125,7 @@ class _Walk:
             num_slices=num_slices,
             bottleneck=links[int(self._link_s.argmax())] if busiest_link_s > 0 else None,
             link_seconds=dict(zip(links, (self._link_s * num_slices).tolist(), strict=True)),
+            rank_seconds=busiest_rank_s * num_slices,
         )
 
 

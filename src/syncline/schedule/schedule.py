@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -124,19 +124,14 @@ class Schedule:
 
         Raises :class:`~syncline.errors.ScheduleError` for other collectives, and where atoms have no owner.
         """
-        from syncline.schedule.verifier import verify
+        from syncline.schedule.verifier import split_at_owners, verify
 
-        if self.collective is not Collective.ALL_REDUCE or not self.draft.has_owners:
+        halves = split_at_owners(self.draft)
+        if halves is None:
             raise ScheduleError(
                 f"only an all_reduce with owners can be split, not {self!r}; plan the two collectives one by one"
             )
-        adds = self.transfers.add
-        scatter, gather = self.transfers.take(adds), self.transfers.take(~adds)
-        first_step = int(gather.step[0]) if len(gather) else 0
-        return (
-            verify(replace(self.draft, collective=Collective.REDUCE_SCATTER, transfers=scatter)),
-            verify(replace(self.draft, collective=Collective.ALL_GATHER, transfers=gather.shifted(-first_step))),
-        )
+        return verify(halves[0]), verify(halves[1])
 
 
 def digest_of(draft: Draft) -> str:

@@ -3,20 +3,22 @@
 Proved is: (1) *form*: cuts rise from 0 to the denominator, ranks and atoms exist, nobody sends to itself; (2)
 *writes*: in one step no atom of a rank is overwritten twice, or both overwritten and added to; (3) *counts*: every
 rank that is promised a result holds each contribution exactly once (counts, not presence), and nothing is read before
-it was written; (4) *owners*: in an all-reduce, the owner of an atom has made its result itself, so that the schedule
-can be split there.
+it was written; (4) *bits*: all ranks end an all-reduce with the same bits. That is so if it is a reduce-scatter,
+which makes each result at its owner, and then an all-gather of these; otherwise all ranks must make the same
+additions in the same grouping.
 
 Complexity: time in proportion to the sum over transfers of their atoms (numpy), memory bounded by blocks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from syncline.errors import ScheduleError
+from syncline.schedule.bits import find_differing_rank
 from syncline.schedule.blame import describe_atom, explain
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import UNOWNED, Draft
@@ -33,11 +35,10 @@ def verify(draft: Draft) -> Schedule:
     _check_ranks(draft)
     _check_rows(draft)
     _check_writes(draft)
-    suspect = find_suspect(draft)
-    if suspect is not None:
-        raise _refusal(draft, explain(draft, suspect))
-    if draft.collective is Collective.ALL_REDUCE:
-        _check_owners_reduce(draft)
+    halves = split_at_owners(draft)
+    if halves is None or any(find_suspect(half) for half in halves):
+        _check_counts(draft)
+        _check_bits(draft)
     counted = f"each of {draft.num_ranks} contributions exactly once" if draft.collective.adds else "the one source"
     return prove(draft, f"{draft.collective.after.value}: {counted}, in each of {draft.num_atoms} atoms")
 
@@ -118,18 +119,33 @@ def _clash(draft: Draft, copy: int, other: int) -> ScheduleError:
     )
 
 
-def _check_owners_reduce(draft: Draft) -> None:
-    rows, num_atoms = draft.transfers, draft.num_atoms
-    copies = np.flatnonzero(~rows.add)
-    owned: npt.NDArray[np.int64] = np.sort(draft.owners.astype(np.int64) * num_atoms + np.arange(num_atoms))
-    target = rows.dst[copies].astype(np.int64) * num_atoms
-    low = np.searchsorted(owned, target + rows.first[copies])
-    high = np.searchsorted(owned, target + rows.last[copies])
-    wrong = np.flatnonzero(high > low)
-    if len(wrong):
-        row, atom = int(copies[wrong[0]]), int(owned[low[wrong[0]]] % num_atoms)
-        raise _refusal(
-            draft,
-            f"an owner makes its result itself, but rank {rows.dst[row]} owns atom {atom} "
-            f"({describe_atom(draft, atom)}) and is sent it by rank {rows.src[row]} in step {rows.step[row]}",
-        )
+def split_at_owners(draft: Draft) -> tuple[Draft, Draft] | None:
+    """Return an all-reduce as what adds and what is sent back after that, or None where it is not of that form."""
+    rows = draft.transfers
+    scatter, gather = rows.take(rows.add), rows.take(~rows.add)
+    overlap = len(scatter) > 0 and len(gather) > 0 and scatter.step[-1] >= gather.step[0]
+    if draft.collective is not Collective.ALL_REDUCE or not draft.has_owners or overlap:
+        return None
+    first_step = int(gather.step[0]) if len(gather) else 0
+    return (
+        replace(draft, collective=Collective.REDUCE_SCATTER, transfers=scatter),
+        replace(draft, collective=Collective.ALL_GATHER, transfers=gather.shifted(-first_step)),
+    )
+
+
+def _check_counts(draft: Draft) -> None:
+    suspect = find_suspect(draft)
+    if suspect is not None:
+        raise _refusal(draft, explain(draft, suspect))
+
+
+def _check_bits(draft: Draft) -> None:
+    differing = find_differing_rank(draft) if draft.collective is Collective.ALL_REDUCE else None
+    if differing is None:
+        return
+    rank, atom = differing
+    raise _refusal(
+        draft,
+        f"all ranks add in the same order, so that they end with the same bits, but rank {rank} adds atom {atom} "
+        f"({describe_atom(draft, atom)}) in another order than rank 0",
+    )

@@ -20,7 +20,6 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 _COMPARED_AT_BYTES = 16 << 20
-_WIRE_ALONE = CostModel(message_overhead_s=0.0, payload_share=1.0)
 _CLOSE_ENOUGH = 1e-6
 
 
@@ -48,7 +47,9 @@ def draft_weighted_tree(
 
 def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
     bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
-    busiest_s = max(predict(draft, topology, _COMPARED_AT_BYTES, cost=_WIRE_ALONE).link_seconds.values(), default=0.0)
+    busiest_s = max(
+        predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone()).link_seconds.values(), default=0.0
+    )
     return busiest_s <= bound * (1 + _CLOSE_ENOUGH)
 
 
