@@ -112,6 +112,23 @@ def test_a_callback_may_begin_the_next_call(in_memory):
     assert all(event.wait(20) for event in later)
 
 
+def test_a_callback_must_not_wait(in_memory):
+    communicators = in_memory(2)
+    caught, seen = [], threading.Event()
+
+    def wait_on_the_loop(_work):
+        try:
+            communicators[0].barrier().wait()
+        except AssertionError as error:
+            caught.append(str(error))
+        seen.set()
+
+    works = [communicator.barrier() for communicator in communicators]
+    works[0].add_done_callback(wait_on_the_loop)
+    assert seen.wait(20)
+    assert "needs its thread" in caught[0]
+
+
 def test_waiting_has_a_limit_of_its_own(in_memory):
     communicators = in_memory(2)
     work = communicators[0].barrier()

@@ -118,7 +118,7 @@ class Communicator:
 
     def submit(self, call: CollectiveCall) -> Work:
         """Begin ``call``; from any thread. Its buffer must not be touched until the work is done."""
-        work = Work(call.what, timeout_s=call.timeout_s, defer=self._loop.call_soon)
+        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop)
         if self._loop.is_current():
             self._begin(call, work)
         else:

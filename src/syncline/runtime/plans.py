@@ -9,51 +9,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
-from syncline.schedule import UNOWNED, Collective, Layout, Schedule, choose, plan_tree, predict
-from syncline.topology import Host, Link, Switch, Topology
+from syncline.schedule import Collective, Layout, Schedule, choose
+from syncline.topology import Topology
 
 Target = Literal["balanced", "rank_order"]
 Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
 """Topology, collective, bytes, target, root."""
 
 
-LOOP_BYTES_PER_S = 1.5e9
-"""What one communication loop moves in each direction: a rank is no faster, whatever its link is said to carry."""
-LONG_BYTES = 1 << 20
-
-
 def plan_best(topology: Topology, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
-    """Return the schedule with the least predicted time, where a rank is no faster than its communication loop.
-
-    A schedule without owners adds up the whole buffer on every rank, which the prediction does not count; so for long
-    buffers the tree is taken if it is as fast within a tenth.
-    """
-    limited = _limit_ranks(topology)
-    schedule = choose(limited, collective, num_bytes, target=target, root=root)
-    if collective is not Collective.ALL_REDUCE or num_bytes < LONG_BYTES or not (schedule.owners == UNOWNED).any():
-        return schedule
-    tree = plan_tree(topology, collective, target=target)
-    seconds, tree_seconds = (predict(each, limited, num_bytes).seconds for each in (schedule, tree))
-    return tree if tree_seconds <= 1.1 * seconds else schedule
-
-
-def _limit_ranks(topology: Topology) -> Topology:
-    def limit(link: Link) -> Link:
-        return Link(
-            up_bytes_per_s=min(link.up_bytes_per_s, LOOP_BYTES_PER_S),
-            down_bytes_per_s=min(link.down_bytes_per_s, LOOP_BYTES_PER_S),
-            latency_s=link.latency_s,
-        )
-
-    def rebuild(node: Switch | Host) -> Switch | Host:
-        if isinstance(node, Switch):
-            return replace(node, children=tuple(rebuild(child) for child in node.children))
-        return replace(node, ranks=tuple(replace(rank, link=limit(rank.link)) for rank in node.ranks))
-
-    return Topology(name=topology.name, root=rebuild(topology.root), source=topology.source, lines=topology.lines)
+    """Return the schedule with the least predicted time."""
+    return choose(topology, collective, num_bytes, target=target, root=root)
 
 
 class Plans:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from syncline.errors import DeadlineError
+from syncline.runtime.loop import CommunicationLoop
 
 GRACE_S = 30.0
 """The loop itself fails a call at its deadline; only if the loop does not answer does the waiting thread give up."""
@@ -14,15 +15,15 @@ GRACE_S = 30.0
 class Work:
     """A collective under way, or done; any thread may wait for it.
 
-    ``defer`` runs a function on the communication loop's thread.
+    ``loop`` is where it ends and where callbacks run.
     """
 
-    __slots__ = ("_callbacks", "_defer", "_error", "_event", "_lock", "_timeout_s", "label")
+    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_timeout_s", "label")
 
-    def __init__(self, label: str, *, timeout_s: float, defer: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, label: str, *, timeout_s: float, loop: CommunicationLoop) -> None:
         self.label = label
         self._timeout_s = timeout_s
-        self._defer = defer
+        self._loop = loop
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], None]] = []
@@ -42,6 +43,7 @@ class Work:
         Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (it goes on then). None waits as long as
         the call itself may take.
         """
+        assert self.done() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
         if not self._event.wait(limit_s):
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
@@ -58,7 +60,7 @@ class Work:
             if not self._event.is_set():
                 self._callbacks.append(callback)
                 return
-        self._defer(lambda: callback(self))
+        self._loop.call_soon(callback, self)
 
     def finish(self, error: BaseException | None) -> None:
         """End it; called once, on the communication loop's thread."""
