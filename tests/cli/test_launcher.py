@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,24 @@ def test_a_stubborn_rank_is_killed(tmp_path):
     assert "then rank 1: ended by the launcher (killed by SIGKILL)" in error
 
 
+def test_a_killed_rank_is_reported_with_its_signal():
+    code, _, error = start("if rank == 1: os.kill(os.getpid(), 9)")
+    assert code == 137
+    assert "syncline: rank 1 was killed by SIGKILL" in error
+
+
+def test_a_crash_in_native_code_leaves_a_traceback():
+    code, _, error = start("if rank == 1: os.abort()")
+    assert code == 134
+    assert "the job failed: rank 1, killed by SIGABRT (abort)\n    Fatal Python error: Aborted" in error
+
+
+def test_a_stopped_rank_is_ended_too():
+    code, _, error = start("os.kill(os.getpid(), 19) if rank == 1 else sys.exit(5)")
+    assert code == 5
+    assert "then rank 1: ended by the launcher" in error
+
+
 def test_what_a_rank_leaves_running_is_ended_with_it(tmp_path):
     script = """
     import subprocess
@@ -156,6 +175,7 @@ def test_one_rank_can_own_the_terminal(capfd):
         ({"num_ranks": None}, ConfigurationError, "say --ranks N or --topology FILE"),
         ({"num_ranks": 2, "host": "a1"}, ConfigurationError, "--host a1 needs a topology"),
         ({"num_ranks": 3, "topology": "demo-1-3"}, TopologyError, "4 ranks but the job has 3"),
+        ({"num_ranks": 1, "trace": Path("/no/such/folder/x.json")}, ConfigurationError, "no folder /no/such/folder"),
         ({"num_ranks": 1, "command": ("/no/such/program",)}, LaunchError, "rank 0 cannot be started.*No such file"),
     ],
 )

@@ -17,10 +17,10 @@ from syncline.demo.gpt import GPT, sample
 from syncline.report import draw_line_plot, link_table
 from syncline.topology import DirectedLink, Direction, Topology
 
-PROMPT = b"class "
-NUM_SAMPLED_BYTES = 320
+PROMPT = b"    def __init__(self"
+NUM_SAMPLED_BYTES = 260
 TEMPERATURE = 0.7
-SAMPLE_SEED = 1
+SAMPLE_SEED = 2
 MAX_WIDTH = 100
 NUM_LAST_LOSSES = 5
 
@@ -82,7 +82,7 @@ def _show_curve(console: Console, closing: Closing) -> None:
 
 def _show_sample(console: Console, model: GPT) -> None:
     text = sample(model, PROMPT, num_bytes=NUM_SAMPLED_BYTES, temperature=TEMPERATURE, seed=SAMPLE_SEED)
-    console.print(f"[bold]A few lines by the model[/], after {PROMPT.decode()!r}")
+    console.print(f"[bold]A few lines by the model[/], after {PROMPT.decode().strip()!r}")
     console.print(escape(_printable(PROMPT + text)), style="cyan", no_wrap=True, overflow="ellipsis")
     console.print()
 

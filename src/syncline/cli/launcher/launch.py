@@ -42,6 +42,8 @@ class Request:
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     """Start this host's ranks and wait for them; returns the exit code."""
     terminal = terminal or Terminal()
+    if request.trace and not request.trace.absolute().parent.is_dir():  # said now, not after hours
+        raise ConfigurationError(f"--trace {request.trace}: there is no folder {request.trace.absolute().parent}")
     topology, named_as = _find_topology(request)
     host = choose_host(topology, asked=request.host, environment=os.environ) if named_as else None
     is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
