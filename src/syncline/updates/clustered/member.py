@@ -1,8 +1,8 @@
 """The member: every rank's part in its cluster. It contributes to one entry at a time and takes what is agreed.
 
 A member keeps the newest mean and the newest result, until the next of its kind. That is all that a cluster needs to go
-on when its server dies: whoever is drawn next asks every member which entry it holds, and lets one who holds the newest
-send it to those who lack it (see `server`).
+on when its server dies: whoever is drawn next hears from every member which entry it holds, gets the newest one if it
+lacks that, and sends it to the others who do (see `server`).
 
 A member follows the server of the term that its next entry belongs to, and beside it that of its newest exchange: until
 the next exchange is agreed, other clusters may still lack the last one and ask for it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from syncline.updates.clustered.agenda import Agenda, Entry, Kind
-from syncline.updates.clustered.messages import Agreed, Contribution, Join, Message, Payload, Supply
+from syncline.updates.clustered.messages import Agreed, Contribution, Join, Message, Payload
 from syncline.updates.clustered.view import View
 
 
@@ -112,11 +112,6 @@ class Member:
                 self._followed[term] = server
                 messages.append((server, Join(term=term, index=self.position)))
         return messages + self._contribute()
-
-    def supply(self, request: Supply) -> list[tuple[int, Message]]:
-        """Send an entry that this member holds to those who lack it."""
-        held = self.held(request.index)
-        return [] if held is None else [(rank, held) for rank in request.ranks]
 
     def held(self, index: int) -> Agreed | None:
         """Return an entry if this member still keeps it."""

@@ -57,11 +57,10 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """A server to a member that holds entry ``index``: send it to ``ranks``, who lack it."""
+    """A server to a member that holds entry ``index``: send it to me, for I do not."""
 
     term: int
     index: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,8 @@ class Node:
         if not news:
             return False
         self.view.dead |= news
+        for rank in sorted(news):  # one who lives after all learns that the job goes on without it
+            self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
         num_live = len(self.view.live())
         if num_live < self._quorum * self.view.world_size:
             self._stop(
@@ -141,10 +143,12 @@ class Node:
             if receiver == self.view.rank:
                 self._mail.append((self.view.rank if sender is None else sender, message))
             elif receiver not in self.view.dead:
-                envelope = Envelope(dead=tuple(sorted(self.view.dead)), message=message)
-                self._instructions.append(Send(peer=receiver, envelope=envelope))
+                self._instructions.append(Send(peer=receiver, envelope=self._seal(message)))
         while self._mail and self.stopped is None:
             self._deliver(*self._mail.pop(0))
+
+    def _seal(self, message: Message) -> Envelope:
+        return Envelope(dead=tuple(sorted(self.view.dead)), message=message)
 
     def _gather(self, server: Server) -> None:
         """Carry out what a server said."""
@@ -167,7 +171,8 @@ class Node:
         elif self.view.cluster_of(peer) != self.view.cluster:
             self.num_refused += 1
         elif isinstance(message, Supply):
-            self._post(self.member.supply(message))
+            held = self.member.held(message.index)
+            self._post([] if held is None else [(peer, held)])
         else:
             self._serve(peer, message)
 

@@ -1,7 +1,7 @@
 """The temporary server of one cluster in one term: it collects, reckons the mean, and hands out what is agreed.
 
     OPENING     not all live members have joined
-    LEVELLING   some members lack the newest entry; one who holds it was asked to send it
+    LEVELLING   the newest entry is held by other members alone; one of them was asked to send it
     COLLECTING  waiting for the members' contributions to the next entry
     READYING    an exchange: waiting until the servers of all clusters are ready
     EXCHANGING  an exchange runs
@@ -74,6 +74,7 @@ class Server:
         self._positions: dict[int, int] = {}
         self._contributions: dict[int, dict[int, Contribution]] = {}
         self._supplied: tuple[int, int] | None = None
+        self._handed_out = -1
         self._councils: dict[int, Council] = {}
         self._early: list[Ready] = []
 
@@ -145,7 +146,7 @@ class Server:
             self.state = ServerState.OPENING
             return
         newest = min(max(self._positions[rank] for rank in live), self._agenda.last_of_term(self.term))
-        if self._level(live, newest):
+        if not self._level(live, newest):
             self.state = ServerState.LEVELLING
             return
         self._revive_council(newest)
@@ -162,14 +163,18 @@ class Server:
         self.advance()
 
     def _level(self, live: tuple[int, ...], newest: int) -> bool:
-        """Have the newest entry sent to those who lack it; whether there are any."""
-        lacking = tuple(rank for rank in live if self._positions[rank] < newest)
-        if not lacking:
+        """Send the newest entry to those who lack it; False if this rank must first get it itself."""
+        if self._member.position < newest and self._handed_out < newest:
+            holder = next(rank for rank in live if self._positions[rank] >= newest)
+            if self._supplied != (newest, holder):
+                self._supplied = (newest, holder)
+                self.outbox.append((holder, Supply(term=self.term, index=newest)))
             return False
-        holder = next(rank for rank in live if self._positions[rank] >= newest)
-        if self._supplied != (newest, holder):
-            self._supplied = (newest, holder)
-            self.outbox.append((holder, Supply(term=self.term, index=newest, ranks=lacking)))
+        held = self._member.held(newest)
+        for rank in live:
+            if self._positions[rank] < newest and held is not None:
+                self._positions[rank] = newest
+                self.outbox.append((rank, held))
         return True
 
     def _collect(self, live: tuple[int, ...], entry: Entry) -> None:
@@ -188,6 +193,7 @@ class Server:
 
     def _hand_out(self, agreed: Agreed) -> None:
         self._contributions.pop(agreed.index, None)
+        self._handed_out = agreed.index
         if self._agenda.entry(agreed.index).is_exchange:
             self._councils = {index: council for index, council in self._councils.items() if index >= agreed.index}
         for rank in self._view.live_members():

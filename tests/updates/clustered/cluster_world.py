@@ -1,0 +1,331 @@
+"""A world for the clustered protocol: nodes, messages under way, deaths, and the promises that are checked throughout.
+
+Payloads are symbols: a gradient is (rank, entry), a mean the set of those that are in it, a result the set of what each
+cluster brought. So a gradient that is lost, or that counts twice, shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from syncline.updates.clustered.agenda import Agenda, Entry, Kind
+from syncline.updates.clustered.council import Council
+from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
+from syncline.updates.clustered.member import Member
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope
+from syncline.updates.clustered.node import Node
+from syncline.updates.clustered.server import Server, ServerState
+from syncline.updates.clustered.view import View
+
+JOB = "job"
+Symbol = tuple
+
+
+class Symbols:
+    """Reckons with symbols."""
+
+    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Symbol:
+        assert all(message.payload == ("gradient", rank, entry.index) for rank, message in contributions.items())
+        return ("mean", entry.index, tuple(sorted(contributions)))
+
+
+@dataclass
+class Player:
+    """One rank: its node, and what it applied."""
+
+    node: Node
+    applied: list[tuple[Entry, Agreed]] = field(default_factory=list)
+    means: list[Symbol] = field(default_factory=list)
+    is_alive: bool = True
+    stop: str | None = None
+
+
+class World:
+    def __init__(
+        self,
+        clusters: Sequence[Sequence[int]],
+        agenda: Agenda,
+        *,
+        num_entries: int,
+        shares_results: bool = True,
+        quorum: float = 0.0,
+    ) -> None:
+        self.agenda = agenda
+        self.num_entries = num_entries
+        self.clusters = tuple(tuple(ranks) for ranks in clusters)
+        self.shares_results = shares_results
+        ranks = sorted(rank for members in clusters for rank in members)
+        self.players = {
+            rank: Player(
+                Node(
+                    job=JOB,
+                    rank=rank,
+                    clusters=clusters,
+                    agenda=agenda,
+                    arithmetic=Symbols(),
+                    shares_results=shares_results,
+                    quorum=quorum,
+                )
+            )
+            for rank in ranks
+        }
+        self.mail: dict[tuple[int, int], list[Envelope]] = {}
+        self.unseen_losses: set[tuple[int, int]] = set()  # (who has not noticed, who died)
+        self.runs: dict[tuple[int, int], Run] = {}  # by rank and entry
+        self.finished: dict[tuple[int, tuple], tuple] = {}
+        self.late: list[tuple[int, Run]] = []  # exchanges that were given up, but whose end comes all the same
+        self.keeps_delivered = False
+        self.delivered: list[tuple[int, int, Envelope]] = []
+        self.states_seen: set[ServerState] = set()
+        self.num_messages: Counter[str] = Counter()
+        self.on_state: Callable[[int, ServerState], None] | None = None
+        for rank in ranks:
+            self.perform(rank, self.players[rank].node.begin())
+            self.compute(rank)
+
+    def live(self) -> list[int]:
+        return [rank for rank, player in self.players.items() if player.is_alive and player.stop is None]
+
+    def compute(self, rank: int) -> None:
+        """Bring in place what the next entry needs."""
+        player = self.players[rank]
+        entry = player.node.member.next_entry
+        if entry.index >= self.num_entries or player.stop is not None:
+            return
+        if entry.kind is Kind.MEAN:
+            payload: Symbol = ("gradient", rank, entry.index)
+        elif entry.kind is Kind.RESULT:
+            payload = ("sum", tuple(player.means))
+        else:
+            payload = ("parameters", tuple(agreed.payload for _, agreed in player.applied))
+        self.perform(rank, player.node.provide(samples=1.0, payload=payload))
+
+    def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
+        player = self.players[rank]
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                assert instruction.peer != rank
+                self.num_messages[type(instruction.envelope.message).__name__] += 1
+                self.mail.setdefault((rank, instruction.peer), []).append(instruction.envelope)
+            elif isinstance(instruction, Run):
+                self.runs[rank, instruction.entry.index] = instruction
+            elif isinstance(instruction, Abandon):
+                run = self.runs.get((rank, instruction.entry.index))
+                if run is not None and run.participants == instruction.participants:
+                    self.late.append((rank, self.runs.pop((rank, instruction.entry.index))))
+            elif isinstance(instruction, Stop):
+                player.stop = instruction.reason
+                self.note_loss(rank)
+        for instruction in instructions:
+            if isinstance(instruction, Enter):
+                self.enter(rank, instruction)
+        self.check_servers()
+
+    def enter(self, rank: int, instruction: Enter) -> None:
+        player = self.players[rank]
+        assert instruction.entry.index == len(player.applied), "an entry was left out or came twice"
+        player.applied.append((instruction.entry, instruction.agreed))
+        if instruction.entry.kind is Kind.MEAN:
+            player.means.append(instruction.agreed.payload)
+        else:
+            player.means = []
+        self.compute(rank)
+
+    # What may happen next.
+
+    def choices(self) -> list[tuple]:
+        """Everything that may happen now, in a fixed order."""
+        choices: list[tuple] = [("deliver", *pair) for pair, mail in sorted(self.mail.items()) if mail]
+        choices = [choice for choice in choices if self.players[choice[2]].is_alive]
+        choices += [("notice", *pair) for pair in sorted(self.unseen_losses) if self.players[pair[0]].is_alive]
+        for (rank, index), run in sorted(self.runs.items(), key=lambda item: item[0]):
+            if self.players[rank].is_alive and self.can_finish(run):
+                choices.append(("finish", rank, index))
+        choices += [("late", number) for number, (rank, _) in enumerate(self.late) if self.players[rank].is_alive]
+        return choices
+
+    def can_finish(self, run: Run) -> bool:
+        """An exchange ends for a server once all had begun it; it may end for some before it ends for others."""
+        key = (run.entry.index, run.participants)
+        if key in self.finished:
+            return True
+        running = [self.runs.get((server, run.entry.index)) for _, server in run.participants]
+        return all(other is not None and other.participants == run.participants for other in running)
+
+    def happen(self, choice: tuple) -> None:
+        kind, *who = choice
+        if kind == "deliver":
+            sender, receiver = who
+            envelope = self.mail[sender, receiver].pop(0)
+            if self.keeps_delivered:
+                self.delivered.append((sender, receiver, envelope))
+            self.perform(receiver, self.players[receiver].node.receive(sender, envelope))
+        elif kind == "notice":
+            self.unseen_losses.discard((who[0], who[1]))
+            # A fabric reports a loss after the last message that arrived.
+            self.mail.pop((who[1], who[0]), None)
+            self.perform(who[0], self.players[who[0]].node.lose(who[1]))
+        elif kind == "late":
+            rank, run = self.late.pop(who[0])
+            self.report(rank, run, ("result", run.entry.index, "torn"))
+        else:
+            self.finish(*who)
+
+    def finish(self, rank: int, index: int) -> None:
+        run = self.runs[rank, index]
+        key = (run.entry.index, run.participants)
+        if key not in self.finished:
+            brought = {cluster: self.runs[server, index].payload for cluster, server in run.participants}
+            self.finished[key] = ("result", run.entry.index, tuple(sorted(brought.items())))
+        del self.runs[rank, index]
+        self.report(rank, run, self.finished[key])
+
+    def report(self, rank: int, run: Run, result: Symbol) -> None:
+        instructions = self.players[rank].node.finish_exchange(
+            entry=run.entry,
+            participants=run.participants,
+            samples=run.samples,
+            payload=result,
+            contributions=(float(run.entry.index),),
+        )
+        self.perform(rank, instructions)
+
+    def kept_after_death(self, rank: int) -> list[dict[int, int]]:
+        """Every way in which a first part of what a rank sent to each other rank may still arrive."""
+        ways: list[dict[int, int]] = [{}]
+        for (sender, receiver), mail in sorted(self.mail.items()):
+            if sender == rank:
+                ways = [way | {receiver: number} for way in ways for number in range(len(mail) + 1)]
+        return ways
+
+    def kill(
+        self, rank: int, choose: random.Random | None = None, *, num_kept: Mapping[int, int] | None = None
+    ) -> None:
+        """A rank dies: of what it sent to each other rank, only a first part arrives."""
+        player = self.players[rank]
+        if not player.is_alive:
+            return
+        player.is_alive = False
+        self.runs = {key: run for key, run in self.runs.items() if key[0] != rank}
+        for (sender, receiver), mail in self.mail.items():
+            if sender == rank:
+                kept = num_kept or {}
+                del mail[choose.randint(0, len(mail)) if choose else kept.get(receiver, 0) :]
+        self.note_loss(rank)
+
+    def note_loss(self, rank: int) -> None:
+        """A rank is gone: each of the others will notice."""
+        self.unseen_losses |= {(other, rank) for other in self.live() if rank not in self.players[other].node.view.dead}
+
+    # What must hold.
+
+    def check_servers(self) -> None:
+        """One server per (cluster, term) among those that nobody live takes for dead."""
+        buried = {dead for rank in self.live() for dead in self.players[rank].node.view.dead}
+        acting: Counter[tuple[int, int]] = Counter()
+        for rank in self.live():
+            for term, server in self.players[rank].node.servers.items():
+                self.states_seen.add(server.state)
+                if self.on_state is not None:
+                    self.on_state(rank, server.state)
+                if server.state is not ServerState.OPENING and rank not in buried:
+                    acting[self.players[rank].node.view.cluster, term] += 1
+        assert all(number == 1 for number in acting.values()), acting
+
+    def sound(self) -> list[int]:
+        """Return those who live and whom nobody who lives takes for dead."""
+        buried = {dead for rank in self.live() for dead in self.players[rank].node.view.dead}
+        return [rank for rank in self.live() if rank not in buried]
+
+    def check_agreement(self) -> None:
+        """Live members of a cluster hold the same entries; exchanges are the same in all clusters."""
+        for ranks in self.clusters:
+            logs = [self.log(rank) for rank in ranks if rank in self.sound()]
+            for log in logs:
+                for other in logs:
+                    shorter = min(len(log), len(other))
+                    assert log[:shorter] == other[:shorter]
+        if self.shares_results:
+            self.check_results()
+        for rank in self.sound():
+            self.check_sums(rank)
+
+    def check_results(self) -> None:
+        results: dict[int, object] = {}
+        for rank in self.sound():
+            for entry, agreed in self.players[rank].applied:
+                if entry.is_exchange and agreed.payload is not None:
+                    assert results.setdefault(entry.index, agreed.payload) == agreed.payload
+
+    def check_sums(self, rank: int) -> None:
+        """What a result holds of this cluster is what this cluster agreed on, each mean once."""
+        cluster = self.players[rank].node.view.cluster
+        means: list[Symbol] = []
+        for entry, agreed in self.players[rank].applied:
+            if entry.kind is Kind.MEAN:
+                means.append(agreed.payload)
+            elif entry.kind is Kind.RESULT:
+                if agreed.payload is not None:
+                    assert dict(agreed.payload[2]).get(cluster) == ("sum", tuple(means))
+                means = []
+
+    def log(self, rank: int) -> list[tuple]:
+        return [(entry.index, agreed.payload, agreed.contributions) for entry, agreed in self.players[rank].applied]
+
+    def check_finished(self) -> None:
+        """Everybody who lives came to the end, and nobody waits."""
+        for rank in self.live():
+            assert len(self.players[rank].applied) == self.num_entries, f"rank {rank} hangs: {self.describe()}"
+        self.check_agreement()
+
+    def key(self) -> object:
+        """Everything that decides what may happen from here on."""
+        players = [
+            (frozen(player.node), player.is_alive, player.stop, len(player.applied), tuple(player.means))
+            for player in self.players.values()
+        ]
+        mail = {pair: letters for pair, letters in self.mail.items() if letters}
+        return (
+            tuple(players),
+            frozen({pair: [(letter.dead, letter.message) for letter in letters] for pair, letters in mail.items()}),
+            tuple(sorted(self.unseen_losses)),
+            frozen({key: run.participants for key, run in self.runs.items()}),
+            frozen([(rank, run.entry.index, run.participants) for rank, run in self.late]),
+            frozen(self.finished),
+        )
+
+    def describe(self) -> str:
+        return "\n".join(repr(self.players[rank].node) for rank in self.live())
+
+    def settle(self, choose: random.Random | None = None, *, before_each: Callable[[], None] = lambda: None) -> None:
+        """Let everything happen, in the order in which it comes or in a random one."""
+        while True:
+            before_each()
+            choices = self.choices()
+            if not choices:
+                return
+            self.happen(choose.choice(choices) if choose else choices[0])
+
+
+def accuse(world: World, accuser: int, accused: int) -> None:
+    """Let a rank take another one for dead that lives."""
+    world.perform(accuser, world.players[accuser].node.lose(accused))
+
+
+def frozen(value: object) -> object:
+    """Turn the state of anything into something that can be compared and hashed."""
+    if isinstance(value, dict):
+        return tuple(sorted(((frozen(key), frozen(item)) for key, item in value.items()), key=repr))
+    if isinstance(value, set):
+        return tuple(sorted(value))
+    if isinstance(value, list | tuple):
+        return tuple(frozen(item) for item in value)
+    if isinstance(value, Node | Member | Server | Council | View):
+        return frozen({name: item for name, item in vars(value).items() if name not in _NO_STATE})
+    return value
+
+
+_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "clusters", "_job", "_cluster_of"}

@@ -1,0 +1,39 @@
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.updates.clustered.election import draw_order, draw_server
+
+RANKS = st.lists(st.integers(0, 1000), min_size=1, max_size=20, unique=True)
+
+
+@given(st.text(max_size=8), st.integers(0, 10**9), RANKS, st.randoms())
+def test_every_rank_draws_the_same_whatever_order_it_knows_the_ranks_in(job, term, ranks, shuffler) -> None:
+    shuffled = list(ranks)
+    shuffler.shuffle(shuffled)
+    assert draw_order(job, term, ranks) == draw_order(job, term, shuffled)
+    assert sorted(draw_order(job, term, ranks)) == sorted(ranks)
+
+
+@given(st.integers(0, 10**9), RANKS, st.data())
+def test_the_dead_are_not_drawn_and_a_death_changes_no_other_draw(term, ranks, data) -> None:
+    dead = data.draw(st.sets(st.sampled_from(ranks)))
+    server = draw_server("job", term, ranks, dead)
+    if len(dead) == len(ranks):
+        assert server is None
+        return
+    assert server in ranks
+    assert server not in dead
+    for rank in set(ranks) - dead - {server}:
+        assert draw_server("job", term, ranks, dead | {rank}) == server
+
+
+def test_golden_draws_stay_what_they_are() -> None:
+    """Ranks with different versions of Python, or of Syncline, must draw alike."""
+    assert [draw_server("job", term, range(8), ()) for term in range(12)] == [0, 7, 4, 7, 3, 4, 7, 5, 1, 6, 7, 3]
+
+
+def test_draws_are_spread_evenly() -> None:
+    drawn = Counter(draw_server("job", term, range(4), ()) for term in range(4000))
+    assert all(900 < number < 1100 for number in drawn.values()), drawn

@@ -1,0 +1,289 @@
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from cluster_world import World, accuse
+
+from syncline.updates.clustered.agenda import Agenda, Kind
+from syncline.updates.clustered.messages import Agreed, Envelope, Join, Ready, Supply
+from syncline.updates.clustered.server import ServerState
+
+CLUSTERS = ((0, 1, 2), (3, 4), (5,))
+AGENDA = Agenda(period=2, reelect_every=2, averages=True)
+
+
+def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
+    num_clusters = choose.randint(1, 4)
+    sizes = [choose.randint(1, 4) for _ in range(num_clusters)]
+    ranks = list(range(sum(sizes)))
+    choose.shuffle(ranks)
+    clusters = [tuple(sorted(ranks.pop() for _ in range(size))) for size in sizes]
+    agenda = Agenda(
+        period=choose.randint(1, 3),
+        reelect_every=choose.randint(1, 3),
+        exchanges=num_clusters > 1,
+        averages=num_clusters > 1 and choose.random() < 0.5,
+    )
+    num_entries = choose.randint(3, 14)
+    return World(clusters, agenda, num_entries=num_entries, shares_results=choose.random() < 0.6, quorum=quorum)
+
+
+def test_without_faults_every_rank_holds_every_entry_and_nothing_is_refused() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=30)
+    world.settle()
+    world.check_finished()
+    assert all(player.node.num_refused == 0 for player in world.players.values())
+    kinds = [entry.kind for entry, _ in world.players[0].applied]
+    period = [Kind.MEAN, Kind.MEAN, Kind.RESULT]
+    assert kinds == [*period, *period, Kind.AVERAGE] * 4 + kinds[28:]
+
+
+def test_without_faults_a_batch_costs_one_message_up_and_one_down_for_each_member() -> None:
+    world = World(((0, 1, 2, 3),), Agenda(period=1, reelect_every=100, exchanges=False), num_entries=10)
+    world.settle()
+    assert world.num_messages == {"Join": 3, "Contribution": 30, "Agreed": 30}
+
+
+def test_without_faults_an_exchange_costs_one_message_between_each_two_servers() -> None:
+    world = World(CLUSTERS, Agenda(period=2, reelect_every=100), num_entries=3)
+    world.settle()
+    assert world.num_messages["Ready"] == 3 * 2
+    assert world.num_messages["Supply"] == 0
+
+
+def test_each_term_has_its_servers() -> None:
+    world = World((tuple(range(8)),), Agenda(period=1, reelect_every=1, exchanges=False), num_entries=40)
+    served: list[int] = []
+    world.on_state = lambda rank, state: served.append(rank) if state is ServerState.COLLECTING else None
+    world.settle()
+    assert len(set(served)) == 8, "in 40 terms each of 8 ranks serves"
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_order_and_any_deaths(seed: int) -> None:
+    print("seed", seed)
+    choose = random.Random(seed)
+    world = random_world(choose)
+    rate = choose.choice([0, 0.01, 0.03, 0.1])
+
+    def perhaps_kill() -> None:
+        live = world.live()
+        if len(live) > 1 and choose.random() < rate:
+            servers = [rank for rank in live if world.players[rank].node.servers]
+            world.kill(choose.choice(servers if servers and choose.random() < 0.7 else live), choose)
+
+    world.settle(choose, before_each=perhaps_kill)
+    world.check_finished()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_that_live_but_are_taken_for_dead_stop_and_the_others_agree(seed: int) -> None:
+    print("seed", seed)
+    choose = random.Random(seed)
+    world = random_world(choose)
+
+    def perhaps_accuse() -> None:
+        live = world.live()
+        if len(live) > 2 and choose.random() < 0.03:
+            accuse(world, *choose.sample(live, 2))
+
+    world.settle(choose, before_each=perhaps_accuse)
+    world.check_agreement()
+    assert all(len(world.players[rank].applied) == world.num_entries for rank in world.sound()), world.describe()
+    if world.sound():
+        assert all(world.players[rank].stop is not None for rank in world.players if rank not in world.sound())
+
+
+@pytest.mark.parametrize("state", list(ServerState))
+@pytest.mark.parametrize("shares_results", [True, False])
+def test_the_server_dies_in_each_state(state: ServerState, shares_results: bool) -> None:
+    """20 deaths in each state; LEVELLING and FETCHING exist only after another server died, so that makes two."""
+    if state is ServerState.FETCHING and not shares_results:
+        return  # each cluster has its own result then: nobody can fetch one
+    num_deaths = 0
+    for seed in range(1000):
+        print("seed", seed)
+        choose = random.Random(seed)
+        world = World(CLUSTERS, AGENDA, num_entries=14, shares_results=shares_results)
+        for _ in range(choose.randint(5, 120)):
+            if choices := world.choices():
+                world.happen(choose.choice(choices))
+        if state in {ServerState.LEVELLING, ServerState.FETCHING}:
+            _kill_one_who_hands_out(world, choose)
+        kill_once = _killer(world, state, choose)
+        world.settle(choose, before_each=kill_once)
+        world.check_finished()
+        num_deaths += len(kill_once.victims)
+        if num_deaths == 20:
+            return
+    raise AssertionError(f"only {num_deaths} servers died {state.value}")
+
+
+class _killer:  # noqa: N801 - reads as a verb
+    """Kills the first rank that is a server in ``state``."""
+
+    def __init__(self, world: World, state: ServerState, choose: random.Random) -> None:
+        self.victims: list[int] = []
+        self._world, self._state, self._choose = world, state, choose
+
+    def __call__(self) -> None:
+        found = [
+            rank
+            for rank in self._world.live()
+            if any(server.state is self._state for server in self._world.players[rank].node.servers.values())
+        ]
+        if found and not self.victims and len(self._world.live()) > 2:
+            self.victims.append(self._choose.choice(found))
+            self._world.kill(self.victims[0], self._choose)
+
+
+def _kill_one_who_hands_out(world: World, choose: random.Random) -> None:
+    """Let a server die whose cluster, or whose fellow servers, have heard an entry from it but in part."""
+    while choices := world.choices():
+        world.happen(choose.choice(choices))
+        senders = Counter(
+            sender
+            for (sender, _), mail in world.mail.items()
+            for envelope in mail
+            if isinstance(envelope.message, Agreed) and world.players[sender].is_alive
+        )
+        done = [rank for rank, number in senders.items() if number == 1 and len(world.players[rank].node.servers)]
+        if done:
+            world.kill(done[0])
+            return
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_one_who_was_asked_for_an_entry_dies_too(seed: int) -> None:
+    choose = random.Random(seed)
+    world = World((tuple(range(5)),), Agenda(period=1, reelect_every=2, exchanges=False), num_entries=8)
+    for _ in range(3):
+        _kill_one_who_hands_out(world, choose)
+        asked = [
+            receiver
+            for (_, receiver), mail in world.mail.items()
+            if any(isinstance(envelope.message, Supply) for envelope in mail)
+        ]
+        if asked and len(world.live()) > 1:
+            world.kill(asked[0], choose)
+    world.settle(choose)
+    world.check_finished()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_whole_cluster_dies_and_the_weights_tell_it(seed: int) -> None:
+    choose = random.Random(seed)
+    world = World(CLUSTERS, Agenda(period=1, reelect_every=2), num_entries=12)
+    for _ in range(choose.randint(0, 40)):
+        world.happen(choose.choice(world.choices()))
+    for rank in (0, 1, 2):
+        world.kill(rank, choose)
+    world.settle(choose)
+    world.check_finished()
+    _, last = world.players[5].applied[-1]
+    assert last.samples == (0.0, 1.0, 1.0)
+
+
+def test_one_cluster_alone_goes_on_with_its_own_means() -> None:
+    world = World(((0, 1), (2, 3)), Agenda(period=1, reelect_every=1), num_entries=6)
+    for rank in (2, 3):
+        world.kill(rank)
+    world.settle()
+    world.check_finished()
+    assert [agreed.payload for entry, agreed in world.players[0].applied if entry.is_exchange] == [None] * 3
+
+
+def test_a_rank_that_is_cut_off_stops() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=20, quorum=0.5)
+    for other in (1, 2, 3, 4, 5):
+        accuse(world, 0, other)
+        world.players[other].node.lose(0)
+    assert world.players[0].stop is not None
+    assert "2 of 6 ranks are in reach, fewer than the quorum of 0.5" in world.players[0].stop
+
+
+def test_messages_of_old_terms_are_refused() -> None:
+    world = World(((0, 1, 2), (3, 4)), Agenda(period=1, reelect_every=1), num_entries=12)
+    world.keeps_delivered = True
+    world.settle()
+    before = world.key()
+    repeated = [
+        (sender, receiver, envelope)
+        for sender, receiver, envelope in world.delivered
+        if envelope.message.term < 4 and not isinstance(envelope.message, Supply)
+    ]
+    assert repeated
+    for sender, receiver, envelope in repeated:
+        node = world.players[receiver].node
+        refused = node.num_refused
+        assert node.receive(sender, envelope) == []
+        assert node.num_refused == refused + 1, envelope
+    assert world.key() == before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_comes_twice_changes_nothing(seed: int) -> None:
+    choose = random.Random(seed)
+    world = World(CLUSTERS, AGENDA, num_entries=14)
+    world.keeps_delivered = True
+
+    def repeat() -> None:
+        if world.delivered and choose.random() < 0.3:
+            sender, receiver, envelope = choose.choice(world.delivered)
+            world.perform(receiver, world.players[receiver].node.receive(sender, envelope))
+
+    world.settle(choose, before_each=repeat)
+    world.check_finished()
+
+
+def test_strangers_and_terms_far_away_are_refused() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=3)
+    node = world.players[0].node
+    for sender, message in (
+        (99, Join(term=0, index=-1)),
+        (1, Join(term=50, index=-1)),
+        (3, Join(term=0, index=-1)),
+        (3, Supply(term=0, index=0)),
+    ):
+        refused = node.num_refused
+        assert node.receive(sender, Envelope(dead=(), message=message)) == []
+        assert node.num_refused == refused + 1
+
+
+def test_the_dead_travel_with_every_message() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=3)
+    ready = Ready(term=0, index=2, cluster=1, participants=(), samples=1.0, has_result=False)
+    world.players[0].node.receive(3, Envelope(dead=(2, 4), message=ready))
+    assert world.players[0].node.view.dead == {2, 4}
+
+
+def test_the_next_server_knows_the_contribution_table() -> None:
+    world = World(CLUSTERS, Agenda(period=1, reelect_every=1), num_entries=8)
+    world.settle()
+    for player in world.players.values():
+        assert player.node.member.result is not None
+        assert player.node.member.result.contributions == (7.0,)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-1], lambda data: b"[1,2,3]", lambda data: b"\xff", lambda data: b""]
+)
+def test_what_is_no_message_is_refused(change: Callable[[bytes], bytes]) -> None:
+    data = Envelope(dead=(3,), message=Join(term=1, index=4)).encode()
+    assert Envelope.decode(data).message == Join(term=1, index=4)
+    with pytest.raises(ValueError, match="no message"):
+        Envelope.decode(change(data))
+
+
+def test_messages_survive_the_wire() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=9)
+    world.keeps_delivered = True
+    world.kill(1)
+    world.settle()
+    for _, _, envelope in world.delivered:
+        fields = {"payload": None} if hasattr(envelope.message, "payload") else {}
+        assert Envelope.decode(envelope.encode()) == dataclasses.replace(
+            envelope, message=dataclasses.replace(envelope.message, **fields)
+        )
