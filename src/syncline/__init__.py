@@ -38,13 +38,15 @@ if TYPE_CHECKING:
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.topology import Topology
-    from syncline.updates import AllReduce, Sharded
+    from syncline.updates import AllReduce, Nesterov, Overlapped, Sharded
 
 _HOMES = {
     "init": "syncline.pytorch.fleet",
     "distribute": "syncline.pytorch.distribute",
     "Sharded": "syncline.updates",
     "AllReduce": "syncline.updates",
+    "Overlapped": "syncline.updates",
+    "Nesterov": "syncline.updates",
     "no_sync": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
@@ -77,6 +79,8 @@ __all__ = [
     "distribute",
     "Sharded",
     "AllReduce",
+    "Overlapped",
+    "Nesterov",
     "no_sync",
     "synchronize",
     "batch_size",

@@ -23,7 +23,7 @@ from syncline.errors import UpdateError
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.samples import SampleCount
 from syncline.updates.bucket import Bucket, Slot
-from syncline.updates.report import StepReports
+from syncline.updates.report import LocalReports, StepReports
 from syncline.updates.rule import Updater
 
 
@@ -33,7 +33,7 @@ class GradientCollector:
     def __init__(
         self,
         updater: Updater,
-        reports: StepReports,
+        reports: StepReports | LocalReports,
         samples: SampleCount,
         *,
         before: Callable[[], None],

@@ -83,6 +83,7 @@ def _end(training: Training, is_failing: bool) -> None:
     """Finish the last step, unless something failed; then the model is a plain one."""
     try:
         if not is_failing:
+            training.updater.finish()
             training.synchronize()
     finally:
         remove_training(training)

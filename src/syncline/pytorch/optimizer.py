@@ -74,6 +74,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Wait until all parameters are final."""
         self.training.synchronize()
 
+    @property
+    def iteration(self) -> int:
+        """Steps that the fleet has made; with ``Overlapped`` and a quorum, a slow rank leaves numbers out."""
+        return self.training.updater.iteration
+
+    def statistics(self) -> object | None:
+        """Return what the update rule counts, such as staleness; None if it counts nothing of its own."""
+        return self.training.updater.statistics()
+
+    def end_period(self) -> None:
+        """Average the parameters over all ranks now, with a rule that works in periods; every rank calls it."""
+        self.training.updater.end_period()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: buckets are made once."""
         if self._is_complete:

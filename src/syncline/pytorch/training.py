@@ -18,7 +18,7 @@ from syncline.pytorch.flatten import check_in_place
 from syncline.pytorch.reading import Reading
 from syncline.pytorch.samples import SampleCount
 from syncline.updates import Updater
-from syncline.updates.report import StepReports
+from syncline.updates.report import LocalReports, StepReports
 
 
 class Training:
@@ -29,9 +29,11 @@ class Training:
         self.model = model
         self.updater = updater
         self._samples = samples
-        self._buffers = BufferBroadcast(model, control, is_enabled=broadcast_buffers)
+        is_synchronous = updater.is_synchronous
+        self._buffers = BufferBroadcast(model, control, is_enabled=broadcast_buffers and is_synchronous)
+        reports = StepReports(control) if is_synchronous else LocalReports()
         self._collector = GradientCollector(
-            updater, StepReports(control), samples, before=self._before_backward, after=self._after_backward
+            updater, reports, samples, before=self._before_backward, after=self._after_backward
         )
         self._reading = Reading(model, updater.buckets, updater.wait_parameters)
         self._bucketed = {tensor for bucket in updater.buckets for tensor in bucket.tensors}

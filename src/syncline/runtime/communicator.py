@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+import asyncio
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +15,7 @@ from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES, Engine
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
+from syncline.runtime.port import LossRelay, Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.statistics import FleetStatistics, link_bytes
 from syncline.runtime.work import Work
@@ -21,6 +24,8 @@ from syncline.topology import Topology
 
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_SLICE_BYTES = 1 << 20
+LINGER_S = 0.2
+"""After a failure, the others have this long to read why before they see this rank go."""
 CLOSE_S = 30.0
 """The fabric's own deadline ends a close long before; this one is for a loop that does not answer."""
 
@@ -200,6 +205,10 @@ class Communicator:
         buffer = memoryview(bytearray(1))
         return self.all_reduce(buffer, numpy_reduction("uint8"), label=label, timeout_s=timeout_s)
 
+    def open_port(self, name: str) -> Port:
+        """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
+        return Port(self._loop, self._fabric, self._relay, signature=zlib.crc32(name.encode()))
+
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
         self._waits.add(phase, seconds)
@@ -270,13 +279,16 @@ class Communicator:
                 work.finish(FabricError(f"{call.what} could not begin: {error!r}"))
 
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
-        return Engine(
+        engine = Engine(
             self._fabric,
             topology=self.topology,
             clock=self._loop.clock,
             trace=self.trace,
             max_inflight_bytes=max_inflight_bytes,
         )
+        self._relay = LossRelay(engine)
+        self._fabric.set_listener(self._relay)
+        return engine
 
     async def _take_statistics(self) -> FleetStatistics:
         fabric, engine = self._fabric.statistics(), self._engine
@@ -294,6 +306,7 @@ class Communicator:
 
     async def _leave(self) -> None:
         if self._engine.failure is not None:
+            await asyncio.sleep(LINGER_S)
             await self._break_off()  # what is queued is of calls that failed, and no one will receive it
             return
         self._engine.leave()

@@ -36,6 +36,11 @@ class Channel:
         self.trace = trace
 
     @property
+    def communicator(self) -> Communicator:
+        """What it moves them on, for rules that do more than collectives."""
+        return self._communicator
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self._communicator.rank

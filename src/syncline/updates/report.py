@@ -56,6 +56,35 @@ class PendingReport:
         return StepReport(correction=self._expected / total, present=tuple(count > 0 for count in counts))
 
 
+class LocalReport(PendingReport):
+    """What this rank alone contributed, for rules in which no step may wait for another rank."""
+
+    def __init__(self, num_samples: float, present: Sequence[bool]) -> None:
+        self._num_samples = num_samples
+        self._present = tuple(present)
+
+    @property
+    def total(self) -> float:
+        """Number of samples of this rank."""
+        return self._num_samples
+
+    def result(self) -> StepReport:
+        """Return it; nothing is waited for."""
+        return StepReport(correction=1.0, present=self._present)
+
+
+class LocalReports:
+    """The reports of a model's steps where each rank steps by itself; gradients are means over its own samples."""
+
+    def expected_total(self, num_samples: float) -> float:
+        """Return the number of samples to weight this step by: its own."""
+        return num_samples or 1.0
+
+    def start(self, num_samples: float, _: float, present: Sequence[bool]) -> LocalReport:
+        """Make the report of a step."""
+        return LocalReport(num_samples, present)
+
+
 class StepReports:
     """The reports of a model's steps, one after another."""
 

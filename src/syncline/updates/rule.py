@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.channel import Channel
 from syncline.updates.divided import DividedGradients
@@ -46,6 +47,9 @@ class Updater(ABC):
         self.optimizer = setting.optimizer
         self.channel = setting.channel
         self.step_number = 0
+
+    is_synchronous = True
+    """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
 
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
@@ -89,6 +93,22 @@ class Updater(ABC):
     @abstractmethod
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the combined gradients to a global norm of at most ``max_norm``; return what the norm was."""
+
+    def end_period(self) -> None:
+        """Average the parameters over all ranks now, for rules that work in periods; every rank calls it."""
+        raise UpdateError(f"{type(self).__name__} has no periods: all ranks have the same parameters after every step")
+
+    def finish(self) -> None:  # noqa: B027 - most rules have nothing to do
+        """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""
+
+    @property
+    def iteration(self) -> int:
+        """Steps that the fleet has made: where ranks differ in speed, a slow one leaves numbers out."""
+        return self.step_number
+
+    def statistics(self) -> object | None:
+        """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""
+        return None
 
     @property
     def num_state_bytes(self) -> int:

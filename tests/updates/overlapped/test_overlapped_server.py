@@ -1,7 +1,6 @@
 """The server shard's decisions, event by event: instruction lists are compared whole."""
 
 from syncline.updates.overlapped.events import (
-    AskStart,
     Average,
     Clear,
     Contribution,
@@ -15,7 +14,6 @@ from syncline.updates.overlapped.events import (
     Replied,
     Reply,
     ReplyAverage,
-    Start,
 )
 from syncline.updates.overlapped.server import ServerShard
 
@@ -30,8 +28,8 @@ def given(event: Push) -> Contribution:
     return Contribution(worker=event.worker, weight=event.weight, iteration=event.iteration, place=event.place)
 
 
-def end(worker: int, *, period: int = 0, weight: float = 8.0, part: int = 0) -> End:
-    return End(worker=worker, period=period, part=part, weight=weight, place=90 + worker)
+def end(worker: int, *, period: int = 0, weight: float = 8.0, part: int = 0, is_last: bool = True) -> End:
+    return End(worker=worker, period=period, part=part, weight=weight, place=90 + worker, is_last=is_last)
 
 
 def ended(event: End) -> Contribution:
@@ -96,9 +94,9 @@ def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() 
 
 
 def test_parts_are_averaged_one_by_one_and_the_last_begins_the_period() -> None:
-    shard = ServerShard(workers=range(2), quorum=2, window=4, num_parts=2)
-    shard.handle(end(0))
-    first = shard.handle(end(1))
+    shard = ServerShard(workers=range(2), quorum=2, window=4)
+    shard.handle(end(0, is_last=False))
+    first = shard.handle(end(1, is_last=False))
     assert [one.part for one in first if isinstance(one, Average)] == [0]
     assert not any(isinstance(one, Clear) for one in first)
     shard.handle(end(0, part=1))
@@ -126,40 +124,47 @@ def test_a_turn_that_cannot_find_its_workers_is_abandoned() -> None:
     assert shard.statistics().num_abandoned == 1
 
 
+def hello(worker: int, period: int) -> Hello:
+    return Hello(worker=worker, period=period, place=70 + worker)
+
+
 def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> None:
     shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
     early = push(1, 1, period=4)
-    assert shard.handle(Hello(worker=1, period=4)) == []
+    assert shard.handle(hello(1, 4)) == []
     assert shard.handle(early) == []
     assert shard.missing() == (2,)
-    assert shard.handle(Hello(worker=2, period=4)) == [
+    assert shard.handle(hello(2, 4)) == [
+        Release(worker=1, place=71),
+        Release(worker=2, place=72),
         Clear(period=4),
         Fold(turn=1, contributions=(given(early),)),
         Release(worker=1, place=11),
         Reply(worker=1, period=4, closed=1, clock=1, accepted=(1,)),
         Reply(worker=2, period=4, closed=1, clock=1, accepted=()),
     ]
+    assert shard.handle(hello(2, 4)) == [Release(worker=2, place=72)]
 
 
 def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> None:
     shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
-    shard.handle(Hello(worker=1, period=3))
-    again = end(1, period=3)
-    assert shard.handle(again) == []
-    assert shard.handle(Hello(worker=2, period=4)) == [AskStart(worker=2, period=4)]
-    start = Contribution(worker=2, weight=1.0, iteration=0, place=7)
-    assert shard.handle(Start(worker=2, period=4, place=7)) == [
+    shard.handle(hello(1, 3))
+    assert shard.handle(end(1, period=3)) == []
+    start = Contribution(worker=2, weight=1.0, iteration=0, place=72)
+    assert shard.handle(hello(2, 4)) == [
         Average(period=3, part=0, contributions=(start,)),
-        Release(worker=2, place=7),
+        Release(worker=1, place=71),
+        Release(worker=2, place=72),
         Clear(period=4),
         ReplyAverage(worker=1, period=3, part=0, is_last=True),
         Release(worker=1, place=91),  # its end of period 3 came too late
     ]
 
 
-def test_a_successor_asks_another_if_the_one_that_it_asked_dies() -> None:
+def test_a_successor_does_not_wait_for_the_dead() -> None:
     shard = ServerShard(workers=range(4), quorum=1, window=4, lost=[0], succeeds=True)
-    for worker, period in ((1, 3), (2, 4), (3, 4)):
-        instructions = shard.handle(Hello(worker=worker, period=period))
-    assert instructions == [AskStart(worker=2, period=4)]
-    assert shard.handle(Lost(worker=2)) == [AskStart(worker=3, period=4)]
+    for worker, period in ((1, 3), (2, 4)):
+        assert shard.handle(hello(worker, period)) == []
+    instructions = shard.handle(Lost(worker=3))
+    assert Clear(period=4) in instructions
+    assert ReplyAverage(worker=1, period=3, part=0, is_last=True) in instructions

@@ -34,6 +34,8 @@ class End:
     weight: float
     """Samples that the worker used in the whole period."""
     place: int
+    is_last: bool = True
+    """Whether no more parts follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +54,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """``worker`` greets the successor of a dead server: it holds the start of ``period`` of this bucket."""
-
-    worker: int
-    period: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The start of ``period``, which the shard had asked ``worker`` for, lies at ``place``."""
+    """``worker`` greets the successor of a dead server: the start of ``period`` that it holds lies at ``place``."""
 
     worker: int
     period: int
     place: int
 
 
-ServerEvent = Push | End | Replied | Lost | Hello | Start
+ServerEvent = Push | End | Replied | Lost | Hello
 
 # --- instructions of a server shard ------------------------------------------------------------------------------
 
@@ -138,21 +132,13 @@ class ReplyAverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskStart:
-    """Ask ``worker`` for the start of ``period``: others have not received it, and the server that made it is dead."""
-
-    worker: int
-    period: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """Fewer workers live than a global gradient needs."""
 
     missing: tuple[int, ...]
 
 
-ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage | AskStart | Fail
+ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage | Fail
 
 # --- instructions of a worker ------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from syncline.updates.overlapped.events import (
-    AskStart,
     Average,
     Clear,
     Contribution,
@@ -28,7 +27,6 @@ from syncline.updates.overlapped.events import (
     ReplyAverage,
     ServerEvent,
     ServerInstruction,
-    Start,
 )
 
 
@@ -69,18 +67,16 @@ class ServerShard:
         workers: Iterable[int],
         quorum: int,
         window: int,
-        num_parts: int = 1,
         lost: Iterable[int] = (),
         succeeds: bool = False,
     ) -> None:
         """Begin with period 0; with ``succeeds``, learn the period from the workers' greetings first.
 
-        ``num_parts`` is the number of messages in which a worker sends its parameters (and state) at a period's end;
         ``lost`` are the workers that are known to be dead.
         """
         self.quorum = quorum
         self.window = window
-        self.num_parts = num_parts
+        self._last_part = 0
         self.period = 0
         self.closed = 0
         self.clock = 0
@@ -88,9 +84,8 @@ class ServerShard:
         self._lost = set(lost)
         self._held: dict[int, dict[int, Contribution]] = {}
         self._ends: dict[int, dict[int, Contribution]] = {}
-        self._greetings: dict[int, int] | None = {} if succeeds else None
+        self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
-        self._asked = False
         self._has_failed = False
         self._num_turns = 0
         self._num_abandoned = 0
@@ -116,13 +111,23 @@ class ServerShard:
                 return self._reply(worker)
             case Lost(worker=worker):
                 return self._lose(worker)
-            case Hello() | Start():
+            case Hello():
                 return self._greet(event)
 
     @property
     def alive(self) -> list[int]:
         """The workers that live, by rank."""
         return [worker for worker in self._accounts if worker not in self._lost]
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether every reply that was due has left."""
+        accounts = [self._accounts[worker] for worker in self.alive]
+        return not any(account.is_busy or account.due for account in accounts)
+
+    def dropped(self, worker: int) -> int:
+        """Return how many pushes of ``worker`` were dropped."""
+        return self._late[worker] + self._unfinished[worker] + self._outdated[worker]
 
     def missing(self) -> tuple[int, ...]:
         """Return whom the next thing (the open turn, or the period's end) waits for: workers that live."""
@@ -225,6 +230,7 @@ class ServerShard:
             self._outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
         self._accounts[end.worker].has_ended = True
+        self._last_part = end.part if end.is_last else end.part + 1
         ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=0, place=end.place)
         return self._advance() + self._average(end.part)
 
@@ -233,7 +239,7 @@ class ServerShard:
         if not ended or any(worker not in ended for worker in self.alive):
             return []
         contributions = tuple(ended[worker] for worker in sorted(ended))
-        is_last = part == self.num_parts - 1
+        is_last = part == self._last_part
         instructions: list[ServerInstruction] = [
             Average(period=self.period, part=part, contributions=contributions),
             *self._release(contributions),
@@ -269,43 +275,36 @@ class ServerShard:
             was_failed, self._has_failed = self._has_failed, True
             return [] if was_failed else [Fail(missing=tuple(sorted(self._lost)))]
         if self._greetings is not None:
-            self._greetings.pop(worker, None)
-            self._asked = False
             return self._learn_period()
         instructions = self._advance()
         for part in sorted(self._ends):
             instructions += self._average(part)
         return instructions
 
-    def _greet(self, event: Hello | Start) -> list[ServerInstruction]:
+    def _greet(self, event: Hello) -> list[ServerInstruction]:
         """Learn from the greetings of all workers which period this bucket is in."""
-        if isinstance(event, Hello):
-            if self._greetings is None or event.worker in self._lost:
-                return []
-            self._greetings[event.worker] = event.period
-            return self._learn_period()
-        release = Release(worker=event.worker, place=event.place)
-        if self._greetings is None or event.period != max(self._greetings.values()):
-            return [release]
-        start = Contribution(worker=event.worker, weight=1.0, iteration=0, place=event.place)
-        behind = [worker for worker, period in self._greetings.items() if period < event.period]
-        for worker in behind:
-            reply = ReplyAverage(worker=worker, period=event.period - 1, part=0, is_last=True)
-            self._accounts[worker].due.append(reply)
-        average = Average(period=event.period - 1, part=0, contributions=(start,))
-        return [average, release, *self._succeed(event.period)]
+        if self._greetings is None or event.worker in self._greetings:
+            self._outdated[event.worker] += 1
+            return [Release(worker=event.worker, place=event.place)]
+        self._greetings[event.worker] = event
+        return self._learn_period()
 
     def _learn_period(self) -> list[ServerInstruction]:
+        """Go on in the newest period that any worker has begun; one that missed its start gets it from another."""
         greetings = self._greetings
         if not greetings or any(worker not in greetings for worker in self.alive):
             return []
-        period = max(greetings.values())
-        if min(greetings.values()) == period:
-            return self._succeed(period)
-        if self._asked:
-            return []
-        self._asked = True
-        return [AskStart(worker=min(worker for worker in greetings if greetings[worker] == period), period=period)]
+        newest = max(greetings.values(), key=lambda hello: hello.period)
+        behind = [worker for worker in self.alive if greetings[worker].period < newest.period]
+        instructions: list[ServerInstruction] = []
+        if behind:
+            start = Contribution(worker=newest.worker, weight=1.0, iteration=0, place=newest.place)
+            instructions = [Average(period=newest.period - 1, part=0, contributions=(start,))]
+        for worker in behind:
+            reply = ReplyAverage(worker=worker, period=newest.period - 1, part=0, is_last=True)
+            self._accounts[worker].due.append(reply)
+        releases = [Release(worker=hello.worker, place=hello.place) for hello in greetings.values()]
+        return [*instructions, *releases, *self._succeed(newest.period)]
 
     def _succeed(self, period: int) -> list[ServerInstruction]:
         """Take over the bucket in ``period``, with nothing known of its turns, and take what had to wait."""

@@ -101,6 +101,11 @@ class BucketWorker:
         after = self._hand_over(iteration) if self._push == "current" else []
         return [*before, keep, *after]
 
+    @property
+    def can_hurry(self) -> bool:
+        """Whether something was made that may be pushed at once."""
+        return self._making is not None and self._sending is None and len(self._out) < self.window
+
     def hurry(self, *, iteration: int) -> list[Send]:
         """Push what was made so far, if nothing is on its way: the worker waits for it."""
         return self._hand_over(iteration)
@@ -169,7 +174,7 @@ class BucketWorker:
 
     def _hand_over(self, iteration: int) -> list[Send]:
         run = self._making
-        if run is None or self._sending is not None or len(self._out) >= self.window:
+        if run is None or not self.can_hurry:
             return []
         self._making = None
         turn = max(self._last_turn, self.closed) + 1

@@ -1,0 +1,176 @@
+"""A port: messages from one rank to another on the communicator's fabric, beside its collectives.
+
+Update rules that are no collectives (a parameter server, a temporary server) talk through it. Everything but
+:meth:`Port.call_soon` and :meth:`Port.run` happens on the communication loop's thread. A rank can send to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from syncline.fabric import Fabric, FabricListener
+from syncline.runtime.loop import CommunicationLoop
+
+T = TypeVar("T")
+LossHandler = Callable[[int, Exception], None]
+
+
+class LossRelay:
+    """The fabric's listener: hands everything to the engine, and losses to the ports too."""
+
+    def __init__(self, engine: FabricListener) -> None:
+        self._engine = engine
+        self.handlers: list[LossHandler] = []
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """Tell the engine first: its errors name what was under way."""
+        self._engine.on_peer_lost(peer, error)
+        for handler in tuple(self.handlers):
+            handler(peer, error)
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """Control messages are the engine's."""
+        self._engine.on_control(peer, payload)
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """Tell the engine, which knows the calls; a message that no call waits for is refused without more."""
+        self._engine.on_signature_mismatch(peer, tag, expected, received)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Posted:
+    destination: memoryview
+    on_received: Callable[[], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sent:
+    payload: memoryview
+    on_sent: Callable[[], None] | None
+
+
+class Port:
+    """One user of the fabric beside the engine. ``signature`` goes with all its messages; tags are its own streams'."""
+
+    def __init__(self, loop: CommunicationLoop, fabric: Fabric, relay: LossRelay, *, signature: int) -> None:
+        self.rank, self.world_size = fabric.rank, fabric.world_size
+        self._loop = loop
+        self._fabric = fabric
+        self._relay = relay
+        self._signature = signature
+        self._posted: dict[int, _Posted] = {}
+        self._to_self: dict[int, _Sent] = {}
+        self._awaited: set[tuple[int, int]] = set()
+        self._on_lost: LossHandler | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._awaited) + len(self._posted)} receives"
+        return f"<Port of rank {self.rank}: {state}>"
+
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Run ``function`` on the loop's thread, in the order of the calls; from any thread."""
+        self._loop.call_soon(function, *arguments)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run ``coroutine`` on the loop and wait for it; from any other thread."""
+        return self._loop.run(coroutine, timeout_s)
+
+    def watch_losses(self, on_lost: LossHandler) -> None:
+        """Tell ``on_lost`` of every rank that is lost or leaves from now on."""
+        self._on_lost = on_lost
+        self._relay.handlers.append(on_lost)
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether ``peer`` is lost, or has left."""
+        return peer != self.rank and self._fabric.is_lost(peer)
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host b1)"``."""
+        return self._fabric.describe_peer(peer)
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        urgency: int,
+        connection_class: int = 0,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Send ``payload``, unchanged until ``on_sent``; to a rank that is lost nothing is sent, and nothing told."""
+        if self._is_closed or self.is_lost(peer):
+            return
+        if peer == self.rank:
+            self._to_self[tag] = _Sent(payload=payload, on_sent=on_sent)
+            self._match(tag)
+            return
+        self._fabric.send(
+            peer,
+            tag,
+            payload,
+            signature=self._signature,
+            urgency=urgency,
+            connection_class=connection_class,
+            on_sent=self._unless_closed(on_sent) if on_sent is not None else None,
+        )
+
+    def receive(
+        self, peer: int, tag: int, destination: memoryview, *, urgency: int, on_received: Callable[[], None]
+    ) -> None:
+        """Let the message ``tag`` of ``peer`` land in ``destination``; from a lost rank nothing comes."""
+        if self._is_closed or self.is_lost(peer):
+            return
+        if peer == self.rank:
+            self._posted[tag] = _Posted(destination=destination, on_received=on_received)
+            self._match(tag)
+            return
+        self._awaited.add((peer, tag))
+
+        def received() -> None:
+            self._awaited.discard((peer, tag))
+            if not self._is_closed:
+                on_received()
+
+        self._fabric.receive(peer, tag, destination, signature=self._signature, urgency=urgency, on_received=received)
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a receive; its destination is not written any more."""
+        if peer == self.rank:
+            self._posted.pop(tag, None)
+        elif (peer, tag) in self._awaited:
+            self._awaited.discard((peer, tag))
+            self._fabric.cancel(peer, tag)
+
+    def close(self) -> None:
+        """Forget all receives and tell nobody anything any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._on_lost is not None:
+            self._relay.handlers.remove(self._on_lost)
+        for peer, tag in self._awaited:
+            self._fabric.cancel(peer, tag)
+        self._awaited.clear()
+        self._posted.clear()
+        self._to_self.clear()
+
+    def _match(self, tag: int) -> None:
+        """Deliver a message to ourselves once both sides are there; callbacks run later, as with a peer."""
+        if tag not in self._posted or tag not in self._to_self:
+            return
+        posted, sent = self._posted.pop(tag), self._to_self.pop(tag)
+        posted.destination[:] = sent.payload
+        if sent.on_sent is not None:
+            self._loop.call_soon(self._unless_closed(sent.on_sent))
+        self._loop.call_soon(self._unless_closed(posted.on_received))
+
+    def _unless_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            if not self._is_closed:
+                callback()
+
+        return call

@@ -1,0 +1,73 @@
+"""The end of a period on one rank: what is averaged, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from syncline.updates.bucket import Bucket
+from syncline.updates.overlapped.exchange import Exchange
+from syncline.updates.overlapped.outer import VELOCITY, Nesterov, OuterStep
+from syncline.updates.state import is_elementwise
+
+
+class EndOfPeriod:
+    """Averages parameters, and optimizer state if it should; then the outer optimizer, if there is one, steps."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        optimizer: torch.optim.Optimizer,
+        *,
+        outer: Nesterov | None,
+        should_average_state: bool,
+    ) -> None:
+        self._buckets = buckets
+        self._optimizer = optimizer
+        self._outer = [] if outer is None else [OuterStep(bucket, optimizer, outer) for bucket in buckets]
+        self._should_average_state = should_average_state
+
+    def begin(self) -> None:
+        """Take note of what the parameters are at the start."""
+        for outer in self._outer:
+            outer.begin()
+
+    def run(self, exchange: Exchange) -> None:
+        """Average over all workers; waits for them."""
+        states = [self._gather_state(bucket) for bucket in self._buckets]
+        parts = [[bucket.parameters, *state.values()] for bucket, state in zip(self._buckets, states, strict=True)]
+        with torch.no_grad():
+            averaged = exchange.end_period(parts)
+            for bucket, state, is_new in zip(self._buckets, states, averaged, strict=True):
+                for (key, flat), has_come in zip(state.items(), is_new[1:], strict=True):
+                    if has_come:
+                        self._spread_state(bucket, key, flat)
+            for outer in self._outer:
+                outer.apply()
+
+    def _gather_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Return each kind of state that has one value for each element, flat; zeros where a parameter has none."""
+        if not self._should_average_state:
+            return {}
+        kinds = {
+            key
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for key, value in self._optimizer.state.get(tensor, {}).items()
+            if key != VELOCITY and is_elementwise(key, value, slot.shape)
+        }
+        return {key: self._flatten(bucket, key) for key in sorted(kinds)}
+
+    def _flatten(self, bucket: Bucket, key: str) -> torch.Tensor:
+        flat = torch.zeros(bucket.plan.num_elements, dtype=bucket.plan.dtype)
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            value = self._optimizer.state.get(tensor, {}).get(key)
+            if value is not None:
+                slot.view(flat).copy_(value)
+        return flat
+
+    def _spread_state(self, bucket: Bucket, key: str, flat: torch.Tensor) -> None:
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            value = self._optimizer.state.get(tensor, {}).get(key)
+            if value is not None:
+                value.copy_(slot.view(flat))

@@ -1,0 +1,266 @@
+"""One rank's part in the exchange: the links of its worker, the shards that it hosts, and who is lost.
+
+The training thread's methods never wait for the network but for two reasons, both bounded by a deadline: a gradient is
+staler than ``max_staleness`` allows, or a period ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from syncline.errors import DeadlineError, UpdateError
+from syncline.runtime.port import Port
+from syncline.updates.overlapped.clock import PeriodClock
+from syncline.updates.overlapped.hosted import HostedShard
+from syncline.updates.overlapped.link import WorkerLink
+from syncline.updates.overlapped.losses import QuorumLostError, describe_ranks, quorum_lost
+from syncline.updates.overlapped.placement import successor
+from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.statistics import ExchangeCounts, OverlappedStatistics
+from syncline.updates.overlapped.terms import BucketTerms, Terms
+
+ASK_S = 0.5
+"""After so long a wait, the servers are asked whom they wait for."""
+DRAIN_S = 5.0
+"""How long the last averages may take to leave when this rank closes."""
+NoteWait = Callable[[str, int], None]
+
+
+class Exchange:
+    """Joins links, hosted shards and losses; ``note_wait(phase, start_ns)`` is told of every wait."""
+
+    def __init__(
+        self,
+        port: Port,
+        terms: Terms,
+        buckets: Sequence[BucketTerms],
+        placement: Sequence[int],
+        *,
+        max_staleness: int | None,
+        is_additive: bool,
+        timeout_s: float,
+        note_wait: NoteWait,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.terms = terms
+        self.clock = PeriodClock(terms.period)
+        self.counts = ExchangeCounts()
+        self.lost: dict[int, str] = {}
+        self._port = port
+        self._max_staleness = max_staleness
+        self._timeout_s = timeout_s
+        self._note_wait = note_wait
+        self._recorder = recorder
+        self._changed = threading.Condition()
+        self._failure: UpdateError | None = None
+        self._buckets = buckets
+        self._first_servers = tuple(placement)
+        self._servers = list(placement)
+        self.hosted: dict[int, HostedShard] = {}
+        self.links = [
+            WorkerLink(
+                port,
+                terms,
+                bucket,
+                server=server,
+                changed=self._changed,
+                is_additive=is_additive,
+                recorder=recorder,
+            )
+            for bucket, server in zip(buckets, placement, strict=True)
+            if port.rank in terms.workers
+        ]
+
+    def start(self) -> None:
+        """Begin to serve and to listen; returns when both are so."""
+        self._port.run(self._start(), self._timeout_s)
+
+    async def _start(self) -> None:
+        self._port.watch_losses(self._on_lost)
+        for bucket, server in zip(self._buckets, self._first_servers, strict=True):
+            if server == self._port.rank:
+                self._host(bucket, epoch=0)
+        for link in self.links:
+            link.on_room()
+        for peer in range(self.terms.world_size):
+            if self._port.is_lost(peer):
+                self._on_lost(peer, UpdateError(f"{self._port.describe_peer(peer)} is lost"))
+
+    # --- the training thread -------------------------------------------------------------------------------------
+
+    def step(self, gradients: Sequence[torch.Tensor], *, weight: float) -> None:
+        """Push own gradients and fold into them what has come; waits only for what is too stale."""
+        self.raise_failure()
+        if self._recorder is not None:
+            self._recorder.begin_step()
+        iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
+        for link, gradient in zip(self.links, gradients, strict=True):
+            link.step(gradient, iteration=iteration, weight=weight)
+        num_turns = self._use(gradients)
+        while self._is_too_stale():
+            self._wait("staleness", lambda: self._is_news() or not self._is_too_stale())
+            self.clock.catch_up(reached=max(link.machine.reached for link in self.links))
+            for link in self.links:
+                if self._is_stale(link):
+                    link.hurry(iteration=self.clock.iteration)
+            num_turns += self._use(gradients)
+        self.counts.note_step(staleness=max(link.machine.staleness for link in self.links), num_turns=num_turns)
+
+    def end_period(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[list[bool]]:
+        """Replace ``parts`` (for each bucket its parameters, then its states) by their averages over the workers.
+
+        Returns for each whether it was averaged: states are not if their server died at this very moment.
+        """
+        self.raise_failure()
+        if self._recorder is not None:
+            self._recorder.note_end()
+        for link, values in zip(self.links, parts, strict=True):
+            link.end(values, weight=self.clock.num_samples)
+        self._wait("period", lambda: all(link.has_average() for link in self.links))
+        averaged = [
+            [link.take_average(part, out=out) for part, out in enumerate(values)]
+            for link, values in zip(self.links, parts, strict=True)
+        ]
+        for link in self.links:
+            link.begin_period()
+        self.clock.begin_period()
+        self.counts.num_periods += 1
+        return averaged
+
+    def serve(self) -> None:
+        """Serve until every worker has left; for a rank that is no worker."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(worker in self.lost for worker in self.terms.workers))
+
+    def statistics(self) -> OverlappedStatistics:
+        """Return all counters."""
+        counts = self.counts
+        dropped = zip(*(link.dropped for link in self.links), strict=True)
+        return OverlappedStatistics(
+            num_steps=counts.num_steps,
+            num_periods=counts.num_periods,
+            iteration=self.clock.iteration,
+            mean_staleness=counts.sum_staleness / max(1, counts.num_steps),
+            max_staleness=counts.max_staleness,
+            share_with_global=counts.num_with_global / max(1, counts.num_steps),
+            dropped=tuple(sum(counted) for counted in dropped),
+            num_forgotten=sum(link.num_forgotten for link in self.links),
+            waited_staleness_s=counts.waited_s["staleness"],
+            waited_period_s=counts.waited_s["period"],
+            waited_for=dict(counts.waited_for),
+            lost=tuple(sorted(self.lost)),
+        )
+
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, *, is_failing: bool) -> None:
+        """Let the last averages leave, then forget everything."""
+        self._port.run(self._close(is_failing=is_failing or self._failure is not None), 2 * DRAIN_S)
+
+    async def _close(self, *, is_failing: bool) -> None:
+        end_s = time.monotonic() + (0.0 if is_failing else DRAIN_S)
+        while time.monotonic() < end_s and not all(shard.machine.is_quiet for shard in self.hosted.values()):
+            await asyncio.sleep(0.002)
+        self._port.close()
+
+    def _use(self, gradients: Sequence[torch.Tensor]) -> int:
+        return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
+
+    def _is_stale(self, link: WorkerLink) -> bool:
+        return self._max_staleness is not None and link.machine.staleness > self._max_staleness
+
+    def _is_too_stale(self) -> bool:
+        return any(self._is_stale(link) for link in self.links)
+
+    def _is_news(self) -> bool:
+        """Whether something has come that may end a wait, or a push may follow the one that has left."""
+        return any(link.machine.num_unused or (self._is_stale(link) and link.machine.can_hurry) for link in self.links)
+
+    def _wait(self, phase: str, is_over: Callable[[], bool]) -> None:
+        """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
+        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        with self._changed:
+            is_done = self._wait_for(is_over, ASK_S)
+        if not is_done:
+            self._ask()
+            with self._changed:
+                is_done = self._wait_for(is_over, max(0.0, self._timeout_s - 2 * ASK_S))
+        if not is_done:
+            self._ask()
+            with self._changed:
+                is_done = self._wait_for(is_over, ASK_S)
+        self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
+        self._note_wait(phase, start_ns)
+        self.raise_failure()
+        if not is_done:
+            raise DeadlineError(self._late(phase))
+
+    def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
+
+    def _ask(self) -> None:
+        for link in self.links:
+            link.awaited = ()
+            self._port.call_soon(link.ask)
+
+    def _awaited(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for link in self.links for rank in link.awaited if rank != self._port.rank}))
+
+    def _late(self, phase: str) -> str:
+        what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
+        awaited = self._awaited() or tuple(sorted({link.server for link in self.links} - {self._port.rank}))
+        return (
+            f"rank {self._port.rank} waited {self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of "
+            f"period {self.counts.num_periods}; {describe_ranks(awaited, self._port.describe_peer)} did not deliver"
+        )
+
+    # --- the loop's thread ---------------------------------------------------------------------------------------
+
+    def _host(self, bucket: BucketTerms, *, epoch: int) -> None:
+        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost, recorder=self._recorder)
+        self.hosted[bucket.index] = shard
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        if peer in self.lost:
+            return
+        self.lost[peer] = str(error)
+        for shard in self.hosted.values():
+            shard.lose(peer)
+        missing = [rank for rank in self.terms.workers if rank in self.lost]
+        if len(self.terms.workers) - len(missing) < self.terms.quorum:
+            self._fail(quorum_lost(missing, self.terms, self._port.describe_peer))
+        elif peer in self.terms.servers:
+            self._replace(peer)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _replace(self, dead: int) -> None:
+        """Give the dead server's buckets to its successor; every rank finds the same one, with the same epoch."""
+        for position, bucket in enumerate(self._buckets):
+            if self._servers[position] != dead:
+                continue
+            first, servers = self._first_servers[position], self.terms.servers
+            server = successor(first, servers, self.lost)
+            if server is None:
+                self._fail(UpdateError(f"All servers are lost: {sorted(self.lost)}; start again from a checkpoint"))
+                return
+            self._servers[position] = server
+            epoch = (servers.index(server) - servers.index(first)) % len(servers)
+            if server == self._port.rank:
+                self._host(bucket, epoch=epoch)
+            if self.links:
+                self.links[position].move(server, epoch=epoch)
+
+    def _fail(self, error: UpdateError | QuorumLostError) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()

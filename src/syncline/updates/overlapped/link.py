@@ -1,0 +1,272 @@
+"""A worker's link to the server shard of one bucket: its pushes, its pulls, and the end of a period.
+
+The training thread calls ``step``, ``use``, ``hurry`` and the methods about the end of a period; the methods named
+``on_*`` and ``move`` run on the loop's thread. The lock of ``changed`` guards what both see; sums are made outside it,
+on memory that only the training thread has at that moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from syncline.runtime.port import Port
+from syncline.updates.overlapped.arithmetic import correct
+from syncline.updates.overlapped.events import Keep, Reply, Send, WorkerInstruction
+from syncline.updates.overlapped.inbox import PullBuffers
+from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
+from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
+from syncline.updates.overlapped.worker import BucketWorker
+
+
+class WorkerLink:
+    """One bucket of one worker."""
+
+    def __init__(
+        self,
+        port: Port,
+        terms: Terms,
+        bucket: BucketTerms,
+        *,
+        server: int,
+        changed: threading.Condition,
+        is_additive: bool,
+        recorder: Recorder | None,
+    ) -> None:
+        self.bucket = bucket
+        self.server = server
+        self.epoch = 0
+        self.machine = BucketWorker(window=terms.window, num_turns=terms.period, push=terms.push)
+        self.num_forgotten = 0
+        """Pushes that died with a server."""
+        self.dropped: tuple[int, ...] = (0,) * terms.world_size
+        self.awaited: tuple[int, ...] = ()
+        """Whom the server waits for, as it last said."""
+        self._port = port
+        self._terms = terms
+        self._changed = changed
+        self._is_additive = is_additive
+        self._recorder = recorder
+        self._places: dict[int, Message] = {}
+        self._ends: list[Message] = []
+        self._has_ended = False
+        self._has_all_parts = False
+        self._pulls = PullBuffers(bucket, terms)
+        self._start = bucket.make_up() if terms.keeps_start else None
+        self._start_period = 0
+        self._up_number = self._down_number = 0
+        self._question = Question()
+
+    # --- the training thread -------------------------------------------------------------------------------------
+
+    def step(self, gradient: torch.Tensor, *, iteration: int, weight: float) -> None:
+        """Take the own gradient of this iteration; push what is to be pushed."""
+        with self._changed:
+            instructions, epoch = self.machine.step(iteration=iteration, weight=weight), self.epoch
+        for instruction in instructions:
+            if isinstance(instruction, Keep):
+                self._keep(instruction, gradient)
+            else:
+                self._push(instruction, epoch)
+
+    def hurry(self, *, iteration: int) -> None:
+        """Push what was made so far; the worker waits for it."""
+        with self._changed:
+            instructions, epoch = self.machine.hurry(iteration=iteration), self.epoch
+        for instruction in instructions:
+            self._push(instruction, epoch)
+
+    def use(self, gradient: torch.Tensor) -> int:
+        """Fold the newest global gradient, if it was not used yet, into ``gradient``; return how many turns it adds."""
+        with self._changed:
+            used = self.machine.used
+            use = self.machine.use()
+            if use is None:
+                return 0
+            newest, base = self._pulls.take()
+        self._note(use)
+        correct(
+            gradient,
+            newest=newest.values,
+            base=None if base is None else base.values,
+            subtract=[] if self._is_additive else [self._places[place].values for place in use.subtract],
+            replaces=use.replaces and not self._is_additive,
+        )
+        with self._changed:
+            self._pulls.give_back()
+        self._port.call_soon(self.on_room)
+        return use.closed - used
+
+    def end(self, parts: Sequence[torch.Tensor], *, weight: float) -> None:
+        """Send what the period ends with, to be averaged."""
+        self._ends += [self.bucket.make_up() for _ in parts[len(self._ends) :]]
+        del self._ends[len(parts) :]
+        for part, (message, values) in enumerate(zip(self._ends, parts, strict=True)):
+            message.values.copy_(values)
+            header = UpHeader(
+                kind=Kind.END, period=self.machine.period, turn=part, iteration=len(parts) - 1, weight=weight
+            )
+            header.encode(message.memory)
+        with self._changed:
+            self._has_ended = True
+            self._pulls.reset()  # the sums of this period are of no use any more; the averages need the room
+            epoch = self.epoch
+        for message in self._ends:
+            self._port.call_soon(self._transmit, message, epoch, False)
+        self._port.call_soon(self.on_room)
+
+    def has_average(self) -> bool:
+        """Whether the period's average is here, with all its parts that will come. Call it with the lock held."""
+        return self._has_all_parts
+
+    def take_average(self, part: int, *, out: torch.Tensor) -> bool:
+        """Copy a part of the average to ``out``; False if it never came, because its server died."""
+        message = self._pulls.average(part)
+        if message is None:
+            return False
+        out.copy_(message.values_as(self.bucket.dtype))
+        return True
+
+    def begin_period(self) -> None:
+        """Forget the last period."""
+        with self._changed:
+            self._pulls.release_averages()
+            self._pulls.reset()
+            self.machine.end_period()
+            self._has_ended = self._has_all_parts = False
+        self._port.call_soon(self.on_room)
+
+    def keep_start(self, parameters: torch.Tensor) -> None:
+        """Take note of what the first period begins with."""
+        if self._start is not None:
+            self._start.values.copy_(parameters)
+
+    def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
+        self._note(keep)
+        if keep.place not in self._places:
+            self._places[keep.place] = self.bucket.make_up()
+        own = self._places[keep.place].values
+        if keep.add:
+            own.add_(gradient.to(own.device))
+        else:
+            own.copy_(gradient)
+
+    def _push(self, send: Send, epoch: int) -> None:
+        self._note(send)
+        message = self._places[send.place]
+        header = UpHeader(
+            kind=Kind.PUSH, period=send.period, turn=send.turn, iteration=send.iteration, weight=send.weight
+        )
+        header.encode(message.memory)
+        self._port.call_soon(self._transmit, message, epoch, True)
+
+    def _note(self, instruction: WorkerInstruction) -> None:
+        if self._recorder is not None:
+            self._recorder.note_worker(self.bucket.index, instruction)
+
+    # --- the loop's thread ---------------------------------------------------------------------------------------
+
+    def on_room(self) -> None:
+        """Let the next message of the server land, if there is room for it."""
+        with self._changed:
+            message = self._pulls.begin_landing()
+        if message is None:
+            return
+        self._port.receive(
+            self.server,
+            tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch),
+            message.memory,
+            urgency=self.bucket.index,
+            on_received=partial(self._on_reply, self.epoch),
+        )
+
+    def ask(self) -> None:
+        """Ask the server whom it waits for."""
+        server, question, epoch = self.server, self._question, self.epoch
+        urgency = self.bucket.index
+        answer_tag = tag(self.bucket.stream, Lane.ANSWER, question.number, epoch=epoch)
+        ask_tag = tag(self.bucket.stream, Lane.ASK, question.number, epoch=epoch)
+        question.number += 1
+        self._port.receive(
+            server, answer_tag, question.answered, urgency=urgency, on_received=partial(self._on_answer, question)
+        )
+        self._port.send(server, ask_tag, question.asked, urgency=urgency, connection_class=self.bucket.connection_class)
+
+    def move(self, server: int, *, epoch: int) -> None:
+        """Go on with the successor of the server, which is dead; what was pushed to it is forgotten."""
+        with self._changed:
+            self._port.cancel(self.server, tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch))
+            self._pulls.drop_landed()
+            self._pulls.reset()
+            self.machine.sent()
+            self.num_forgotten += self.machine.restart()
+            self.server, self.epoch = server, epoch
+            self._up_number = self._down_number = 0
+            self._question = Question()
+            has_start = self._start_period > self.machine.period
+            self._has_all_parts = self._has_all_parts or has_start
+            is_waiting = self._has_ended and not has_start
+            self._changed.notify_all()
+        self.on_room()
+        if self._start is not None:
+            UpHeader(kind=Kind.HELLO, period=self._start_period).encode(self._start.memory)
+            self._transmit(self._start, self.epoch, False)
+        for message in self._ends if is_waiting else ():
+            self._transmit(message, self.epoch, False)
+
+    def _transmit(self, message: Message, epoch: int, is_push: bool) -> None:
+        if epoch != self.epoch:
+            return  # it was for a server that is dead; what is to be said to its successor was said in move()
+        number, self._up_number = self._up_number, self._up_number + 1
+        self._port.send(
+            self.server,
+            tag(self.bucket.stream, Lane.UP, number, epoch=epoch),
+            message.memory,
+            urgency=self.bucket.index,
+            connection_class=self.bucket.connection_class,
+            on_sent=partial(self._on_sent, epoch) if is_push else None,
+        )
+
+    def _on_sent(self, epoch: int) -> None:
+        with self._changed:
+            if epoch == self.epoch:
+                self.machine.sent()
+                self._changed.notify_all()
+
+    def _on_answer(self, question: Question) -> None:
+        self.awaited = question.decode_answer()
+
+    def _on_reply(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            return
+        with self._changed:
+            self._down_number += 1
+            message = self._pulls.landed()
+            header = DownHeader.decode(message.memory)
+            if header.kind is Kind.AVERAGE:
+                self._on_average(header, message)
+            elif not self._has_ended and self.machine.arrived(_reply(header)):
+                self._pulls.keep_newest()
+            else:
+                self._pulls.drop_landed()
+            self._changed.notify_all()
+        self.on_room()
+
+    def _on_average(self, header: DownHeader, message: Message) -> None:
+        if header.period != self.machine.period or not self._has_ended:
+            self._pulls.drop_landed()
+            return
+        if header.closed == 0 and self._start is not None:
+            self._start.values.copy_(message.values_as(self.bucket.dtype))
+            self._start_period = header.period + 1
+        self.dropped = header.dropped
+        self._pulls.keep_average(header.closed)
+        self._has_all_parts = header.is_last
+
+
+def _reply(header: DownHeader) -> Reply:
+    return Reply(worker=0, period=header.period, closed=header.closed, clock=header.clock, accepted=header.accepted)

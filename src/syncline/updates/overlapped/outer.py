@@ -1,0 +1,75 @@
+"""The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
+
+    difference = start of the period - average at its end
+    velocity   = momentum * velocity + difference
+    parameters = start - learning_rate * (difference + momentum * velocity)
+
+Every worker computes it from the same numbers, so all end with the same bits. With learning rate 1 and momentum 0 the
+parameters are the average. The velocity is kept in the optimizer's state, for checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from syncline.errors import ConfigurationError
+from syncline.updates.bucket import Bucket
+
+VELOCITY = "outer_velocity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nesterov:
+    """SGD with Nesterov momentum on what a period has changed."""
+
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
+            raise ConfigurationError(
+                f"Nesterov needs learning_rate > 0 and 0 <= momentum < 1, not {self.learning_rate} and {self.momentum}"
+            )
+
+
+class OuterStep:
+    """The outer optimizer of one bucket."""
+
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, rule: Nesterov) -> None:
+        self._bucket = bucket
+        self._optimizer = optimizer
+        self._rule = rule
+        self._start = bucket.parameters.clone()
+        self._velocity = torch.zeros_like(bucket.parameters)
+
+    def apply(self) -> None:
+        """Replace the bucket's parameters, which are the average, by what the outer optimizer makes of it."""
+        self._load_velocity()
+        parameters, rule = self._bucket.parameters, self._rule
+        difference = self._start - parameters
+        self._velocity.mul_(rule.momentum).add_(difference)
+        change = difference.add_(self._velocity, alpha=rule.momentum)
+        parameters.copy_(self._start.add_(change, alpha=-rule.learning_rate))
+        self._start.copy_(parameters)
+        self._show_velocity()
+
+    def begin(self) -> None:
+        """Start from what the parameters are now."""
+        self._start.copy_(self._bucket.parameters)
+
+    def _load_velocity(self) -> None:
+        """Take a velocity that a checkpoint has brought."""
+        for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
+            view = slot.view(self._velocity)
+            stored = self._optimizer.state.get(tensor, {}).get(VELOCITY)
+            if stored is not None and stored.data_ptr() != view.data_ptr():
+                view.copy_(stored)
+
+    def _show_velocity(self) -> None:
+        """Keep the velocity where checkpoints find it; Adam and others take a state that is there for one they made."""
+        is_stateless = isinstance(self._optimizer, torch.optim.SGD)
+        for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
+            if is_stateless or self._optimizer.state.get(tensor):
+                self._optimizer.state[tensor][VELOCITY] = slot.view(self._velocity)

@@ -1,0 +1,254 @@
+"""The overlapped update as an update rule: the user's choice, and the updater that does it for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.lane import LaneOptions
+from syncline.updates.overlapped.average import EndOfPeriod
+from syncline.updates.overlapped.exchange import Exchange
+from syncline.updates.overlapped.outer import Nesterov
+from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
+from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.statistics import OverlappedStatistics
+from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.worker import PushOf
+from syncline.updates.report import PendingReport
+from syncline.updates.rule import Setting, Updater
+from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+
+MAX_WINDOW = 32
+"""Pushes of one worker that may be out, where staleness has no bound or a large one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlapped:
+    """Step on the own gradient at once; fold in the global gradient of M workers when it comes (mechanism 4).
+
+    ``period`` (K): after so many iterations the parameters are averaged over all workers. ``quorum`` (M): so many
+    workers' gradients make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
+    spread by what their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()``
+    serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
+    global one, ``"additive"`` uses both, the literal form. ``push``: the gradient of the current or of the previous
+    iteration. ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()``
+    waits; 0 is synchronous training, None never waits. ``average_state``: average the optimizer's state too.
+    ``outer``: what a period's averaged difference does (default: the average is the next period's start).
+    ``should_record``: keep all decisions, to replay them.
+
+    With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
+    come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
+    with ``optimizer.end_period()`` before you save or evaluate a model. Buffers (BatchNorm) stay each rank's own.
+    """
+
+    period: int = 64
+    quorum: int | None = None
+    servers: str = "shared"
+    rule: Literal["swap", "additive"] = "swap"
+    push: PushOf = "current"
+    max_staleness: int | None = 8
+    average_state: bool = False
+    outer: Nesterov | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    num_classes: int = 1
+    """Connection classes that the buckets are divided among, in forward order."""
+    should_record: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {"rule": ("swap", "additive"), "push": ("current", "previous")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"Overlapped: {name} is one of {allowed}, not {getattr(self, name)!r}")
+        lowest = {"period": 1, "bucket_bytes": 1, "num_classes": 1}
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"Overlapped: {name} must be at least {least}, not {getattr(self, name)}")
+        if self.quorum is not None and self.quorum < 1:
+            raise ConfigurationError(f"Overlapped: quorum must be at least 1, not {self.quorum}")
+        least = 1 if self.push == "previous" else 0
+        if self.max_staleness is not None and self.max_staleness < least:
+            raise ConfigurationError(
+                f'Overlapped: max_staleness must be at least {least} with push="{self.push}", not {self.max_staleness}'
+            )
+        if self.servers != "shared" and not self.servers.startswith(DEDICATED):
+            raise ConfigurationError(f'Overlapped: servers is "shared" or "dedicated:k", not {self.servers!r}')
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """No collective moves the buckets; this is the cheapest to plan."""
+        return LaneOptions(is_divided=False)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if the optimizer wants a closure."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+
+    def start(self, setting: Setting) -> OverlappedUpdater:
+        """Begin to work on a model; on a dedicated server, serve until all workers have left, then end the process."""
+        return OverlappedUpdater(setting, self)
+
+    def terms(self, world_size: int) -> Terms:
+        """Return what follows for so many ranks; raises :class:`ConfigurationError` if the quorum is too large."""
+        servers = server_ranks(self.servers, world_size)
+        is_shared = self.servers == "shared"
+        workers = tuple(rank for rank in range(world_size) if is_shared or rank not in servers)
+        quorum = self.quorum if self.quorum is not None else len(workers)
+        if quorum > len(workers):
+            raise ConfigurationError(f"Overlapped: quorum {quorum} is more than the {len(workers)} workers")
+        staleness = MAX_WINDOW if self.max_staleness is None else self.max_staleness
+        window = max(2, min(MAX_WINDOW, staleness + 1))
+        return Terms(
+            world_size=world_size,
+            workers=workers,
+            servers=servers,
+            quorum=quorum,
+            period=self.period,
+            window=window,
+            push=self.push,
+        )
+
+
+class OverlappedUpdater(Updater):
+    """The overlapped update at work on one model."""
+
+    is_synchronous = False
+
+    def __init__(self, setting: Setting, rule: Overlapped) -> None:
+        super().__init__(setting)
+        communicator = self.channel.communicator
+        terms = rule.terms(communicator.world_size)
+        plans = [bucket.plan for bucket in self.buckets]
+        buckets = [
+            BucketTerms(
+                index=plan.index,
+                stream=self.channel.lanes[plan.index].stream,
+                connection_class=plan.index * rule.num_classes // len(plans),
+                num_elements=plan.num_elements,
+                dtype=plan.dtype,
+            )
+            for plan in plans
+        ]
+        self.recorder = Recorder() if rule.should_record else None
+        self.exchange = Exchange(
+            communicator.open_port(f"overlapped update {terms}"),
+            terms,
+            buckets,
+            place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
+            max_staleness=rule.max_staleness,
+            is_additive=rule.rule == "additive",
+            timeout_s=self.channel.timeout_s,
+            note_wait=self.channel.note_wait,
+            recorder=self.recorder,
+        )
+        self._end_of_period = EndOfPeriod(
+            self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
+        )
+        self._weight = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        for link, bucket in zip(self.exchange.links, self.buckets, strict=False):
+            link.keep_start(bucket.parameters)
+        self._end_of_period.begin()
+        self.exchange.start()
+        if not self.exchange.links:
+            self.exchange.serve()
+            self.exchange.close(is_failing=False)
+            raise SystemExit(0)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations of the fleet since the start: all ranks reach a number at about the same time."""
+        return self.exchange.counts.num_periods * self.exchange.terms.period + self.exchange.clock.iteration
+
+    @property
+    def is_at_period_start(self) -> bool:
+        """Whether a period has just ended, so that all ranks have the same parameters."""
+        return self.exchange.clock.num_steps == 0
+
+    def begin_backward(self) -> None:
+        """Raise what went wrong since the last step."""
+        self.exchange.raise_failure()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Wait for the step: the own gradient is pushed as it is used, clipped if the user does so."""
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Take note of how many samples are behind the gradients."""
+        self._weight = report.total
+        return report.result().present
+
+    def step(self) -> None:
+        """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
+        self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
+        self._show_gradients()
+        self.optimizer.step()
+        self._weight = 0.0
+        self.step_number += 1
+        if self.exchange.clock.is_last:
+            self.end_period()
+
+    def end_period(self) -> None:
+        """End the period now, if it has begun: average over all workers. Every worker calls it, or ends its period."""
+        if self.is_at_period_start:
+            return
+        self._end_of_period.run(self.exchange)
+
+    def discard(self) -> None:
+        """Nothing is kept between a backward pass and the step."""
+
+    def wait_parameters(self, buckets: Iterable[int]) -> None:
+        """Parameters are final when ``step()`` returns."""
+
+    def synchronize(self) -> None:
+        """Raise what went wrong; parameters are final when ``step()`` returns."""
+        self.exchange.raise_failure()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip the own gradients, before they are pushed."""
+        tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def statistics(self) -> OverlappedStatistics:
+        """Return what was stale, dropped and waited for on this rank."""
+        return self.exchange.statistics()
+
+    def state_entries(self) -> list[StateEntry]:
+        """Return the whole state on rank 0 and nothing elsewhere: ranks differ, unless the state is averaged."""
+        if self.channel.rank != 0:
+            return []
+        return [
+            entry
+            for bucket in self.buckets
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
+        ]
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the whole state."""
+        self.optimizer.state.clear()
+        for bucket in self.buckets:
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                state = load_parameter_state(source, slot, tensor)
+                if state:
+                    self.optimizer.state[tensor] = state
+
+    def finish(self) -> None:
+        """End the period that is under way: after a close, all ranks have the same parameters."""
+        self.end_period()
+
+    def close(self) -> None:
+        """Release everything; what is under way is given up, but for averages that others wait for."""
+        self.exchange.close(is_failing=False)
+
+    def _show_gradients(self) -> None:
+        """Let the optimizer see what others have for parameters without an own gradient."""
+        for bucket in self.buckets:
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                if tensor.grad is None and bool(bucket.gradient(slot).any()):
+                    tensor.grad = bucket.gradient(slot)

@@ -1,0 +1,74 @@
+"""What all ranks agree on before the first push, and the memory of a message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from syncline.updates.memory import bytes_of
+from syncline.updates.overlapped.arithmetic import sum_dtype
+from syncline.updates.overlapped.wire import DownHeader, UpHeader
+from syncline.updates.overlapped.worker import PushOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The terms of the exchange, equal on every rank."""
+
+    world_size: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    quorum: int
+    period: int
+    """Iterations of a period."""
+    window: int
+    """Pushes of one worker that may be out for one bucket."""
+    push: PushOf
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether a worker may have to tell a server's successor what a period began with."""
+        return self.quorum < len(self.workers) or self.servers != self.workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTerms:
+    """One bucket of them."""
+
+    index: int
+    stream: int
+    """Its messages' tags belong to this stream."""
+    connection_class: int
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its parameters."""
+        return self.num_elements * self.dtype.itemsize
+
+    def make_up(self) -> Message:
+        """Return room for a message from a worker."""
+        return Message(UpHeader.SIZE_BYTES, self.num_elements, self.dtype)
+
+    def make_down(self, terms: Terms) -> Message:
+        """Return room for a message from the server."""
+        header_bytes = DownHeader.size_bytes(window=terms.window, world_size=terms.world_size)
+        return Message(header_bytes, self.num_elements, sum_dtype(self.dtype))
+
+
+class Message:
+    """A header and a bucket, one after another in memory."""
+
+    def __init__(self, header_bytes: int, num_elements: int, dtype: torch.dtype) -> None:
+        self._header_bytes = header_bytes
+        self._num_elements = num_elements
+        self._bytes = torch.zeros(header_bytes + num_elements * dtype.itemsize, dtype=torch.uint8)
+        self.memory = bytes_of(self._bytes)
+        self.values = self.values_as(dtype)
+
+    def values_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bucket's elements as ``dtype``, which must not be larger than the one it was made for."""
+        stop = self._header_bytes + self._num_elements * dtype.itemsize
+        return self._bytes[self._header_bytes : stop].view(dtype)
