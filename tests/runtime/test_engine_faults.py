@@ -146,6 +146,17 @@ def test_a_rank_that_dies_in_the_middle_is_named_everywhere(in_memory, seed):
         assert "during barrier" in str(error)
 
 
+def test_who_cannot_do_a_call_because_of_a_loss_tells_those_who_wait_for_it(in_memory):
+    communicators = in_memory(3, planner=lambda topology, collective, *_: plan_tree(topology, collective))
+    sent = communicators[0].broadcast(memoryview(bytearray(10)))  # the others get all they need of rank 0
+    waits = communicators[2].broadcast(memoryview(bytearray(10)))  # but rank 2 waits for the word of rank 1
+    sent.wait(20)
+    communicators[0].abort()
+    for error in errors_of([communicators[1].broadcast(memoryview(bytearray(10))), waits]):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 0
+
+
 def test_a_rank_that_leaves_in_good_order_spoils_nothing(in_memory):
     for seed in range(10):
         communicators = in_memory(4, seed=seed)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 import asyncio
+import zlib
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any

@@ -114,9 +114,11 @@ class Engine:
         except SynclineError as error:
             on_done(error)
             return
-        failure = self._failure or self._loss_that_matters(call.stream, number)
-        if failure is not None:
-            on_done(self._error(failure, call))
+        loss = self._loss_that_matters(call.stream, number)
+        if loss is not None:
+            self._fail(loss)  # the others may wait for this rank's part of the call, so they must know
+        if self._failure is not None:
+            on_done(self._error(self._failure, call))
             return
         self._begin(active)
 
