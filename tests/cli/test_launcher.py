@@ -34,12 +34,12 @@ def _clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def start(script, *, num_ranks=2, **said):
+def start(script, *, num_ranks=2, limits=QUICK, **said):
     """Run ``script`` on all ranks; returns exit code, standard output and standard error."""
     out, error = io.StringIO(), io.StringIO()
     command = (sys.executable, "-S", "-c", "import os, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
     topology = {} if "topology" in said else {"num_ranks": num_ranks}
-    request = Request(command=command, limits=QUICK, **topology, **said)
+    request = Request(command=command, limits=limits, **topology, **said)
     code = launch(request, terminal=Terminal(stdout=out, stderr=error))
     return code, out.getvalue(), error.getvalue()
 
@@ -103,12 +103,8 @@ def test_a_failure_is_reported_with_rank_code_and_traceback():
 
 
 def test_survivors_may_say_what_they_saw_before_they_are_ended():
-    script = """
-    if rank == 1:
-        sys.exit(3)
-    print("lost a peer", file=sys.stderr); sys.exit(4)
-    """
-    code, _, error = start(script)
+    script = "if rank == 1: sys.exit(3)\nprint('lost a peer', file=sys.stderr); sys.exit(4)"
+    code, _, error = start(script, limits=Limits())
     assert code in {3, 4}  # whichever ended first
     assert "lost a peer" in error
 
