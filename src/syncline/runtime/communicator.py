@@ -305,6 +305,7 @@ class Communicator:
         )
 
     async def _leave(self) -> None:
+        self._relay.end(self.rank)
         if self._engine.failure is not None:
             await asyncio.sleep(LINGER_S)
             await self._break_off()  # what is queued is of calls that failed, and no one will receive it
@@ -314,6 +315,7 @@ class Communicator:
         self._last_statistics = await self._take_statistics()
 
     async def _break_off(self) -> None:
+        self._relay.end(self.rank)
         self._last_statistics = await self._take_statistics()
         self._fabric.abort()
         self._engine.leave(tell=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from syncline.errors import FabricClosedError
 from syncline.fabric import Fabric, FabricListener
 from syncline.runtime.loop import CommunicationLoop
 
@@ -29,6 +30,13 @@ class LossRelay:
         self._engine.on_peer_lost(peer, error)
         for handler in tuple(self.handlers):
             handler(peer, error)
+
+    def end(self, rank: int) -> None:
+        """Tell the ports that this very rank leaves, so that nobody waits on them."""
+        error = FabricClosedError(f"the communicator of rank {rank} is closed; open a new one with syncline.init()")
+        handlers, self.handlers = self.handlers, []
+        for handler in handlers:
+            handler(rank, error)
 
     def on_control(self, peer: int, payload: bytes) -> None:
         """Control messages are the engine's."""
@@ -79,7 +87,7 @@ class Port:
         return self._loop.run(coroutine, timeout_s)
 
     def watch_losses(self, on_lost: LossHandler) -> None:
-        """Tell ``on_lost`` of every rank that is lost or leaves from now on."""
+        """Tell ``on_lost`` of every rank that is lost or leaves from now on; of this one too, when it is closed."""
         self._on_lost = on_lost
         self._relay.handlers.append(on_lost)
 
@@ -150,7 +158,7 @@ class Port:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._on_lost is not None:
+        if self._on_lost in self._relay.handlers:
             self._relay.handlers.remove(self._on_lost)
         for peer, tag in self._awaited:
             self._fabric.cancel(peer, tag)

@@ -3,16 +3,22 @@
 import pytest
 import torch
 from overlapped_training import (
+    batch,
+    loss_of,
     make_adam,
+    make_model,
     make_sgd,
     one_step,
     parameters_of,
     run_fleets,
+    size_of,
     start,
     train_alone,
 )
 
+from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates import Overlapped
+from syncline.updates.overlapped.replay import Replica, replay
 
 
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
@@ -36,3 +42,47 @@ def test_without_staleness_it_equals_synchronous_training(make, servers: str, se
     expected = train_alone(num_workers, range(10), make)
     for result in results[:num_workers]:
         assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
+    model = make_model(dtype)
+    optimizer = make_adam(model.parameters())
+    named = trained_parameters(model, optimizer)
+    buckets = flatten(named, plan_model(named, bucket_bytes=bucket_bytes))
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, *batch(rank, step, size_of(rank, step), dtype)).backward()
+        for bucket in buckets:
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                bucket.gradient(slot).copy_(tensor.grad)
+                tensor.grad = bucket.gradient(slot)
+
+    with torch.no_grad():
+        return Replica(rank=rank, buckets=buckets, backward=backward, step=optimizer.step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"quorum": 2}, {"quorum": 1, "rule": "additive"}, {"push": "previous"}])
+def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype: torch.dtype) -> None:
+    """Whatever the threads and the network did."""
+    num_iterations = 25
+    rule = Overlapped(period=7, max_staleness=3, bucket_bytes=128, should_record=True, **options)
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule, make_adam, dtype)
+        step = 0
+        while optimizer.iteration < num_iterations:
+            one_step(model, optimizer, fleet.rank, step, dtype)
+            step += 1
+        optimizer.end_period()
+        return model, optimizer.training.updater.recorder
+
+    results = run_fleets(3, body, seed=5)
+    recorders = [recorder for _, recorder in results]
+    replicas = [make_replica(rank, 128, dtype) for rank in range(3)]
+    replay(recorders, replicas, is_additive=rule.rule == "additive")
+    final = [torch.cat([bucket.parameters for bucket in replica.buckets]) for replica in replicas]
+    for (model, _), mine in zip(results, final, strict=True):
+        assert torch.equal(parameters_of(model), mine)
+        assert torch.equal(mine, final[0])

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from syncline.errors import DeadlineError, UpdateError
+from syncline.errors import DeadlineError, FabricClosedError, UpdateError
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.losses import QuorumLostError, describe_ranks, quorum_lost
+from syncline.updates.overlapped.losses import describe_ranks, quorum_lost
 from syncline.updates.overlapped.placement import successor
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ExchangeCounts, OverlappedStatistics
@@ -57,7 +57,7 @@ class Exchange:
         self._note_wait = note_wait
         self._recorder = recorder
         self._changed = threading.Condition()
-        self._failure: UpdateError | None = None
+        self._failure: Exception | None = None
         self._buckets = buckets
         self._first_servers = tuple(placement)
         self._servers = list(placement)
@@ -135,7 +135,12 @@ class Exchange:
     def serve(self) -> None:
         """Serve until every worker has left; for a rank that is no worker."""
         with self._changed:
-            self._changed.wait_for(lambda: all(worker in self.lost for worker in self.terms.workers))
+            self._changed.wait_for(lambda: self._is_alone() or isinstance(self._failure, FabricClosedError))
+        if not self._is_alone():
+            self.raise_failure()
+
+    def _is_alone(self) -> bool:
+        return all(worker in self.lost for worker in self.terms.workers)
 
     def statistics(self) -> OverlappedStatistics:
         """Return all counters."""
@@ -161,15 +166,24 @@ class Exchange:
         if self._failure is not None:
             raise self._failure
 
-    def close(self, *, is_failing: bool) -> None:
-        """Let the last averages leave, then forget everything."""
-        self._port.run(self._close(is_failing=is_failing or self._failure is not None), 2 * DRAIN_S)
+    def drain(self) -> None:
+        """Let the replies of the hosted shards leave."""
+        self._port.run(self._drain(), 2 * DRAIN_S)
 
-    async def _close(self, *, is_failing: bool) -> None:
-        end_s = time.monotonic() + (0.0 if is_failing else DRAIN_S)
-        while time.monotonic() < end_s and not all(shard.machine.is_quiet for shard in self.hosted.values()):
-            await asyncio.sleep(0.002)
+    def close(self) -> None:
+        """Forget everything that is under way."""
+        self._port.run(self._close(), DRAIN_S)
+
+    async def _close(self) -> None:
         self._port.close()
+
+    async def _drain(self) -> None:
+        end_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < end_s and not self._is_quiet():  # noqa: ASYNC110 - once in a life, for a moment
+            await asyncio.sleep(0.002)
+
+    def _is_quiet(self) -> bool:
+        return all(shard.machine.is_quiet for shard in self.hosted.values())
 
     def _use(self, gradients: Sequence[torch.Tensor]) -> int:
         return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
@@ -196,12 +210,14 @@ class Exchange:
         if not is_done:
             self._ask()
             with self._changed:
-                is_done = self._wait_for(is_over, ASK_S)
+                self._wait_for(is_over, ASK_S)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
         self._note_wait(phase, start_ns)
+        with self._changed:
+            if is_over():
+                return  # what was waited for came, whatever else has failed since
         self.raise_failure()
-        if not is_done:
-            raise DeadlineError(self._late(phase))
+        raise DeadlineError(self._late(phase))
 
     def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
         return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
@@ -231,6 +247,9 @@ class Exchange:
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
             return
+        if peer == self._port.rank:
+            self._fail(error)
+            return
         self.lost[peer] = str(error)
         for shard in self.hosted.values():
             shard.lose(peer)
@@ -259,7 +278,7 @@ class Exchange:
             if self.links:
                 self.links[position].move(server, epoch=epoch)
 
-    def _fail(self, error: UpdateError | QuorumLostError) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             if self._failure is None:
                 self._failure = error

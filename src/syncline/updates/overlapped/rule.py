@@ -158,7 +158,7 @@ class OverlappedUpdater(Updater):
         self.exchange.start()
         if not self.exchange.links:
             self.exchange.serve()
-            self.exchange.close(is_failing=False)
+            self.exchange.close()
             raise SystemExit(0)
 
     @property
@@ -206,8 +206,9 @@ class OverlappedUpdater(Updater):
         """Parameters are final when ``step()`` returns."""
 
     def synchronize(self) -> None:
-        """Raise what went wrong; parameters are final when ``step()`` returns."""
-        self.exchange.raise_failure()
+        """Raise what went wrong in this period; parameters are final when ``step()`` returns."""
+        if not self.is_at_period_start:
+            self.exchange.raise_failure()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip the own gradients, before they are pushed."""
@@ -241,10 +242,11 @@ class OverlappedUpdater(Updater):
     def finish(self) -> None:
         """End the period that is under way: after a close, all ranks have the same parameters."""
         self.end_period()
+        self.exchange.drain()
 
     def close(self) -> None:
-        """Release everything; what is under way is given up, but for averages that others wait for."""
-        self.exchange.close(is_failing=False)
+        """Release everything; what is under way is given up."""
+        self.exchange.close()
 
     def _show_gradients(self) -> None:
         """Let the optimizer see what others have for parameters without an own gradient."""

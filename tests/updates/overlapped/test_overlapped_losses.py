@@ -1,0 +1,94 @@
+"""Workers, and the server shards on them, that die: the rest go on, or say who is missing."""
+
+import pytest
+import torch
+from overlapped_training import make_adam, one_step, parameters_of, run_fleets, start
+
+from syncline.updates import Overlapped
+from syncline.updates.overlapped.losses import QuorumLostError
+
+
+class DeathError(Exception):
+    """This rank dies here."""
+
+
+def train(fleet, rule, *, deaths: dict[int, int], num_iterations: int = 40, make=make_adam):
+    """Train until the fleet has done ``num_iterations``; rank r dies in its own step ``deaths[r]``."""
+    model, optimizer = start(fleet, rule, make)
+    step = 0
+    while optimizer.iteration < num_iterations:
+        if deaths.get(fleet.rank) == step:
+            raise DeathError
+        one_step(model, optimizer, fleet.rank, step)
+        step += 1
+    optimizer.end_period()
+    return parameters_of(model), optimizer.statistics()
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("deaths", [{1: 9}, {0: 9, 3: 17}, {2: 8, 1: 8}])
+def test_the_rest_go_on_after_losses(deaths: dict[int, int], seed: int | None) -> None:
+    """Each rank hosts shards, so their successors take over; step 8 is the first of the second period."""
+    rule = Overlapped(period=8, quorum=2, max_staleness=4, bucket_bytes=128)
+    results = run_fleets(4, lambda fleet: train(fleet, rule, deaths=deaths), accept=DeathError, seed=seed)
+    survivors = [result for rank, result in enumerate(results) if rank not in deaths]
+    for parameters, statistics in survivors:
+        assert torch.equal(parameters, survivors[0][0])
+        assert set(statistics.lost) <= set(range(4))
+        assert set(deaths) <= set(statistics.lost)
+        assert statistics.num_periods == 5
+
+
+def test_fewer_than_the_quorum_is_told_on_every_rank_by_name() -> None:
+    rule = Overlapped(period=8, quorum=3, bucket_bytes=128)
+    results = run_fleets(
+        4, lambda fleet: train(fleet, rule, deaths={1: 9, 2: 11}), accept=(DeathError, QuorumLostError)
+    )
+    for rank in (0, 3):
+        error = results[rank]
+        assert isinstance(error, QuorumLostError)
+        assert error.missing == (1, 2)
+        assert "needs 3 of 4 workers, but 2 are left: rank 1 (host memory) and rank 2 (host memory)" in str(error)
+
+
+def test_a_dedicated_server_is_replaced() -> None:
+    """The last two ranks serve; one of them dies in the middle, all workers live."""
+    rule = Overlapped(period=8, servers="dedicated:2", max_staleness=4, bucket_bytes=128)
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule, make_adam)
+        for step in range(24):
+            one_step(model, optimizer, fleet.rank, step)
+            if fleet.rank == 0 and step == 12:
+                victim.communicator.abort()
+        return parameters_of(model), optimizer.statistics()
+
+    def remember(fleet):
+        nonlocal victim
+        if fleet.rank == 4:
+            victim = fleet
+        return body(fleet)
+
+    victim = None
+    results = run_fleets(5, remember, accept=BaseException)
+    for parameters, statistics in results[:3]:
+        assert torch.equal(parameters, results[0][0])
+        assert 4 in statistics.lost
+        assert statistics.num_periods == 3
+
+
+def test_the_last_dedicated_server_is_missed() -> None:
+    rule = Overlapped(period=8, servers="dedicated:1", max_staleness=4)
+    victims = []
+
+    def body(fleet):
+        if fleet.rank == 2:
+            victims.append(fleet)
+        model, optimizer = start(fleet, rule, make_adam)
+        for step in range(24):
+            one_step(model, optimizer, fleet.rank, step)
+            if fleet.rank == 0 and step == 12:
+                victims[0].communicator.abort()
+
+    results = run_fleets(3, body, accept=BaseException)
+    assert all("All servers are lost: [2]" in str(error) for error in results[:2])

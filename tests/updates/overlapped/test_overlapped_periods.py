@@ -1,0 +1,253 @@
+"""What happens at a period's end, and with workers of different speed."""
+
+import copy
+import hashlib
+import threading
+
+import pytest
+import torch
+from overlapped_training import (
+    make_adam,
+    make_sgd,
+    one_step,
+    parameters_of,
+    run_fleets,
+    size_of,
+    start,
+    train_alone,
+)
+from torch import nn
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.updates import AllReduce, Nesterov, Overlapped
+
+
+def digest(values: torch.Tensor) -> str:
+    return hashlib.blake2b(values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def test_a_period_ends_with_the_exact_weighted_mean_and_the_same_hash() -> None:
+    """Every rank steps by itself for 3, 4, ... iterations; ``end_period`` averages by samples."""
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=100, max_staleness=None, bucket_bytes=128))
+        for step in range(3 + fleet.rank):
+            one_step(model, optimizer, fleet.rank, step)
+        before = parameters_of(model)
+        optimizer.end_period()
+        return before, parameters_of(model)
+
+    results = run_fleets(3, body)
+    weights = [float(sum(size_of(rank, step) for step in range(3 + rank))) for rank in range(3)]
+    mean = sum(before * weight for (before, _), weight in zip(results, weights, strict=True)) / sum(weights)
+    assert len({digest(after) for _, after in results}) == 1
+    assert torch.allclose(results[0][1], mean, rtol=1e-14, atol=1e-15)
+
+
+class Pace:
+    """Lets a slow rank make one step for each ``factor`` of the others'; nobody sleeps."""
+
+    def __init__(self, slow: int, factor: int) -> None:
+        self._slow, self._factor = slow, factor
+        self._changed = threading.Condition()
+        self._num_fast = self._num_slow = 0
+        self.is_over = False
+
+    def wait(self, rank: int) -> None:
+        with self._changed:
+            if rank != self._slow:
+                self._num_fast += 1
+            else:
+                self._num_slow += 1
+                wanted = self._factor * self._num_slow * 3
+                assert self._changed.wait_for(lambda: self.is_over or self._num_fast >= wanted, 20)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+
+
+def test_a_slow_worker_does_not_hold_up_the_others() -> None:
+    """Rank 3 makes a quarter of the steps; with M = N - 1 nobody waits for it but at a period's end."""
+    pace = Pace(slow=3, factor=4)
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=200, quorum=3, max_staleness=8), make_adam)
+        step = 0
+        while optimizer.iteration < 200:
+            if fleet.rank == 3 or optimizer.iteration < 199:
+                pace.wait(fleet.rank)
+            else:
+                pace.end()
+            one_step(model, optimizer, fleet.rank, step)
+            step += 1
+        return parameters_of(model), step, optimizer.statistics()
+
+    results = run_fleets(4, body)
+    steps = [step for _, step, _ in results]
+    assert steps[3] <= 60 < 3 * steps[3] < min(steps[:3])
+    assert max(steps) <= 200
+    assert len({digest(parameters) for parameters, _, _ in results}) == 1
+    for _, _, statistics in results:
+        assert statistics.num_periods == 1
+        assert statistics.max_staleness <= 8
+        assert statistics.share_with_global > 0.5
+        assert len(statistics.dropped) == 4
+    assert "dropped" in str(results[0][2])
+
+
+def test_state_is_averaged_where_it_should_be() -> None:
+    def body(fleet, *, average_state: bool):
+        rule = Overlapped(period=5, max_staleness=None, average_state=average_state, bucket_bytes=256)
+        model, optimizer = start(fleet, rule, make_adam)
+        for step in range(5):
+            one_step(model, optimizer, fleet.rank, step)
+        state = [optimizer.inner.state[parameter] for parameter in model.parameters()]
+        return torch.cat([values[key].reshape(-1) for values in state for key in ("exp_avg", "exp_avg_sq")])
+
+    averaged = run_fleets(3, lambda fleet: body(fleet, average_state=True), seed=1)
+    assert len({digest(values) for values in averaged}) == 1
+    own = run_fleets(3, lambda fleet: body(fleet, average_state=False))
+    assert len({digest(values) for values in own}) == 3
+
+
+@pytest.mark.parametrize("outer", [Nesterov(learning_rate=1.0, momentum=0.0), Nesterov()])
+def test_the_outer_optimizer_steps_on_the_averaged_difference(outer: Nesterov) -> None:
+    """Compared with the three lines of its docstring, from what a run without it averages to."""
+
+    def body(fleet):
+        rule = Overlapped(period=4, max_staleness=0, outer=outer, bucket_bytes=256)
+        model, optimizer = start(fleet, rule)
+        for step in range(12):
+            one_step(model, optimizer, fleet.rank, step)
+        return parameters_of(model)
+
+    results = run_fleets(2, body)
+    assert torch.equal(results[0], results[1])
+    expected = reference_with_outer(outer, num_ranks=2, num_periods=3, period=4)
+    assert torch.allclose(results[0], expected, rtol=1e-11, atol=1e-12)
+
+
+def reference_with_outer(outer: Nesterov, *, num_ranks: int, num_periods: int, period: int) -> torch.Tensor:
+    from overlapped_training import batch, loss_of, make_model
+
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    start_of_period = parameters_of(model)
+    velocity = torch.zeros_like(start_of_period)
+    for number in range(num_periods):
+        for step in range(number * period, (number + 1) * period):
+            parts = [batch(rank, step, size_of(rank, step)) for rank in range(num_ranks)]
+            inputs, targets = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+            optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+        difference = start_of_period - parameters_of(model)
+        velocity = outer.momentum * velocity + difference
+        start_of_period = start_of_period - outer.learning_rate * (difference + outer.momentum * velocity)
+        nn.utils.vector_to_parameters(start_of_period.clone(), model.parameters())
+    return start_of_period
+
+
+@pytest.mark.parametrize("outer", [None, Nesterov()])
+def test_training_goes_on_at_a_periods_end_with_another_number_of_workers(outer: Nesterov | None) -> None:
+    """Three workers for two periods, then two workers for two more: as one process with those batches."""
+
+    def first(fleet):
+        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=256, outer=outer)
+        model, optimizer = start(fleet, rule, make_adam)
+        for step in range(6):
+            one_step(model, optimizer, fleet.rank, step)
+        return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+
+    saved_model, saved_optimizer = run_fleets(3, first)[0]
+
+    def second(fleet):
+        model, optimizer = start(fleet, Overlapped(period=3, max_staleness=0, bucket_bytes=128, outer=outer), make_adam)
+        model.load_state_dict(saved_model)
+        optimizer.load_state_dict(copy.deepcopy(saved_optimizer))
+        fleet.barrier()
+        for step in range(6, 12):
+            one_step(model, optimizer, fleet.rank, step)
+        return parameters_of(model)
+
+    results = run_fleets(2, second)
+    assert torch.equal(results[0], results[1])
+    if outer is None:
+        expected = alone_with_two_crews()
+        assert torch.allclose(results[0], expected, rtol=1e-11, atol=1e-12)
+
+
+def alone_with_two_crews() -> torch.Tensor:
+    from overlapped_training import make_model
+
+    model = make_model()
+    optimizer = make_adam(model.parameters())
+    train_alone(3, range(6), lambda _: optimizer, model)
+    return train_alone(2, range(6, 12), lambda _: optimizer, model)
+
+
+def test_closing_ends_the_period_that_is_under_way() -> None:
+    models = [None, None]
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=50, max_staleness=None), make_adam)
+        for step in range(5):
+            one_step(model, optimizer, fleet.rank, step)
+        models[fleet.rank] = model
+
+    run_fleets(2, body)
+    assert torch.equal(parameters_of(models[0]), parameters_of(models[1]))
+
+
+def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
+    release = threading.Event()
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=50, max_staleness=2), make_adam)
+        if fleet.rank == 1:
+            release.wait(20)
+            return
+        try:
+            for step in range(5):
+                one_step(model, optimizer, fleet.rank, step)
+        finally:
+            release.set()
+
+    results = run_fleets(2, body, timeout_s=1.5, accept=BaseException)
+    assert "waited 1.5 s for newer global gradients at iteration 3 of period 0" in str(results[0])
+    assert "rank 1 (host memory) did not deliver" in str(results[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "both"}, "rule is one of"),
+        ({"period": 0}, "period must be at least 1"),
+        ({"quorum": 0}, "quorum must be at least 1"),
+        ({"push": "previous", "max_staleness": 0}, "max_staleness must be at least 1"),
+        ({"servers": "elsewhere"}, "servers is"),
+    ],
+)
+def test_a_rule_is_checked_when_it_is_made(options: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Overlapped(**options)
+
+
+def test_terms_must_fit_the_number_of_ranks() -> None:
+    with pytest.raises(ConfigurationError, match="quorum 5 is more than the 4 workers"):
+        Overlapped(quorum=5).terms(4)
+    with pytest.raises(ConfigurationError, match="dedicated"):
+        Overlapped(servers="dedicated:4").terms(4)
+    assert Overlapped(servers="dedicated:2").terms(5).workers == (0, 1, 2)
+
+
+def test_a_rule_without_periods_says_so() -> None:
+    def body(fleet):
+        _, optimizer = start(fleet, AllReduce())
+        with pytest.raises(UpdateError, match="no periods"):
+            optimizer.end_period()
+
+    run_fleets(1, body)
