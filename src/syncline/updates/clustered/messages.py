@@ -82,8 +82,17 @@ class Notice:
     term: int = 0
 
 
-Message = Join | Contribution | Agreed | Supply | Ready | Notice
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Contribution, Agreed, Supply, Ready, Notice)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Farewell:
+    """To everyone: I have all that I need, and everybody has all that I had to send."""
+
+    term: int
+
+
+Message = Join | Contribution | Agreed | Supply | Ready | Notice | Farewell
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Join, Contribution, Agreed, Supply, Ready, Notice, Farewell)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from syncline.updates.clustered.messages import (
     Agreed,
     Contribution,
     Envelope,
+    Farewell,
     Join,
     Message,
     Notice,
@@ -47,6 +48,8 @@ class Node:
         self.member = Member(self.view, agenda)
         self.servers: dict[int, Server] = {}
         self.num_refused = 0
+        self.num_replaced = 0
+        self.departed: set[int] = set()
         self.stopped: str | None = None
         self._arithmetic = arithmetic
         self._shares_results = shares_results
@@ -93,6 +96,17 @@ class Node:
             self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
         return self._flush()
 
+    def depart(self) -> list[Instruction]:
+        """Tell everyone that this rank needs nothing any more."""
+        self.departed.add(self.view.rank)
+        self._post([(rank, Farewell(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
+        return self._flush()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everyone who lives needs nothing any more."""
+        return self.stopped is not None or self.departed.issuperset(self.view.live())
+
     def finish_exchange(
         self,
         *,
@@ -114,6 +128,7 @@ class Node:
         news = dead - self.view.dead
         if not news:
             return False
+        self.num_replaced += self.view.server(self.view.cluster, self.term) in news
         self.view.dead |= news
         for rank in sorted(news):  # one who lives after all learns that the job goes on without it
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
@@ -163,6 +178,9 @@ class Node:
 
     def _deliver(self, peer: int, message: Message) -> None:
         if isinstance(message, Notice):
+            return
+        if isinstance(message, Farewell):
+            self.departed.add(peer)
             return
         if isinstance(message, Agreed):
             self._take(peer, message)

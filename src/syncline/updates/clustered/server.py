@@ -227,7 +227,7 @@ class Server:
         self._convene(council)
 
     def _finish_alone(self, run: Run) -> None:
-        """No other cluster is left: nothing is to be changed, and the table stays what it is."""
+        """Finish where no cluster is left, or none has anything, to exchange: nothing changes, nor does the table."""
         held = self._member.result
         self.finish_exchange(
             run.entry, run.participants, run.samples, (None, () if held is None else held.contributions)
@@ -242,7 +242,7 @@ class Server:
     def _decide(self, council: Council) -> None:
         runs, receivers = council.decide()
         for run in runs:
-            if len(run.participants) == 1:
+            if len(run.participants) == 1 or (run.entry.kind is Kind.RESULT and not any(run.samples)):
                 self._finish_alone(run)
             else:
                 self.instructions.append(run)

@@ -1,0 +1,199 @@
+"""The driver: carries out what the protocol says, on the loop's thread, and hands entries to the training thread.
+
+The training thread provides what an entry needs and waits until it is agreed; all else happens without it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
+from syncline.runtime.port import Port
+from syncline.topology import Topology
+from syncline.updates.clustered.agenda import Agenda, Entry
+from syncline.updates.clustered.exchanges import Exchanges, Mixing
+from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
+from syncline.updates.clustered.mailbox import Mailbox
+from syncline.updates.clustered.messages import Agreed, Envelope
+from syncline.updates.clustered.node import Node
+from syncline.updates.clustered.statistics import ClusteredStatistics
+from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
+
+ANSWER_S = 5.0
+"""How long the loop may take to say what it is doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank's part in the protocol is made of."""
+
+    job: str
+    clusters: tuple[tuple[int, ...], ...]
+    agenda: Agenda
+    mixing: Mixing
+    quorum: float
+    stream: int
+    timeout_s: float
+
+
+class Driver:
+    """Joins the protocol to the fabric and to the training thread."""
+
+    def __init__(self, port: Port, topology: Topology, shape: VectorShape, part: Part) -> None:
+        self._port = port
+        self._part = part
+        self._topology = topology
+        self._node = Node(
+            job=part.job,
+            rank=port.rank,
+            clusters=part.clusters,
+            agenda=part.agenda,
+            arithmetic=VectorArithmetic(),
+            shares_results=part.mixing.is_uniform,
+            quorum=part.quorum,
+        )
+        self._mailbox = Mailbox(
+            port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
+        )
+        self._exchanges = Exchanges(
+            port, topology, stream=part.stream, num_clusters=len(part.clusters), mixing=part.mixing
+        )
+        self._entered: queue.SimpleQueue[tuple[Entry, Agreed] | SynclineError] = queue.SimpleQueue()
+        self._failure: SynclineError | None = None
+        self._losses: dict[int, Exception] = {}
+        self._over = threading.Event()
+
+    # The training thread.
+
+    def start(self) -> None:
+        """Join the first temporary server."""
+        self._port.call_soon(self._begin)
+
+    def provide(self, *, samples: float, payload: Vector | None) -> None:
+        """Give what the next entry needs; the payload must not change any more."""
+        self.raise_failure()
+        self._port.call_soon(self._provide, samples, payload)
+
+    def wait(self) -> tuple[Entry, Agreed]:
+        """Wait for the next entry. Raises what went wrong, or DeadlineError with what is waited for."""
+        try:
+            found = self._entered.get(timeout=self._part.timeout_s)
+        except queue.Empty:
+            state = self._port.run(self._describe(), ANSWER_S)
+            raise DeadlineError(
+                f"{self._port.describe_peer(self._port.rank)} waited {self._part.timeout_s:g} s: {state}; look at the "
+                "ranks that it names, or give syncline.init() a longer timeout"
+            ) from None
+        if isinstance(found, SynclineError):
+            raise found
+        return found
+
+    def raise_failure(self) -> None:
+        """Raise why this rank cannot go on, if it cannot."""
+        if self._failure is not None:
+            raise self._failure
+
+    def depart(self, timeout_s: float) -> bool:
+        """Tell everyone that this rank has all it needs, and wait until they all have; False if time is over."""
+        self._port.call_soon(self._depart)
+        return self._over.wait(timeout_s)
+
+    def statistics(self) -> ClusteredStatistics:
+        """Return what is known and counted here."""
+        return self._port.run(self._statistics(), ANSWER_S)
+
+    def close(self) -> None:
+        """Release everything."""
+        self._port.call_soon(self._port.close)
+
+    # The loop's thread.
+
+    def _begin(self) -> None:
+        self._port.watch_losses(self._lose)
+        self._mailbox.open()
+        self._perform(self._node.begin())
+        for peer in range(self._port.world_size):
+            if self._port.is_lost(peer):
+                self._perform(self._node.lose(peer))
+
+    def _provide(self, samples: float, payload: Vector | None) -> None:
+        self._perform(self._node.provide(samples=samples, payload=payload))
+
+    def _hear(self, peer: int, envelope: Envelope) -> None:
+        self._perform(self._node.receive(peer, envelope))
+
+    def _hear_nonsense(self, peer: int, what: str) -> None:
+        """Treat a peer that sends nonsense as lost: nothing more is received from it."""
+        self._losses.setdefault(peer, UpdateError(f"{self._port.describe_peer(peer)} sent {what}"))
+        self._perform(self._node.lose(peer))
+
+    def _lose(self, peer: int, error: Exception) -> None:
+        self._losses.setdefault(peer, error)
+        self._perform(self._node.lose(peer))
+
+    def _depart(self) -> None:
+        self._perform(self._node.depart())
+
+    def _perform(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                self._mailbox.send(instruction.peer, instruction.envelope)
+            elif isinstance(instruction, Enter):
+                self._entered.put((instruction.entry, instruction.agreed))
+            elif isinstance(instruction, Run):
+                result = self._node.member.result
+                self._exchanges.run(instruction, result.contributions if result else (), self._finish)
+            elif isinstance(instruction, Abandon):
+                self._exchanges.abandon(instruction.entry, instruction.participants)
+            else:
+                self._fail(instruction)
+        if self._node.is_over:
+            self._over.set()
+
+    def _finish(self, run: Run, payload: Vector, contributions: tuple[float, ...]) -> None:
+        instructions = self._node.finish_exchange(
+            entry=run.entry,
+            participants=run.participants,
+            samples=run.samples,
+            payload=payload,
+            contributions=contributions,
+        )
+        self._perform(instructions)
+
+    def _fail(self, stop: Stop) -> None:
+        newest = next(reversed(self._losses), None)
+        text = f"{self._port.describe_peer(self._port.rank)} stops: {stop.reason}"
+        if newest is None:
+            self._failure = UpdateError(text)
+        else:
+            host = self._topology.host_of(newest).name
+            self._failure = PeerLostError(f"{text}. Last lost: {self._losses[newest]}", rank=newest, host=host)
+            self._failure.__cause__ = self._losses[newest]
+        self._entered.put(self._failure)
+
+    async def _describe(self) -> str:
+        return repr(self._node).strip("<>")
+
+    async def _statistics(self) -> ClusteredStatistics:
+        node, view = self._node, self._node.view
+        inside = sum(self._mailbox.sent_bytes[rank] for rank in view.clusters[view.cluster])
+        result = node.member.result
+        size = len(view.clusters)
+        flat = result.contributions if result is not None else ()
+        return ClusteredStatistics(
+            clusters=view.clusters,
+            servers=tuple(view.server(cluster, node.term) for cluster in range(size)),
+            term=node.term,
+            period=node.member.next_entry.period,
+            contributions=tuple(tuple(flat[row * size : (row + 1) * size]) for row in range(size)) if flat else None,
+            samples_of_clusters=result.samples if result is not None else None,
+            sent_bytes_inside=inside,
+            sent_bytes_between=sum(self._mailbox.sent_bytes.values()) - inside + self._exchanges.sent_bytes,
+            num_replaced_servers=node.num_replaced,
+            num_refused_messages=node.num_refused,
+            dead=tuple(sorted(view.dead)),
+            state=node.member.state.value,
+        )

@@ -1,0 +1,122 @@
+"""Vectors: all gradients (or all parameters) of a model in one piece of memory, ready to be sent, and sums of them.
+
+A vector's last part tells for each parameter whether it got a gradient: 1 or 0, and above 0 in a mean if any rank had
+one. Ranks must agree on that, or optimizers that count steps would drift apart within a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.updates.bucket import Bucket
+from syncline.updates.clustered.agenda import Entry
+from syncline.updates.clustered.messages import Contribution
+from syncline.updates.memory import bytes_of
+
+ALIGNMENT_BYTES = 64
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorShape:
+    """The parts of a model's vectors: (number type, number of elements) of each bucket, and of the presence."""
+
+    parts: tuple[tuple[torch.dtype, int], ...]
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> VectorShape:
+        """Return the shape of the vectors of a model with these buckets."""
+        num_parameters = sum(len(bucket.plan.slots) for bucket in buckets)
+        of_buckets = ((bucket.plan.dtype, bucket.plan.num_elements) for bucket in buckets)
+        return cls(parts=(*of_buckets, (torch.float32, num_parameters)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a vector, each part on an aligned address."""
+        return sum(_aligned(dtype.itemsize * number) for dtype, number in self.parts)
+
+    def empty(self) -> Vector:
+        """Return a vector of undefined numbers."""
+        return Vector(self, torch.empty(self.num_bytes, dtype=torch.uint8))
+
+    def zeros(self) -> Vector:
+        """Return a vector of zeros."""
+        return Vector(self, torch.zeros(self.num_bytes, dtype=torch.uint8))
+
+
+class Vector:
+    """A vector: one piece of memory, with a flat tensor for each part."""
+
+    def __init__(self, shape: VectorShape, storage: torch.Tensor) -> None:
+        self.shape = shape
+        self._storage = storage
+        self.parts: list[torch.Tensor] = []
+        start = 0
+        for dtype, number in shape.parts:
+            self.parts.append(storage[start : start + dtype.itemsize * number].view(dtype))
+            start += _aligned(dtype.itemsize * number)
+
+    @property
+    def presence(self) -> torch.Tensor:
+        """Above 0 for each parameter that got a gradient."""
+        return self.parts[-1]
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it, as writable bytes."""
+        return bytes_of(self._storage)
+
+    def copy(self) -> Vector:
+        """Return a copy."""
+        return Vector(self.shape, self._storage.clone())
+
+    def add(self, other: Vector, *, factor: float = 1.0) -> Vector:
+        """Add ``factor`` times ``other`` to this one, and return it."""
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            mine.add_(theirs, alpha=factor)
+        return self
+
+    def scale(self, factor: float) -> Vector:
+        """Multiply by ``factor``, and return it."""
+        for part in self.parts:
+            part.mul_(factor)
+        return self
+
+    def dot(self, other: Vector) -> float:
+        """Return the inner product of the gradients, summed in double precision."""
+        return sum(
+            float(torch.dot(mine.to(torch.float64), theirs.to(torch.float64)))
+            for mine, theirs in zip(self.parts[:-1], other.parts[:-1], strict=True)
+        )
+
+
+def combine(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
+    """Return the sum of ``factors[i] * vectors[i]``, added in that order; halves are added in single precision."""
+    result = vectors[0].shape.empty()
+    for number, part in enumerate(result.parts):
+        wide = _WIDER.get(part.dtype, part.dtype)
+        total = vectors[0].parts[number].to(wide) * factors[0]
+        for vector, factor in zip(vectors[1:], factors[1:], strict=True):
+            total.add_(vector.parts[number].to(wide), alpha=factor)
+        part.copy_(total)
+    return result
+
+
+class VectorArithmetic:
+    """Reckons with vectors for the protocol."""
+
+    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
+        """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
+        with_data = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
+        total = sum(contribution.samples for contribution in with_data)
+        if total <= 0:
+            return None
+        vectors = [contribution.payload for contribution in with_data]
+        return combine(vectors, [contribution.samples / total for contribution in with_data])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

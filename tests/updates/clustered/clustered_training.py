@@ -1,0 +1,191 @@
+"""A small non-IID regression on clusters: trained by ranks that are threads, or by one process from the formulas."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime import communicators_in_memory
+from syncline.topology import Topology
+from syncline.updates.clustered.rule import Clustered
+
+JOIN_S = 60.0
+
+
+class KilledError(Exception):
+    """Ends a rank as if it were killed."""
+
+
+def run_ranks(num_ranks: int, body: Callable[[Fleet], Any], **options: Any) -> list[Any]:
+    """Run ``body`` on every rank; return what each returned, a KilledError for those who died."""
+    torch.set_num_threads(1)
+    options.setdefault("timeout_s", 20.0)
+    topology = options.pop("topology", None) or Topology.flat(num_ranks)
+    fleets = [Fleet(communicator) for communicator in communicators_in_memory(num_ranks, topology, **options)]
+    results: list[Any] = [None] * num_ranks
+
+    def main(fleet: Fleet) -> None:
+        try:
+            with fleet:
+                results[fleet.rank] = body(fleet)
+        except BaseException as error:
+            results[fleet.rank] = error
+
+    threads = [threading.Thread(target=main, args=(fleet,), daemon=True) for fleet in fleets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert not any(thread.is_alive() for thread in threads), f"ranks hang: {results}"
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, KilledError):
+            raise result
+    return results
+
+
+def make_model() -> nn.Module:
+    generator = torch.Generator().manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).to(torch.float64)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks see different distributions, and batches of different sizes."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(3 + rank % 3 + step % 2, 6, generator=generator, dtype=torch.float64) + 0.3 * rank
+    return inputs, torch.sin(inputs[:, :3] * (1 + 0.2 * rank))
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((model(inputs) - targets) ** 2).mean()
+
+
+def parameters_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def make_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def train(
+    fleet: Fleet, rule: Any, num_steps: int, make: Callable[..., Any] = make_sgd, before_step: Any = None
+) -> tuple[list[torch.Tensor], Any]:
+    """Train on this rank; return its parameters after each step, and the statistics at the end."""
+    model = make_model()
+    model, optimizer = distribute(model, make(model.parameters()), rule, fleet=fleet)
+    trajectory = []
+    for step in range(num_steps):
+        loss_of(model, *batch(fleet.rank, step)).backward()
+        if before_step is not None:
+            before_step(fleet.rank, step, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        trajectory.append(parameters_of(model))
+    return trajectory, optimizer.statistics()
+
+
+# The book: one process that holds a model for each cluster.
+
+
+@dataclass
+class _Cluster:
+    ranks: tuple[int, ...]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mean: torch.Tensor
+    total: torch.Tensor
+    samples: float = 0.0
+    samples_of_term: float = 0.0
+
+
+def train_by_the_book(
+    rule: Clustered, clusters: Sequence[Sequence[int]], num_steps: int, make: Callable[..., Any] = make_sgd
+) -> list[list[torch.Tensor]]:
+    """Return each cluster's parameters after each step, reckoned from the formulas of mechanism 5."""
+    start = make_model()
+    size = parameters_of(start).numel()
+    book = []
+    for ranks in clusters:
+        model = copy.deepcopy(start)
+        zeros = torch.zeros(size, dtype=torch.float64)
+        book.append(_Cluster(tuple(ranks), model, make(model.parameters()), zeros, zeros.clone()))
+    table = torch.zeros(len(book), len(book), dtype=torch.float64)
+    trajectories: list[list[torch.Tensor]] = [[] for _ in book]
+    averages = rule.can_drift if rule.averages is None else rule.averages
+    for step in range(num_steps):
+        for cluster in book:
+            _cluster_mean(cluster, step)
+        is_last = (step + 1) % rule.period == 0
+        step_on = _exchange(rule, book, table) if is_last else [cluster.mean for cluster in book]
+        for cluster, gradient in zip(book, step_on, strict=True):
+            _set_gradient(cluster.model, gradient)
+            cluster.optimizer.step()
+        if averages and (step + 1) % (rule.period * rule.reelect_every) == 0:
+            _average(book)
+        for trajectory, cluster in zip(trajectories, book, strict=True):
+            trajectory.append(parameters_of(cluster.model))
+    return trajectories
+
+
+def _cluster_mean(cluster: _Cluster, step: int) -> None:
+    mean, samples = torch.zeros_like(cluster.mean), 0.0
+    for rank in cluster.ranks:
+        cluster.model.zero_grad()
+        inputs, targets = batch(rank, step)
+        loss_of(cluster.model, inputs, targets).backward()
+        mean += len(inputs) * torch.cat([parameter.grad.reshape(-1) for parameter in cluster.model.parameters()])
+        samples += len(inputs)
+    cluster.mean = mean / samples
+    cluster.total = cluster.total + cluster.mean
+    cluster.samples += samples
+    cluster.samples_of_term += samples
+
+
+def _exchange(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
+    brought = [cluster.total if rule.exchange == "period" else cluster.mean for cluster in book]
+    step_on = []
+    for c, cluster in enumerate(book):
+        weights = [1.0] * len(book)
+        highest = float(table[c].max())
+        if rule.contribution == "cosine" and highest > 0:
+            weights = [max(rule.min_weight, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
+        shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
+        mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
+        step_on.append(cluster.mean + mean - brought[c])
+    for c in range(len(book)):
+        for k in range(len(book)):
+            cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)
+            table[c, k] = 0 if c == k else rule.decay * table[c, k] + (1 - rule.decay) * max(0.0, float(cosine))
+    for cluster in book:
+        cluster.total, cluster.samples = torch.zeros_like(cluster.total), 0.0
+    return step_on
+
+
+def _average(book: list[_Cluster]) -> None:
+    total = sum(cluster.samples_of_term for cluster in book)
+    mean = sum(parameters_of(cluster.model) * cluster.samples_of_term for cluster in book) / total
+    for cluster in book:
+        torch.nn.utils.vector_to_parameters(mean.clone(), cluster.model.parameters())
+        cluster.samples_of_term = 0.0
+
+
+def _set_gradient(model: nn.Module, gradient: torch.Tensor) -> None:
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).clone()
+        start += parameter.numel()

@@ -1,0 +1,232 @@
+import pytest
+import torch
+from clustered_training import (
+    KilledError,
+    batch,
+    loss_of,
+    make_adam,
+    make_model,
+    make_sgd,
+    parameters_of,
+    run_ranks,
+    train,
+    train_by_the_book,
+)
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.pytorch.distribute import distribute
+from syncline.topology import Topology
+from syncline.updates import AllReduce
+from syncline.updates.clustered.rule import Clustered
+
+CLUSTERS = ((0, 1, 2), (3, 4))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "clusters", [((0, 1, 2, 3, 4),), CLUSTERS, ((0,), (1,), (2,), (3,), (4,)), ((0, 4), (1, 3), (2,))]
+)
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
+def test_period_1_with_uniform_weights_equals_all_reduce(clusters, make) -> None:
+    synchronous = run_ranks(5, lambda fleet: train(fleet, AllReduce(), 6, make))
+    clustered = run_ranks(
+        5, lambda fleet: train(fleet, Clustered(period=1, reelect_every=2, clusters=clusters), 6, make)
+    )
+    for rank in range(5):
+        for found, expected in zip(clustered[rank][0], synchronous[0][0], strict=True):
+            assert_close(found, expected)
+
+
+RULES = [
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, averages=False),
+    Clustered(period=2, reelect_every=3, clusters=CLUSTERS, exchange="last"),
+    Clustered(period=1, reelect_every=3, clusters=CLUSTERS, contribution="cosine"),
+    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), contribution="cosine"),
+    Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine", exchange="last"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.contribution}-{rule.exchange}-{rule.period}")
+@pytest.mark.parametrize("make", [make_sgd, make_adam])
+def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
+    book = train_by_the_book(rule, rule.clusters, 13, make)
+    trained = run_ranks(5, lambda fleet: train(fleet, rule, 13, make), seed=3)
+    for ranks, expected in zip(rule.clusters, book, strict=True):
+        for rank in ranks:
+            for found, right in zip(trained[rank][0], expected, strict=True):
+                assert_close(found, right, 1e-9)
+
+
+def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
+    trained = run_ranks(5, lambda fleet: train(fleet, RULES[0], 7, make_adam), seed=1)
+    for ranks in CLUSTERS:
+        for rank in ranks:
+            assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[ranks[0]][0], strict=True))
+
+
+def test_with_sgd_clusters_meet_at_the_end_of_each_period() -> None:
+    rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False)
+    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05)))
+    for step in (3, 7):
+        assert_close(trained[0][0][step], trained[3][0][step])
+    assert not torch.equal(trained[0][0][5], trained[3][0][5])
+
+
+def test_all_ranks_have_the_same_parameters_after_a_close() -> None:
+    rule = Clustered(period=4, reelect_every=3, clusters=CLUSTERS)
+    models = {}
+
+    def body(fleet):
+        result = train(fleet, rule, 6, make_adam, lambda rank, step, optimizer: models.update({rank: optimizer}))
+        return result[0]
+
+    run_ranks(5, body)
+    ends = [parameters_of(models[rank].training.model) for rank in range(5)]
+    for end in ends[1:]:
+        assert_close(end, ends[0], 1e-12)
+
+
+def test_statistics_tell_clusters_servers_and_bytes() -> None:
+    rule = Clustered(period=4, reelect_every=1, clusters=CLUSTERS, contribution="cosine", averages=False)
+    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8))
+    first = trained[0][1]
+    assert first.clusters == CLUSTERS
+    assert first.term == 2
+    assert all(server in ranks for server, ranks in zip(first.servers, CLUSTERS, strict=True))
+    assert [len(row) for row in first.contributions] == [2, 2]
+    assert first.contributions[0][1] > 0
+    assert first.samples_of_clusters[0] > first.samples_of_clusters[1] > 0
+    assert all(statistics.num_refused_messages == 0 for _, statistics in trained)
+    assert {statistics.servers for _, statistics in trained} == {first.servers}
+
+
+def sent_between(trained) -> int:
+    return sum(statistics.sent_bytes_between for _, statistics in trained)
+
+
+def test_between_clusters_goes_one_gradient_for_each_period_and_cluster() -> None:
+    """All-reduce among C servers: each sends 2 (C-1)/C of a vector once a period; the rest is heads of 1 KiB."""
+    num_bytes = 40_000 * 8
+
+    def body(fleet):
+        model = torch.nn.Linear(200, 200, bias=False).to(torch.float64)
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        for _ in range(12):
+            model(torch.ones(2, 200, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return None, optimizer.statistics()
+
+    for clusters in (((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (4,))):
+        rule = Clustered(period=4, reelect_every=100, clusters=clusters, averages=False)
+        trained = run_ranks(5, body)
+        size = len(clusters)
+        expected = 3 * size * 2 * (size - 1) / size * num_bytes
+        assert expected <= sent_between(trained) <= expected * 1.05 + 40 * 1024
+        inside = sum(statistics.sent_bytes_inside for _, statistics in trained)
+        num_members = 5 - size
+        assert inside == pytest.approx((12 * 2 + 3) * num_members * num_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("victim", range(5))
+@pytest.mark.parametrize("death", [2, 3, 4, 5])
+def test_a_rank_dies_and_the_others_go_on(victim: int, death: int) -> None:
+    rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+
+    def die(rank: int, step: int, _) -> None:
+        if (rank, step) == (victim, death):
+            raise KilledError
+
+    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, make_sgd, die), seed=victim)
+    assert isinstance(trained[victim], KilledError)
+    for ranks in CLUSTERS:
+        live = [rank for rank in ranks if rank != victim]
+        for rank in live:
+            assert len(trained[rank][0]) == 8
+            assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[live[0]][0], strict=True))
+            assert trained[rank][1].dead == (victim,)
+
+
+def test_a_whole_cluster_dies_and_the_weights_tell_it() -> None:
+    rule = Clustered(period=2, reelect_every=2, clusters=((0, 1), (2, 3), (4,)))
+
+    def die(rank: int, step: int, _) -> None:
+        if rank in (2, 3) and step == 3:
+            raise KilledError
+
+    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, make_sgd, die))
+    for rank in (0, 1, 4):
+        statistics = trained[rank][1]
+        assert len(trained[rank][0]) == 8
+        assert statistics.samples_of_clusters[1] == 0
+        assert statistics.samples_of_clusters[0] > 0
+        assert statistics.servers[1] is None
+
+
+def test_a_rank_without_enough_others_stops_with_an_error_that_says_so() -> None:
+    rule = Clustered(period=2, reelect_every=2, clusters=((0, 1), (2, 3)), quorum=0.75)
+
+    def die(rank: int, step: int, _) -> None:
+        if rank in (2, 3) and step == 3:
+            raise KilledError
+
+    with pytest.raises(Exception, match=r"fewer than the quorum of 0\.75"):
+        run_ranks(4, lambda fleet: train(fleet, rule, 8, make_sgd, die))
+
+
+def test_a_rank_without_data_takes_part_with_no_weight() -> None:
+    rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+
+    def body(fleet, *, skips: bool):
+        model = make_model()
+        model, optimizer = distribute(model, make_adam(model.parameters()), rule, fleet=fleet)
+        for step in range(4):
+            if not skips or fleet.rank != 1:
+                if fleet.rank == 1:
+                    optimizer.batch_size(0)
+                loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    skipped = run_ranks(5, lambda fleet: body(fleet, skips=True))
+    weightless = run_ranks(5, lambda fleet: body(fleet, skips=False))
+    for rank in range(5):
+        assert_close(skipped[rank], weightless[rank])
+
+
+def test_clusters_follow_the_topology() -> None:
+    def clusters_of(fleet):
+        return train(fleet, Clustered(period=2, measures=False), 1)[1].clusters
+
+    found = run_ranks(8, clusters_of, topology=Topology.load("two-sites"))
+    assert set(found) == {((0, 1, 2, 3), (4, 5, 6, 7))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"period": 0}, "period must be at least 1"),
+        ({"contribution": "best"}, "contribution is one of"),
+        ({"exchange": "first"}, "exchange is one of"),
+        ({"clusters": "some"}, "clusters is"),
+        ({"quorum": 1.5}, "quorum must be from 0 to 1"),
+    ],
+)
+def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Clustered(**arguments)
+
+
+def test_clusters_must_name_each_rank_once() -> None:
+    with pytest.raises(ConfigurationError, match="each of the ranks 0 to 1 once"):
+        run_ranks(2, lambda fleet: train(fleet, Clustered(clusters=((0,), (0, 1))), 1))
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(UpdateError, match="LBFGS"):
+        Clustered().check(torch.optim.LBFGS(make_model().parameters()))
