@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.topology import Topology
-    from syncline.updates import AllReduce, Nesterov, Overlapped, Sharded
+    from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, Sharded
 
 _HOMES = {
     "init": "syncline.pytorch.fleet",
@@ -47,6 +47,7 @@ _HOMES = {
     "AllReduce": "syncline.updates",
     "Overlapped": "syncline.updates",
     "Nesterov": "syncline.updates",
+    "Clustered": "syncline.updates",
     "no_sync": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
@@ -81,6 +82,7 @@ __all__ = [
     "AllReduce",
     "Overlapped",
     "Nesterov",
+    "Clustered",
     "no_sync",
     "synchronize",
     "batch_size",

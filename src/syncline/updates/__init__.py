@@ -1,9 +1,10 @@
 """How parameters change: update rules, and what they stand on. Modules, hooks and autograd are not known here."""
 
 from syncline.updates.allreduce import AllReduce
+from syncline.updates.clustered.rule import Clustered
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.rule import Setting, Updater, UpdateRule
 from syncline.updates.sharded import Sharded
 
-__all__ = ["Sharded", "AllReduce", "Overlapped", "Nesterov", "UpdateRule", "Updater", "Setting"]
+__all__ = ["Sharded", "AllReduce", "Overlapped", "Nesterov", "Clustered", "UpdateRule", "Updater", "Setting"]
