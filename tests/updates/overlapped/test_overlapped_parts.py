@@ -1,0 +1,166 @@
+"""The small parts: placement, headers, the three buffers, sums."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import ConfigurationError
+from syncline.topology import Topology
+from syncline.updates.overlapped.arithmetic import add_mean, average, correct
+from syncline.updates.overlapped.inbox import PullBuffers
+from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
+from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
+
+SLOW_RANK = """
+topology: one slow link
+switch: top
+children:
+  - {host: "a[0-2]", uplink: 4 Gbit/s}
+  - {host: b, uplink: 1 Gbit/s}
+"""
+
+
+def test_shards_are_spread_by_what_links_carry() -> None:
+    topology = Topology.parse(SLOW_RANK)
+    placed = place_shards(topology, range(4), [100] * 26)
+    counts = [placed.count(rank) for rank in range(4)]
+    assert counts == [8, 8, 8, 2]
+    assert capacity_bytes_per_s(topology, 3) == 1e9 / 8
+
+
+def test_shards_are_spread_evenly_where_nothing_is_known() -> None:
+    placed = place_shards(Topology.flat(3), range(3), [50, 100, 100, 50, 100])
+    assert sorted(
+        sum(size for rank, size in zip(placed, [50, 100, 100, 50, 100], strict=True) if rank == k) for k in range(3)
+    ) == [100, 150, 150]
+
+
+def test_servers_and_their_successors() -> None:
+    assert server_ranks("shared", 3) == (0, 1, 2)
+    assert server_ranks("dedicated:2", 5) == (3, 4)
+    for servers in ("dedicated:5", "dedicated:0", "dedicated:x", "mine"):
+        with pytest.raises(ConfigurationError, match="dedicated"):
+            server_ranks(servers, 5)
+    assert successor(2, (0, 1, 2), {2}) == 0
+    assert successor(2, (0, 1, 2), {2, 0}) == 1
+    assert successor(2, (2,), {2}) is None
+
+
+numbers = st.integers(0, 2**32 - 1)
+
+
+@given(st.sampled_from([Kind.PUSH, Kind.END, Kind.HELLO]), numbers, numbers, numbers, st.floats(0, 1e12))
+def test_up_headers_go_round(kind: Kind, period: int, turn: int, iteration: int, weight: float) -> None:
+    header = UpHeader(kind=kind, period=period, turn=turn, iteration=iteration, weight=weight)
+    memory = memoryview(bytearray(UpHeader.SIZE_BYTES))
+    header.encode(memory)
+    assert UpHeader.decode(memory) == header
+
+
+@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, max_size=3).map(tuple), st.booleans())
+def test_down_headers_go_round(accepted: tuple, dropped: tuple, is_last: bool) -> None:
+    header = DownHeader(
+        kind=Kind.SUM, period=3, closed=9, clock=11, is_last=is_last, accepted=accepted, dropped=dropped
+    )
+    memory = memoryview(bytearray(DownHeader.size_bytes(window=5, world_size=3)))
+    assert len(memory) % 64 == 0
+    header.encode(memory)
+    assert DownHeader.decode(memory) == header
+
+
+def test_an_answer_names_ranks() -> None:
+    question = Question()
+    question.answered[:] = Question.encode_answer(range(40))
+    assert question.decode_answer() == tuple(range(15))
+
+
+def test_tags_differ() -> None:
+    tags = {
+        tag(stream, lane, number, epoch=epoch)
+        for stream in (3, 4)
+        for lane in Lane
+        for number in range(3)
+        for epoch in range(3)
+    }
+    assert len(tags) == 2 * 4 * 3 * 3
+
+
+def make_buffers() -> PullBuffers:
+    terms = Terms(world_size=2, workers=(0, 1), servers=(0, 1), quorum=2, period=8, window=2, push="current")
+    bucket = BucketTerms(index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.float32)
+    return PullBuffers(bucket, terms)
+
+
+def test_a_newer_sum_replaces_one_that_was_not_read() -> None:
+    buffers = make_buffers()
+    first = buffers.begin_landing()
+    assert buffers.begin_landing() is None, "one lands at a time"
+    buffers.keep_newest()
+    second = buffers.begin_landing()
+    buffers.keep_newest()
+    newest, base = buffers.take()
+    assert newest is second is not first
+    assert base is None
+    buffers.give_back()
+    buffers.begin_landing()
+    buffers.keep_newest()
+    assert buffers.take()[1] is second
+
+
+def test_what_is_read_is_not_written() -> None:
+    buffers = make_buffers()
+    for _ in range(2):
+        buffers.begin_landing()
+        buffers.keep_newest()
+        newest, base = buffers.take()
+        if base is None:
+            buffers.give_back()
+    third = buffers.begin_landing()
+    assert third not in (newest, base)
+    buffers.keep_newest()
+    assert buffers.begin_landing() is None, "two are read, the third is the newest"
+    buffers.reset()  # the server died while both were read
+    assert buffers.begin_landing() is third
+    buffers.give_back()
+    buffers.drop_landed()
+    assert sum(buffers.begin_landing() is not None and not buffers.keep_average(part) for part in range(3)) == 3
+
+
+def test_there_is_room_for_all_parts_of_an_average() -> None:
+    buffers = make_buffers()
+    landed = []
+    for part in range(5):
+        landed.append(buffers.begin_landing())
+        buffers.keep_average(part)
+    assert len(set(map(id, landed))) == 5
+    assert [buffers.average(part) for part in range(5)] == landed
+    buffers.release_averages()
+    assert buffers.average(0) is None
+
+
+def test_means_are_weighted_and_in_a_fixed_order() -> None:
+    cumulative = torch.ones(2)
+    add_mean(cumulative, [torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])], [3.0, 1.0])
+    assert cumulative.tolist() == [3.0, 4.0]
+    add_mean(cumulative, [torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])], [0.0, 0.0])
+    assert cumulative.tolist() == [6.0, 8.0]
+
+
+def test_an_average_of_equal_values_is_that_value() -> None:
+    value = torch.randn(1000)
+    for weights in ([1.0], [1.0, 3.0, 7.0]):
+        out = torch.empty(1000)
+        average([value] * len(weights), weights, out=out)
+        assert torch.equal(out, value)
+
+
+def test_a_correction_replaces_what_is_inside() -> None:
+    gradient = torch.tensor([10.0])
+    correct(
+        gradient, newest=torch.tensor([7.0]), base=torch.tensor([4.0]), subtract=[torch.tensor([1.0])], replaces=False
+    )
+    assert gradient.item() == 12.0
+    correct(gradient, newest=torch.tensor([7.0]), base=None, subtract=[], replaces=True)
+    assert gradient.item() == 7.0
