@@ -28,7 +28,8 @@ def main() -> None:
             step += 1
         optimizer.end_period()
         digest = hashlib.blake2b(parameters_of(model).numpy().tobytes()).hexdigest()
-        print(f"hash {digest} lost {optimizer.statistics().lost} periods {optimizer.statistics().num_periods}", flush=True)
+        counted = optimizer.statistics()
+        print(f"hash {digest} lost {counted.lost} periods {counted.num_periods}", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"quorum": 2}, {"quorum": 1, "rule": "additive"}, {"push": "previous"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"quorum": 2}, {"quorum": 1, "rule": "additive"}, {"push": "previous"}, {"spread": False}]
+)
 def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype: torch.dtype) -> None:
     """Whatever the threads and the network did."""
     num_iterations = 25
@@ -81,7 +83,7 @@ def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype:
     results = run_fleets(3, body, seed=5)
     recorders = [recorder for _, recorder in results]
     replicas = [make_replica(rank, 128, dtype) for rank in range(3)]
-    replay(recorders, replicas, is_additive=rule.rule == "additive")
+    replay(recorders, replicas, is_additive=rule.rule == "additive", should_spread=rule.spread)
     final = [torch.cat([bucket.parameters for bucket in replica.buckets]) for replica in replicas]
     for (model, _), mine in zip(results, final, strict=True):
         assert torch.equal(parameters_of(model), mine)

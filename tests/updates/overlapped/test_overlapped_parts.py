@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
-from syncline.updates.overlapped.arithmetic import add_mean, average, correct
+from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
 from syncline.updates.overlapped.terms import BucketTerms, Terms
@@ -156,11 +156,30 @@ def test_an_average_of_equal_values_is_that_value() -> None:
         assert torch.equal(out, value)
 
 
-def test_a_correction_replaces_what_is_inside() -> None:
-    gradient = torch.tensor([10.0])
-    correct(
-        gradient, newest=torch.tensor([7.0]), base=torch.tensor([4.0]), subtract=[torch.tensor([1.0])], replaces=False
-    )
-    assert gradient.item() == 12.0
-    correct(gradient, newest=torch.tensor([7.0]), base=None, subtract=[], replaces=True)
-    assert gradient.item() == 7.0
+def test_a_correction_is_what_is_new_less_what_is_own() -> None:
+    newest, base, own = (torch.tensor([value]) for value in (7.0, 4.0, 1.0))
+    assert correction(newest=newest, base=base, subtract=[own]).item() == 2.0
+    assert correction(newest=newest, base=None, subtract=[]).item() == 7.0
+    assert newest.item() == 7.0
+
+
+def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None:
+    feed = Feed(should_spread=True)
+    fed = []
+    for step in range(6):
+        gradient = torch.tensor([10.0])
+        if step == 1:
+            feed.take(gradient, torch.tensor([8.0]), run_length=4, replaces=False)
+        if step == 2:
+            feed.take(gradient, torch.tensor([100.0]), run_length=1, replaces=False)
+        feed.finish(gradient)
+        fed.append(gradient.item())
+    assert fed == [10.0, 12.0, 112.0, 12.0, 12.0, 10.0]
+
+
+def test_what_replaces_the_gradient_is_not_spread() -> None:
+    for should_spread in (False, True):
+        feed, gradient = Feed(should_spread=should_spread), torch.tensor([10.0])
+        feed.take(gradient, torch.tensor([8.0]), run_length=1, replaces=True)
+        feed.finish(gradient)
+        assert gradient.item() == 8.0

@@ -25,7 +25,7 @@ def test_an_iteration_on_a_fast_network() -> None:
     worker.sent()
     assert worker.step(iteration=2, weight=8.0) == [Keep(place=1, add=False), send(1, 2)]
     assert worker.arrived(reply(1, 1))
-    assert worker.use() == Use(closed=1, subtract=(0,), replaces=False)
+    assert worker.use() == Use(closed=1, subtract=(0,), replaces=False, run_length=1)
     assert worker.use() is None
     assert worker.staleness == 1
 
@@ -34,7 +34,7 @@ def test_the_global_gradient_of_this_very_step_replaces_the_own_one() -> None:
     worker = make()
     worker.step(iteration=1, weight=8.0)
     worker.arrived(reply(1, 1))
-    assert worker.use() == Use(closed=1, subtract=(), replaces=True)
+    assert worker.use() == Use(closed=1, subtract=(), replaces=True, run_length=1)
     assert worker.staleness == 0
 
 
@@ -47,7 +47,9 @@ def test_gradients_join_while_a_push_is_on_its_way() -> None:
     assert worker.step(iteration=4, weight=8.0) == [Keep(place=1, add=True), send(1, 2, iteration=4, weight=20.0)]
     assert worker.staleness == 4
     worker.arrived(reply(2, 1, 2))
-    assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False), "the run holds more than this gradient"
+    assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False, run_length=3), (
+        "the run holds more than this gradient"
+    )
 
 
 def test_what_was_late_is_settled_but_not_subtracted() -> None:
@@ -55,7 +57,7 @@ def test_what_was_late_is_settled_but_not_subtracted() -> None:
     worker.step(iteration=1, weight=8.0)
     worker.sent()
     worker.arrived(reply(1))
-    assert worker.use() == Use(closed=1, subtract=(), replaces=False)
+    assert worker.use() == Use(closed=1, subtract=(), replaces=False, run_length=1)
     assert worker.staleness == 0
 
 

@@ -33,6 +33,10 @@ subtracted. Thus at every moment, whatever was skipped, dropped or overtaken,
 
 and every gradient enters once. That line is the invariant which the tests check in every reachable state.
 
+Several turns that come at once are fed as one gradient. A turn that stands for a run of r iterations is fed in r equal
+parts, unless the user says ``spread=False``: the sum is the same, but Adam sees gradients of the size it is used to. (On scikit-learn's digits sorted by label, simulated, 8 workers, 256 iterations of which a turn takes 8 or 32, one seed: loss
+.81 and 1.32 in parts, 1.16 and 1.66 at once, 1.91 without any exchange but the averages.)
+
 **What is bounded.** A worker holds its own pushes until they are settled: at most ``window`` of them, then runs grow
 instead. The server holds, for each worker, the pushes whose turn is open: at most ``window``, then it takes no more
 from that worker. C is one buffer, and one reply for each worker is under way. Late pushes are dropped on arrival.
@@ -45,5 +49,13 @@ the average at the end is weighted by the samples that each really used. With M 
 **A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
 and sends everyone the same bytes. Then turns and sums begin anew, and what still arrives for the old period is dropped.
 
-Modules: :mod:`.events` (what is told to and asked by the machines), :mod:`.server`, :mod:`.worker` (the machines).
+**Losses.** A worker that dies is not waited for. If it was a server too, the next living rank in a circle takes over
+its shards. What lay at the dead server is forgotten, so own gradients that were out stay steps of their workers; until
+the period ends they may differ by what only some of them had pulled. The successor first hears from every worker which
+period it is in, and with which parameters that began, since one may have received the last average and another not.
+
+Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
+:mod:`.wire`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
+:mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.exchange` (one rank), :mod:`.average`, :mod:`.outer`;
+:mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
 """

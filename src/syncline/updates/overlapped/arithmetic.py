@@ -45,23 +45,50 @@ def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: to
     out.copy_(mean)
 
 
-def correct(
-    gradient: torch.Tensor,
-    *,
-    newest: torch.Tensor,
-    base: torch.Tensor | None,
-    subtract: Sequence[torch.Tensor],
-    replaces: bool,
-) -> None:
-    """Add what ``newest`` has over ``base`` to ``gradient``, less the own gradients that it holds.
-
-    With ``replaces``, what was in ``gradient`` is inside ``newest`` and is dropped.
-    """
+def correction(*, newest: torch.Tensor, base: torch.Tensor | None, subtract: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what ``newest`` has over ``base``, less the own gradients that it holds."""
     change = newest.clone() if base is None else newest - base
     for own in subtract:
         change.sub_(own.to(change.dtype))
-    change = change.to(gradient)
-    if replaces:
-        gradient.copy_(change)
-    else:
-        gradient.add_(change)
+    return change
+
+
+class Feed:
+    """How corrections come into the gradients that a worker's optimizer gets.
+
+    A correction is added to the gradient of the step at hand, be it for one turn or for several. Where the network does
+    not keep up, a turn stands for a run of r iterations, and its correction is r times as large; with ``should_spread``
+    it is added in r equal parts to the next r steps. The optimizer gets the same sum, in gradients of the size that it
+    is used to; one that is large and rare would make Adam's steps small for long.
+    """
+
+    def __init__(self, *, should_spread: bool) -> None:
+        self._should_spread = should_spread
+        self._rest: torch.Tensor | None = None
+        self._num_left = 0
+
+    def take(self, gradient: torch.Tensor, change: torch.Tensor, *, run_length: int, replaces: bool) -> None:
+        """Take a correction whose turns stand for runs of that length; with ``replaces`` it is this very step's."""
+        if replaces:
+            gradient.copy_(change)
+        elif not self._should_spread or run_length <= 1:
+            gradient.add_(change.to(gradient))
+        else:
+            self._rest = change if self._rest is None else self._rest.add_(change)
+            self._num_left = max(self._num_left, run_length)
+
+    def finish(self, gradient: torch.Tensor) -> None:
+        """Add this step's part of what is left, once in a step."""
+        if self._rest is None:
+            return
+        part = self._rest / self._num_left
+        gradient.add_(part.to(gradient))
+        self._rest.sub_(part)
+        self._num_left -= 1
+        if not self._num_left:
+            self._rest = None
+
+    def clear(self) -> None:
+        """Forget what is left: a period begins."""
+        self._rest = None
+        self._num_left = 0

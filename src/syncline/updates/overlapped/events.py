@@ -173,6 +173,8 @@ class Use:
     closed: int
     subtract: tuple[int, ...]
     replaces: bool
+    run_length: int
+    """Own iterations that a global gradient stands for: the longest run that is settled by it."""
 
 
 WorkerInstruction = Keep | Send | Use

@@ -43,6 +43,7 @@ class Exchange:
         *,
         max_staleness: int | None,
         is_additive: bool,
+        should_spread: bool,
         timeout_s: float,
         note_wait: NoteWait,
         recorder: Recorder | None = None,
@@ -70,6 +71,7 @@ class Exchange:
                 server=server,
                 changed=self._changed,
                 is_additive=is_additive,
+                should_spread=should_spread,
                 recorder=recorder,
             )
             for bucket, server in zip(buckets, placement, strict=True)
@@ -109,6 +111,8 @@ class Exchange:
                 if self._is_stale(link):
                     link.hurry(iteration=self.clock.iteration)
             num_turns += self._use(gradients)
+        for link, gradient in zip(self.links, gradients, strict=True):
+            link.finish_step(gradient)
         self.counts.note_step(staleness=max(link.machine.staleness for link in self.links), num_turns=num_turns)
 
     def end_period(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[list[bool]]:

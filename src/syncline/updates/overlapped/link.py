@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from syncline.runtime.port import Port
-from syncline.updates.overlapped.arithmetic import correct
+from syncline.updates.overlapped.arithmetic import Feed, correction
 from syncline.updates.overlapped.events import Keep, Reply, Send, WorkerInstruction
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.recording import Recorder
@@ -35,6 +35,7 @@ class WorkerLink:
         server: int,
         changed: threading.Condition,
         is_additive: bool,
+        should_spread: bool,
         recorder: Recorder | None,
     ) -> None:
         self.bucket = bucket
@@ -50,6 +51,7 @@ class WorkerLink:
         self._terms = terms
         self._changed = changed
         self._is_additive = is_additive
+        self._feed = Feed(should_spread=should_spread)
         self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
@@ -89,17 +91,21 @@ class WorkerLink:
                 return 0
             newest, base = self._pulls.take()
         self._note(use)
-        correct(
-            gradient,
+        change = correction(
             newest=newest.values,
             base=None if base is None else base.values,
             subtract=[] if self._is_additive else [self._places[place].values for place in use.subtract],
-            replaces=use.replaces and not self._is_additive,
         )
+        replaces = use.replaces and not self._is_additive
+        self._feed.take(gradient, change, run_length=use.run_length, replaces=replaces)
         with self._changed:
             self._pulls.give_back()
         self._port.call_soon(self.on_room)
         return use.closed - used
+
+    def finish_step(self, gradient: torch.Tensor) -> None:
+        """Add to ``gradient`` what is left of earlier corrections."""
+        self._feed.finish(gradient)
 
     def end(self, parts: Sequence[torch.Tensor], *, weight: float) -> None:
         """Send what the period ends with, to be averaged."""
@@ -133,6 +139,7 @@ class WorkerLink:
 
     def begin_period(self) -> None:
         """Forget the last period."""
+        self._feed.clear()
         with self._changed:
             self._pulls.release_averages()
             self._pulls.reset()

@@ -15,7 +15,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.arithmetic import add_mean, average, correct, sum_dtype
+from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, sum_dtype
 from syncline.updates.overlapped.events import Keep, Send, Use, WorkerInstruction
 from syncline.updates.overlapped.recording import Recorder, ServerNote
 
@@ -32,10 +32,15 @@ class Replica:
     """Step the optimizer."""
 
 
-def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], *, is_additive: bool = False) -> None:
+def replay(
+    recorders: Sequence[Recorder], replicas: Sequence[Replica], *, is_additive: bool = False, should_spread: bool = True
+) -> None:
     """Carry ``replicas`` through what the ``recorders`` of all ranks (in rank order) hold; they end as in the run."""
     ledger = _Ledger([note for recorder in recorders for note in recorder.servers], replicas)
-    running = [_carry(replica, recorders[replica.rank], ledger, is_additive=is_additive) for replica in replicas]
+    running = [
+        _carry(recorders[replica.rank], _Hands(replica, ledger, is_additive=is_additive, should_spread=should_spread))
+        for replica in replicas
+    ]
     while running:
         before = ledger.num_events
         running = [worker for worker in running if next(worker, "ended") != "ended"]
@@ -94,15 +99,16 @@ class _Ledger:
         return out
 
 
-def _carry(replica: Replica, recorder: Recorder, ledger: _Ledger, *, is_additive: bool) -> Iterator[str]:
+def _carry(recorder: Recorder, hands: _Hands) -> Iterator[str]:
     """Carry one worker on; yields whenever it needs what does not exist yet."""
-    hands = _Hands(replica, ledger, is_additive=is_additive)
+    replica, ledger = hands.replica, hands.ledger
     for number, instructions in enumerate(recorder.steps):
         replica.backward(number)
         for bucket, instruction in instructions:
             while not hands.obey(bucket, instruction):
                 yield "waits for a global gradient"
             ledger.num_events += 1
+        hands.finish_step()
         replica.step()
         if number + 1 in recorder.ends:
             for index, bucket_memory in enumerate(replica.buckets):
@@ -115,22 +121,23 @@ def _carry(replica: Replica, recorder: Recorder, ledger: _Ledger, *, is_additive
 class _Hands:
     """What a worker holds between its instructions."""
 
-    def __init__(self, replica: Replica, ledger: _Ledger, *, is_additive: bool) -> None:
+    def __init__(self, replica: Replica, ledger: _Ledger, *, is_additive: bool, should_spread: bool) -> None:
         self.period = 0
-        self._replica = replica
-        self._ledger = ledger
+        self.replica = replica
+        self.ledger = ledger
+        self._feeds = [Feed(should_spread=should_spread) for _ in replica.buckets]
         self._is_additive = is_additive
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._used = [0] * len(replica.buckets)
 
     def obey(self, bucket: int, instruction: WorkerInstruction) -> bool:
         """Do what was done; False if that cannot be done yet."""
-        gradient = self._replica.buckets[bucket].gradients
+        gradient = self.replica.buckets[bucket].gradients
         if isinstance(instruction, Use):
             return self._use(bucket, instruction, gradient)
         key = (bucket, instruction.place)
         if isinstance(instruction, Send):
-            self._ledger.push(bucket, self.period, instruction.turn, self._replica.rank, self._places[key])
+            self.ledger.push(bucket, self.period, instruction.turn, self.replica.rank, self._places[key])
         elif isinstance(instruction, Keep) and instruction.add:
             self._places[key].add_(gradient)
         else:
@@ -138,29 +145,36 @@ class _Hands:
         return True
 
     def _use(self, bucket: int, use: Use, gradient: torch.Tensor) -> bool:
-        newest = self._ledger.sum(bucket, self.period, use.closed)
+        newest = self.ledger.sum(bucket, self.period, use.closed)
         if newest is None:
             return False
         used = self._used[bucket]
-        correct(
-            gradient,
+        change = correction(
             newest=newest,
-            base=self._ledger.sum(bucket, self.period, used) if used else None,
+            base=self.ledger.sum(bucket, self.period, used) if used else None,
             subtract=[] if self._is_additive else [self._places[bucket, place] for place in use.subtract],
-            replaces=use.replaces and not self._is_additive,
         )
+        replaces = use.replaces and not self._is_additive
+        self._feeds[bucket].take(gradient, change, run_length=use.run_length, replaces=replaces)
         self._used[bucket] = use.closed
         return True
 
+    def finish_step(self) -> None:
+        """Add what is left of earlier corrections."""
+        for feed, memory in zip(self._feeds, self.replica.buckets, strict=True):
+            feed.finish(memory.gradients)
+
     def end_period(self) -> bool:
         """Take the averages; False if they do not exist yet."""
-        indices = range(len(self._replica.buckets))
-        averages = [self._ledger.average(index, self.period) for index in indices]
+        indices = range(len(self.replica.buckets))
+        averages = [self.ledger.average(index, self.period) for index in indices]
         if any(values is None for values in averages):
             return False
-        for memory, values in zip(self._replica.buckets, averages, strict=True):
+        for memory, values in zip(self.replica.buckets, averages, strict=True):
             if values is not None:
                 memory.parameters.copy_(values)
+        for feed in self._feeds:
+            feed.clear()
         self.period += 1
         self._used = [0 for _ in indices]
         return True

@@ -37,8 +37,10 @@ class Overlapped:
     serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
     global one, ``"additive"`` uses both, the literal form. ``push``: the gradient of the current or of the previous
     iteration. ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()``
-    waits; 0 is synchronous training, None never waits. ``average_state``: average the optimizer's state too.
-    ``outer``: what a period's averaged difference does (default: the average is the next period's start).
+    waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than the workers, a
+    global gradient stands for a run of iterations; feed it to the optimizer over as many steps. ``average_state``:
+    average the optimizer's state too. ``outer``: what a period's averaged difference does (default: the average is the
+    next period's start).
     ``should_record``: keep all decisions, to replay them.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
@@ -52,6 +54,7 @@ class Overlapped:
     rule: Literal["swap", "additive"] = "swap"
     push: PushOf = "current"
     max_staleness: int | None = 8
+    spread: bool = True
     average_state: bool = False
     outer: Nesterov | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -141,6 +144,7 @@ class OverlappedUpdater(Updater):
             place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
             is_additive=rule.rule == "additive",
+            should_spread=rule.spread,
             timeout_s=self.channel.timeout_s,
             note_wait=self.channel.note_wait,
             recorder=self.recorder,

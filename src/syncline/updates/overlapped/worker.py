@@ -139,7 +139,8 @@ class BucketWorker:
         self._free += [run.place for run in settled if run is not self._sending]
         self._used = newest.closed
         self.num_unused = 0
-        return Use(closed=newest.closed, subtract=subtract, replaces=replaces)
+        longest = max((run.num_iterations for run in settled), default=1)
+        return Use(closed=newest.closed, subtract=subtract, replaces=replaces, run_length=longest)
 
     def end_period(self) -> None:
         """Forget what is out: the average of the parameters takes its place."""
