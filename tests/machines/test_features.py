@@ -36,6 +36,12 @@ def test_noise_below_the_tolerance_says_nothing() -> None:
     assert normalise(np.array([100.0, 150.0]), tolerance=0.1).tolist() == [-0.5, 0.5]
 
 
+def test_equal_disks_that_were_measured_differently_say_nothing() -> None:
+    measured = {"a": {"disk_bytes_per_s": 100e6}, "b": {"disk_bytes_per_s": 140e6}}
+    assert not build_table(measured).vectors.any()
+    assert build_table(measured, tolerance=0).vectors.any()
+
+
 def test_hosts_with_different_texts_are_one_weight_apart() -> None:
     table = build_table({"a": {"site": "x"}, "b": {"site": "y"}, "c": {"site": "x"}}, weights={"site": 3.0})
     assert np.linalg.norm(table.vectors[0] - table.vectors[1]) == pytest.approx(3.0)

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from syncline.machines.nvml import LIBRARY, read_gpu
-from syncline.machines.reading import clock_of_cpuinfo, probe_disk, read_machine
+from syncline.machines.reading import clock_of_cpuinfo, probe_disk, read_machine, read_moment
 
 
 def test_the_real_machine_is_read(tmp_path: Path) -> None:
@@ -17,6 +17,12 @@ def test_the_real_machine_is_read(tmp_path: Path) -> None:
     assert features["cpu_cores"] >= 1
     assert all(value > 0 for value in features.values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_changes_is_read_each_period() -> None:
+    moment = read_moment()
+    assert 0 < moment["available_memory_bytes"] <= psutil.virtual_memory().total
+    assert moment.keys() <= {"cpu_hz", "available_memory_bytes"}
 
 
 def test_a_disk_that_cannot_be_written_has_no_rate(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ LATENCY = "latency_s"
 SITE = "site"
 UPLINK = "uplink_bytes_per_s"
 TOLERANCE = 0.1
+NOISY = {"disk_bytes_per_s": 0.5, "available_memory_bytes": 0.5}
+"""Features whose values differ more than others where machines are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ def build_table(
         if name == LATENCY and latencies_s is not None and all(value is None for value in given):
             columns += _latency_columns(hosts, latencies_s, weight)
         else:
-            columns += _columns(name, given, weight, tolerance)
+            columns += _columns(name, given, weight, max(tolerance, NOISY.get(name, 0.0)) if tolerance else 0.0)
     return FeatureTable(hosts=hosts, columns=tuple(columns))
 
 

@@ -32,6 +32,16 @@ def read_machine(*, probe_directory: Path | None = None, gpu_index: int = 0) -> 
     return {name: value for name, value in features.items() if value > 0}
 
 
+def read_moment() -> dict[str, float]:
+    """Return what changes from one period to the next and costs next to nothing to read: CPU clock and free memory."""
+    clock = psutil.cpu_freq()
+    moment = {
+        "cpu_hz": float(clock.current) * 1e6 if clock is not None else _cpu_hz(),
+        "available_memory_bytes": float(psutil.virtual_memory().available),
+    }
+    return {name: value for name, value in moment.items() if value > 0}
+
+
 def _cpu_hz() -> float:
     """Return the highest clock that the CPU reports, or else the mean of what its cores run at now."""
     frequency = psutil.cpu_freq()

@@ -102,6 +102,7 @@ def test_statistics_tell_clusters_servers_and_bytes() -> None:
     assert first.samples_of_clusters[0] > first.samples_of_clusters[1] > 0
     assert all(statistics.num_refused_messages == 0 for _, statistics in trained)
     assert {statistics.servers for _, statistics in trained} == {first.servers}
+    assert first.features["available_memory_bytes"] > 0
 
 
 def sent_between(trained) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.machines.features import FeatureHistory
+from syncline.machines.reading import read_moment
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.clustered.agenda import Agenda, Kind
 from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
@@ -51,8 +53,8 @@ class Clustered:
     parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or each cluster's, own.
     """
 
-    period: int = 16
-    reelect_every: int = 10
+    period: int = 8
+    reelect_every: int = 5
     clusters: ClusterChoice = "auto"
     contribution: Literal["uniform", "cosine"] = "uniform"
     exchange: Literal["period", "last"] = "period"
@@ -150,6 +152,8 @@ class ClusteredUpdater(Updater):
         self._sum: Vector | None = None
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
+        self._measures = rule.measures
+        self._history = FeatureHistory()
         self._driver.start()
 
     def begin_backward(self) -> None:
@@ -197,8 +201,8 @@ class ClusteredUpdater(Updater):
         return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def statistics(self) -> ClusteredStatistics:
-        """Return the clusters, their servers, the contributions, and what this rank sent."""
-        return self._driver.statistics()
+        """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
+        return replace(self._driver.statistics(), features=self._history.summary())
 
     def state_entries(self) -> list[StateEntry]:
         """Return the whole state on rank 0 and nothing elsewhere: a cluster's ranks have the same."""
@@ -243,6 +247,8 @@ class ClusteredUpdater(Updater):
         if self._sum is not None:
             brought = self._sum if mean is None else self._sum.add(mean)
         samples, self._samples_of_period, self._sum = self._samples_of_period, 0.0, None
+        if self._measures:
+            self._history.record(read_moment())
         result = self._agree(samples, brought if brought is not None else self._shape.zeros(), "exchange of clusters")
         if result is None or brought is mean:
             return mean if result is None else result

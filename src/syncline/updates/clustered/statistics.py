@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,3 +28,5 @@ class ClusteredStatistics:
     dead: tuple[int, ...]
     state: str
     """What this rank does as a member."""
+    features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
+    """What this rank's machine measured, as the mean over its past periods."""
