@@ -6,6 +6,7 @@ It connects through a directory as the store, then obeys the first argument: see
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,13 @@ class Reporter:
 
     def on_signature_mismatch(self, peer, tag, expected, received):
         say(event="mismatch", peer=peer, tag=tag)
+
+
+class Tracer:
+    """Prints what the fabric traces."""
+
+    def instant(self, name, category, **args):
+        say(event="trace", name=name, **args)
 
 
 def say(**record):
@@ -115,6 +123,9 @@ async def traffic(fabric, arguments):
     """Send and receive until a peer is lost, then wait for the order to end."""
     reporter = Reporter()
     fabric.set_listener(reporter)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGUSR1, lambda: say(event="progress", received_bytes=fabric.statistics().received_bytes)
+    )
     say(event="ready", pid=os.getpid())
     task = asyncio.create_task(exchange(fabric, **arguments))
     while len(fabric.statistics().lost_peers) < fabric.world_size - 1:
@@ -134,6 +145,7 @@ async def main(what, rank, world_size, store, options, arguments):
         rank=rank,
         world_size=world_size,
         rendezvous=Rendezvous(DirectoryStore(store), job_id="test"),
+        trace=Tracer(),
     )
     await MAIN[what](fabric, arguments)
 

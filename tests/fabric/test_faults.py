@@ -52,6 +52,17 @@ class RankProcess:
     def signal(self, number):
         self.process.send_signal(number)
 
+    def ask_progress(self):
+        """Return how many bytes the rank has received by now."""
+        known = sum(record["event"] == "progress" for record in self.records)
+        self.signal(signal.SIGUSR1)
+        while True:
+            found = [record["received_bytes"] for record in self.records if record["event"] == "progress"]
+            if len(found) > known:
+                return found[-1]
+            assert self._selector.select(20.0), f"rank {self.rank} does not answer"
+            self._read()
+
     def end(self):
         self.process.kill()
         self.process.wait()
@@ -103,6 +114,22 @@ def test_a_stopped_rank_is_declared_dead_and_learns_it_when_it_goes_on(start):
         assert "closed its connections to this rank, because rank 1 sent nothing for 2." in record["text"]
     ranks[1].wait_for(event="alone")
     assert not [record for record in ranks[0].records if record.get("peer") == 2]
+
+
+def test_a_rank_that_is_stopped_for_a_while_is_not_evicted(start):
+    ranks = start("traffic", 3, TRAFFIC, heartbeat_s=0.2, suspect_s=0.6, dead_s=20.0)
+    for rank in ranks:
+        rank.wait_for(event="ready")
+    ranks[1].signal(signal.SIGSTOP)
+    for rank in (ranks[0], ranks[2]):
+        rank.wait_for(event="trace", name="peer is silent", peer=1)
+    ranks[1].signal(signal.SIGCONT)
+    received_bytes = [rank.ask_progress() for rank in ranks]
+    for rank, before in zip(ranks, received_bytes, strict=True):
+        deadline_s = time.monotonic() + 20
+        while rank.ask_progress() <= before + 10 * TRAFFIC["num_bytes"]:
+            assert time.monotonic() < deadline_s, f"rank {rank.rank} receives nothing any more"
+        assert not [record for record in rank.records if record["event"] == "lost"]
 
 
 def test_news_of_a_loss_spreads_to_a_rank_that_heard_it_from_no_kernel(start):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from itertools import product
 
 from syncline.errors import HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
@@ -30,7 +31,7 @@ async def connect_tcp(
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
     Raises ``ConfigurationError`` (address, exposure without a secret), ``RendezvousError`` (who did not come),
-    ``HandshakeError`` (who refused and why, or did not connect in time).
+    ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
     """
     address = resolve_address(options.address)
     options.check_exposure(address)
@@ -54,66 +55,86 @@ async def connect_tcp(
     except BaseException:
         listening.close()
         raise
+    opening = _Opening(fabric, listening, generation, options)
     try:
-        await _connect(fabric, listening, generation, options)
+        await opening.connect()
     except BaseException:
         fabric.abort()
         raise
     return fabric
 
 
-async def _connect(fabric: TcpFabric, listening: socket.socket, generation: Generation, options: FabricOptions) -> None:
-    terms = Terms(
-        rank=fabric.rank,
-        world_size=fabric.world_size,
-        job_id=options.job_id,
-        epoch=generation.epoch,
-        key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
-        num_classes=options.num_classes,
-    )
+class _Opening:
+    """The connections of one fabric while they are being opened: dialled to lower ranks, accepted from higher ones."""
 
-    def attach(peer: int, connection_class: int, sock: socket.socket) -> None:
-        if fabric.peer(peer).has_connection(connection_class):
-            sock.close()  # the peer was lost meanwhile
-            return
-        prepare_connected(sock, connection_class, fabric.peer(peer).options)
-        fabric.peer(peer).attach(connection_class, sock)
+    def __init__(
+        self, fabric: TcpFabric, listening: socket.socket, generation: Generation, options: FabricOptions
+    ) -> None:
+        self._fabric = fabric
+        self._options = options
+        self._members = generation.members
+        self._own_address = listening.getsockname()[0]
+        self._places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
+        self._terms = Terms(
+            rank=fabric.rank,
+            world_size=fabric.world_size,
+            job_id=options.job_id,
+            epoch=generation.epoch,
+            key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
+            num_classes=options.num_classes,
+        )
+        self._acceptor = Acceptor(
+            listening,
+            self._terms,
+            handshake_s=options.handshake_s,
+            is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
+            on_connection=self._attach,
+        )
+        fabric.use_acceptor(self._acceptor)
 
-    acceptor = Acceptor(
-        listening,
-        terms,
-        handshake_s=options.handshake_s,
-        is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
-        on_connection=attach,
-    )
-    fabric.use_acceptor(acceptor)
-    places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
+    async def connect(self) -> None:
+        """Wait until every connection is there; raise a clear error if not."""
+        classes = range(CONTROL_CLASS, self._options.num_classes)
+        try:
+            async with asyncio.timeout(self._options.connect_s), asyncio.TaskGroup() as group:
+                for member, connection_class in product(self._members[: self._fabric.rank], classes):
+                    group.create_task(self._dial(member, connection_class))
+                group.create_task(self._fabric.wait_connected())
+        except TimeoutError:
+            raise HandshakeError(self._describe_missing()) from None
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
 
-    async def open_connection(member: Member, connection_class: int) -> None:
-        async with places:
+    async def _dial(self, member: Member, connection_class: int) -> None:
+        async with self._places:
             sock = await dial(
-                terms,
-                options,
-                own_address=listening.getsockname()[0],
+                self._terms,
+                self._options,
+                own_address=self._own_address,
                 peer=member.rank,
-                peer_name=fabric.describe_peer(member.rank),
+                peer_name=self._fabric.describe_peer(member.rank),
                 address=(member.address, member.port),
                 connection_class=connection_class,
             )
-        attach(member.rank, connection_class, sock)
+        self._attach(member.rank, connection_class, sock)
 
-    try:
-        async with asyncio.timeout(options.connect_s), asyncio.TaskGroup() as group:
-            for member in generation.members[: fabric.rank]:
-                for connection_class in range(CONTROL_CLASS, options.num_classes):
-                    group.create_task(open_connection(member, connection_class))
-            group.create_task(fabric.wait_connected())
-    except TimeoutError:
+    def _attach(self, peer: int, connection_class: int, sock: socket.socket) -> None:
+        state = self._fabric.peer(peer)
+        if state.has_connection(connection_class):
+            sock.close()  # the peer was lost meanwhile
+            return
+        try:
+            prepare_connected(sock, connection_class, state.options)
+        except OSError:
+            sock.close()  # it broke meanwhile, and the deadline names the peer
+            return
+        state.attach(connection_class, sock)
+
+    def _describe_missing(self) -> str:
+        fabric, acceptor = self._fabric, self._acceptor
         missing = ", ".join(fabric.describe_peer(peer) for peer in fabric.missing_peers)
         refused = f"; {acceptor.num_refused} were refused ({acceptor.last_refusal})" if acceptor.num_refused else ""
-        raise HandshakeError(
-            f"rank {fabric.rank} is not connected to {missing} after {options.connect_s:.0f} s{refused}; check that "
-            "these processes run, and that a firewall lets the hosts connect to each other on any port"
-        ) from None
-    except BaseExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
+        return (
+            f"rank {fabric.rank} is not connected to {missing} after {self._options.connect_s:.0f} s{refused}; check "
+            "that these processes run, and that a firewall lets the hosts connect to each other on any port"
+        )
