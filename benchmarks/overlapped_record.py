@@ -1,0 +1,128 @@
+"""Runs ``overlapped_rank.py`` in many modes, reads what the ranks wrote, and writes a record folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import syncline
+
+RANK_SCRIPT = Path(__file__).with_name("overlapped_rank.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the ranks run: on loopback, or on the hosts of an emulated network."""
+
+    num_ranks: int
+    lab: str | None
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """Return the command that starts all ranks."""
+        program = [str(Path(sys.executable).with_name("syncline"))]
+        script = ["run", str(RANK_SCRIPT), *arguments]
+        if self.lab is not None:
+            return [*program, "lab", "run", self.lab, "--", *program, *script]
+        return [*program, "run", "--ranks", str(self.num_ranks), str(RANK_SCRIPT), *arguments]
+
+
+def run(place: Place, out: Path, arguments: Sequence[str], *, deadline_s: float) -> list[dict[str, Any]]:
+    """Run all ranks; return what each wrote, or nothing if they did not end well (the output is kept)."""
+    command = place.command([*arguments, "--out", str(out)])
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "output.txt").open("w") as output:
+        print(shlex.join(command), file=output, flush=True)
+        names = os.environ | {"OMP_NUM_THREADS": "1"}
+        status = subprocess.run(
+            command, env=names, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=deadline_s
+        ).returncode
+    found = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
+    print(f"{out.name}: status {status}, {len(found)} ranks", flush=True)
+    return found if status == 0 else []
+
+
+def rate(ranks: Sequence[dict[str, Any]]) -> float:
+    """Return the steps per second of the fleet: those of the fastest rank, where ranks differ."""
+    return max((one["num_steps"] / one["seconds"] for one in ranks), default=float("nan"))
+
+
+def curve(ranks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return the mean over ranks of what they measured at each snapshot."""
+    num_rows = min(len(one["rows"]) for one in ranks)
+    keys = ("iteration", "samples", "seconds", "loss")
+    rows = []
+    for number in range(num_rows):
+        row = {key: sum(one["rows"][number][key] for one in ranks) / len(ranks) for key in keys}
+        row["samples"] *= len(ranks)
+        rows.append(row)
+    rows[-1] = {key: sum(one["rows"][-1][key] for one in ranks) / len(ranks) for key in keys} | {
+        "samples": sum(one["rows"][-1]["samples"] for one in ranks)
+    }
+    return rows
+
+
+def environment(place: Place, command: Sequence[str]) -> dict[str, Any]:
+    """Return what was measured on, and with what."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "command": shlex.join(command),
+        "ranks": place.num_ranks,
+        "network": place.lab or "loopback",
+        "processor": model,
+        "num_processors": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "syncline": syncline.__name__ + " at " + commit,
+    }
+
+
+def write_readme(folder: Path, title: str, facts: dict[str, Any], table: Sequence[Sequence[str]], text: str) -> None:
+    """Write what a reader needs: the question, the answer, and how it was got."""
+    head, *rows = table
+    lines = [f"# {title}", "", text, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", "## How", "", *(f"- {name}: `{value}`" for name, value in facts.items()), ""]
+    (folder / "README.md").write_text("\n".join(lines))
+
+
+def plot(folder: Path, curves: dict[str, list[list[dict[str, float]]]], *, title: str) -> None:
+    """Loss against samples and against time, a line for each mode and a thin one for each seed."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, key, label in zip(axes, ("samples", "seconds"), ("samples", "seconds"), strict=True):
+        for number, (mode, runs) in enumerate(curves.items()):
+            for position, rows in enumerate(runs):
+                name = mode if position == 0 else None
+                values = [row["loss"] for row in rows]
+                axis.plot([row[key] for row in rows], values, color=f"C{number}", alpha=0.75, lw=1.2, label=name)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("loss, mean over ranks")
+    axes[0].legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(folder / "loss.svg")
+    plt.close(figure)
