@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.topology import Topology
-    from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, Sharded
+    from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
     "init": "syncline.pytorch.fleet",
@@ -47,6 +47,7 @@ _HOMES = {
     "AllReduce": "syncline.updates",
     "Overlapped": "syncline.updates",
     "Nesterov": "syncline.updates",
+    "QuorumLostError": "syncline.updates",
     "Clustered": "syncline.updates",
     "no_sync": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
@@ -82,6 +83,7 @@ __all__ = [
     "AllReduce",
     "Overlapped",
     "Nesterov",
+    "QuorumLostError",
     "Clustered",
     "no_sync",
     "synchronize",

@@ -32,8 +32,15 @@ def save_checkpoint(
     ``extra`` is what JSON can say (step number, seed ...), taken from rank 0. Raises :class:`CheckpointError` on every
     rank if one of them fails; the checkpoint that was there is whole then.
     """
-    target = Path(path).absolute()
-    crew = crew_of(model, optimizer)
+    _save(Path(path).absolute(), model, optimizer, crew_of(model, optimizer), extra)
+
+
+def save_alone(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, extra: Any = None) -> None:
+    """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one."""
+    _save(Path(path).absolute(), model, optimizer, Crew(model, optimizer), extra)
+
+
+def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
     crew.synchronize()
     together = _Together(crew)
     together.run("cannot make a folder", lambda: _begin(target, crew, extra))
@@ -79,7 +86,7 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved, put it in extra"
+                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
             )
         chunks.append(Chunk.whole(f"model.{name}", value))
     return chunks

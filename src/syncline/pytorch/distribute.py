@@ -10,6 +10,7 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
+from syncline.pytorch.checkpoint import save_alone
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -62,6 +63,8 @@ def distribute(
     channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
     setting = Setting(buckets=buckets, optimizer=optimizer, channel=channel)
     training = _start(model, rule, setting, samples, broadcast_buffers=broadcast_buffers)
+    updater = training.updater
+    updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     fleet.on_close(partial(_end, training))
     return model, DistributedOptimizer(training)
 

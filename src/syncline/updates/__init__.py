@@ -2,9 +2,20 @@
 
 from syncline.updates.allreduce import AllReduce
 from syncline.updates.clustered.rule import Clustered
+from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.rule import Setting, Updater, UpdateRule
 from syncline.updates.sharded import Sharded
 
-__all__ = ["Sharded", "AllReduce", "Overlapped", "Nesterov", "Clustered", "UpdateRule", "Updater", "Setting"]
+__all__ = [
+    "Sharded",
+    "AllReduce",
+    "Overlapped",
+    "Nesterov",
+    "QuorumLostError",
+    "Clustered",
+    "UpdateRule",
+    "Updater",
+    "Setting",
+]

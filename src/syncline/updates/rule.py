@@ -13,7 +13,7 @@ which does the work for one model. The seams to PyTorch call the updater, on the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,9 @@ class Updater(ABC):
         self.optimizer = setting.optimizer
         self.channel = setting.channel
         self.step_number = 0
+
+    save_alone: Callable[[str], None] | None = None
+    """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
 
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""

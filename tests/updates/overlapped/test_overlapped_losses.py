@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from overlapped_training import make_adam, one_step, parameters_of, run_fleets, start
+from overlapped_training import make_adam, make_model, one_step, parameters_of, run_fleets, start
 
+from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.losses import QuorumLostError
 
@@ -49,6 +50,20 @@ def test_fewer_than_the_quorum_is_told_on_every_rank_by_name() -> None:
         assert isinstance(error, QuorumLostError)
         assert error.missing == (1, 2)
         assert "needs 3 of 4 workers, but 2 are left: rank 1 (host memory) and rank 2 (host memory)" in str(error)
+
+
+def test_the_lowest_living_worker_rescues_what_it_has(tmp_path) -> None:
+    """Its checkpoint loads in one process alone."""
+    rule = Overlapped(period=8, quorum=4, rescue=str(tmp_path / "rescued"))
+    results = run_fleets(4, lambda fleet: train(fleet, rule, deaths={0: 11}), accept=(DeathError, QuorumLostError))
+    assert [type(result) for result in results] == [DeathError, *[QuorumLostError] * 3]
+    assert ["checkpoint" in str(getattr(result, "__notes__", "")) for result in results[1:]] == [True, False, False]
+    model = make_model()
+    optimizer = make_adam(model.parameters())
+    extra = load_checkpoint(tmp_path / "rescued", model, optimizer)
+    assert 8 <= extra["iteration"] < 40
+    assert not torch.equal(parameters_of(model), parameters_of(make_model()))
+    assert optimizer.state
 
 
 def test_a_dedicated_server_is_replaced() -> None:

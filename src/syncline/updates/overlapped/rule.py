@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from syncline.errors import ConfigurationError, UpdateError
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.bucket import Bucket
 from syncline.updates.lane import LaneOptions
 from syncline.updates.overlapped.average import EndOfPeriod
 from syncline.updates.overlapped.exchange import Exchange
+from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
 from syncline.updates.overlapped.recording import Recorder
@@ -41,7 +43,8 @@ class Overlapped:
     global gradient stands for a run of iterations; feed it to the optimizer over as many steps. ``average_state``:
     average the optimizer's state too. ``outer``: what a period's averaged difference does (default: the average is the
     next period's start).
-    ``should_record``: keep all decisions, to replay them.
+    ``rescue``: when fewer workers live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of them
+    first writes a checkpoint of what it has to this path. ``should_record``: keep all decisions, to replay them.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -57,9 +60,11 @@ class Overlapped:
     spread: bool = True
     average_state: bool = False
     outer: Nesterov | None = None
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int = 512 * 1024
+    """Smaller than with collectives, so that a small model is spread over several servers too."""
     num_classes: int = 1
     """Connection classes that the buckets are divided among, in forward order."""
+    rescue: str | None = None
     should_record: bool = False
 
     def __post_init__(self) -> None:
@@ -152,6 +157,7 @@ class OverlappedUpdater(Updater):
         self._end_of_period = EndOfPeriod(
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
+        self._rescue = rule.rescue
         self._weight = 0.0
         self._begin()
 
@@ -177,7 +183,7 @@ class OverlappedUpdater(Updater):
 
     def begin_backward(self) -> None:
         """Raise what went wrong since the last step."""
-        self.exchange.raise_failure()
+        self._raise_failure()
 
     def reduce(self, bucket: Bucket) -> None:
         """Wait for the step: the own gradient is pushed as it is used, clipped if the user does so."""
@@ -189,7 +195,8 @@ class OverlappedUpdater(Updater):
 
     def step(self) -> None:
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
-        self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
+        with self._rescue_if_needed():
+            self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         self._show_gradients()
         self.optimizer.step()
         self._weight = 0.0
@@ -201,7 +208,8 @@ class OverlappedUpdater(Updater):
         """End the period now, if it has begun: average over all workers. Every worker calls it, or ends its period."""
         if self.is_at_period_start:
             return
-        self._end_of_period.run(self.exchange)
+        with self._rescue_if_needed():
+            self._end_of_period.run(self.exchange)
 
     def discard(self) -> None:
         """Nothing is kept between a backward pass and the step."""
@@ -210,9 +218,7 @@ class OverlappedUpdater(Updater):
         """Parameters are final when ``step()`` returns."""
 
     def synchronize(self) -> None:
-        """Raise what went wrong in this period; parameters are final when ``step()`` returns."""
-        if not self.is_at_period_start:
-            self.exchange.raise_failure()
+        """Parameters are final when ``step()`` returns; what went wrong is raised by the next step."""
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip the own gradients, before they are pushed."""
@@ -251,6 +257,23 @@ class OverlappedUpdater(Updater):
     def close(self) -> None:
         """Release everything; what is under way is given up."""
         self.exchange.close()
+
+    def _raise_failure(self) -> None:
+        with self._rescue_if_needed():
+            self.exchange.raise_failure()
+
+    @contextlib.contextmanager
+    def _rescue_if_needed(self) -> Iterator[None]:
+        """Let the lowest living worker write what it has, once, before the error is raised."""
+        try:
+            yield
+        except QuorumLostError as error:
+            alive = [rank for rank in self.exchange.terms.workers if rank not in error.missing]
+            path, self._rescue = self._rescue, None
+            if path is not None and self.save_alone is not None and self.channel.rank == min(alive):
+                self.save_alone(path)
+                error.add_note(f"rank {self.channel.rank} has written a checkpoint of what it had to {path}")
+            raise
 
     def _show_gradients(self) -> None:
         """Let the optimizer see what others have for parameters without an own gradient."""
