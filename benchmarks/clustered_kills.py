@@ -26,19 +26,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--states", nargs="*", default=[state.value for state in ServerState])
+    parser.add_argument("--fate", choices=["kill", "freeze"], default="kill", help="freeze: cut off, and back too late")
     options = parser.parse_args()
     for state in options.states:
-        kill_in(ServerState(state), options.times)
+        kill_in(ServerState(state), options.times, options.fate)
 
 
-def kill_in(state: ServerState, times: int) -> None:
+def kill_in(state: ServerState, times: int, fate: str) -> None:
     """Kill in one state; seeds that do not lead there do not count."""
     wanted = 2 if state in SECOND_STATES else 1
     num_kills = num_runs = 0
     longest_s = 0.0
     while num_kills < times:
         contribution = "cosine" if num_runs % 2 and state is not ServerState.FETCHING else "uniform"
-        assignment = Assignment(state=state.value, nth=2 + num_runs % 9, seed=num_runs, contribution=contribution)
+        assignment = Assignment(
+            state=state.value, nth=2 + num_runs % 9, seed=num_runs, contribution=contribution, fate=fate
+        )
         num_runs += 1
         with tempfile.TemporaryDirectory() as folder:
             found = check(run_all(assignment, Path(folder)), assignment)

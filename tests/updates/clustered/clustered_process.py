@@ -29,6 +29,9 @@ from syncline.updates.clustered.server import ServerState
 
 DEADLINE_S = 60.0
 FLUSH_S = 0.05
+FROZEN_S = 14.0
+"""Longer than a fabric waits for a silent peer."""
+DETECTION_S = 11.0
 CLUSTERS = ((0, 1, 2), (3, 4))
 NUM_STEPS = 14
 SECOND_STATES = {ServerState.LEVELLING, ServerState.FETCHING}
@@ -44,6 +47,8 @@ class Assignment:
     """How many times a server must have been seen in that state before one is killed."""
     seed: int
     contribution: str = "uniform"
+    fate: str = "kill"
+    """Or "freeze": stopped until all others have given it up, then woken."""
 
 
 class Killer:
@@ -54,6 +59,7 @@ class Killer:
         self._state = ServerState(assignment.state)
         self._nth = assignment.nth
         self._folder = folder
+        self._fate = assignment.fate
         self._num_seen = 0
         self._is_dying = False
         self._perform = driver._perform
@@ -97,7 +103,10 @@ class Killer:
         return True
 
     def _die(self) -> None:
-        """Let what was said leave, then end without a word."""
+        """Let what was said leave, then end (or stand still) without a word."""
+        if self._fate == "freeze":
+            asyncio.get_running_loop().call_later(FLUSH_S, os.kill, os.getpid(), signal.SIGSTOP)
+            return
         self._is_dying = True
         asyncio.get_running_loop().call_later(FLUSH_S, os.kill, os.getpid(), signal.SIGKILL)
 
@@ -183,6 +192,8 @@ def run_all(assignment: Assignment, folder: Path) -> list[dict[str, Any] | None]
     try:
         for process in processes:
             process.start()
+        if assignment.fate == "freeze":
+            _wake_later(processes, folder)
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -195,18 +206,35 @@ def run_all(assignment: Assignment, folder: Path) -> list[dict[str, Any] | None]
     return [_read(folder / f"rank{rank}.json") for rank in range(5)]
 
 
+def _wake_later(processes: list[Any], folder: Path) -> None:
+    """Wake whoever stands still, once the others have given him up."""
+    start_s = time.monotonic()
+    while not (folder / "state").exists() and time.monotonic() < start_s + DEADLINE_S / 2:
+        time.sleep(0.1)
+    time.sleep(FROZEN_S)
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+
+
 def check(outcomes: list[dict[str, Any] | None], assignment: Assignment) -> dict[str, Any]:
     """Raise unless the survivors went on, alike within a cluster, within 5 s; return what happened."""
     living = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
     errors = {rank: outcome["error"] for rank, outcome in living.items() if "error" in outcome}
+    frozen = []
+    if assignment.fate == "freeze":  # whoever was given up must stop, and say why
+        frozen = [rank for rank, error in errors.items() if error.startswith(("PeerLostError", "UpdateError"))][:1]
+        living = {rank: outcome for rank, outcome in living.items() if rank not in frozen}
+        errors = {rank: error for rank, error in errors.items() if rank not in frozen}
     assert not errors, f"{assignment}: {errors}"
     for ranks in CLUSTERS:
         ends = {living[rank]["digest"] for rank in ranks if rank in living}
         assert len(ends) <= 1, f"{assignment}: cluster {ranks} ended with {ends}"
     assert len({(tuple(outcome["servers"]), outcome["term"]) for outcome in living.values()}) == 1, assignment
     longest_s = max(outcome["longest_gap_s"] for outcome in living.values())
-    assert longest_s < 5, f"{assignment}: {longest_s:.1f} s without a step"
-    dead = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    limit_s = 5 + (DETECTION_S if frozen else 0)
+    assert longest_s < limit_s, f"{assignment}: {longest_s:.1f} s without a step"
+    dead = [rank for rank, outcome in enumerate(outcomes) if outcome is None or rank in frozen]
     return {**asdict(assignment), "dead": dead, "longest_gap_s": longest_s}
 
 

@@ -162,7 +162,6 @@ class ClusteredUpdater(Updater):
 
     def reduce(self, bucket: Bucket) -> None:
         """Wait for the step: a gradient is sent as the user leaves it, clipped if he does so."""
-        bucket.stage_gradients()
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take note of how many samples are behind the gradients."""

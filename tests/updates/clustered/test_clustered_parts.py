@@ -1,0 +1,205 @@
+"""The parts between protocol and fabric: vectors, messages as bytes, walks through schedules, the servers' network."""
+
+import struct
+import threading
+
+import pytest
+import torch
+
+from syncline.errors import ConfigurationError
+from syncline.runtime import communicators_in_memory
+from syncline.runtime.tags import first_tag
+from syncline.schedule import Collective, Layout, choose
+from syncline.topology import Host, Topology
+from syncline.updates.clustered.agenda import Agenda
+from syncline.updates.clustered.grouping import check_clusters, group
+from syncline.updates.clustered.mailbox import HEAD_BYTES, Mailbox
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
+from syncline.updates.clustered.reduced import reduced_topology
+from syncline.updates.clustered.vector import VectorArithmetic, VectorShape, combine
+from syncline.updates.clustered.walk import Slice, Walk
+
+SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))
+WAIT_S = 20
+
+
+def vector_of(value: float):
+    vector = SHAPE.zeros()
+    for part in vector.parts:
+        part.fill_(value)
+    return vector
+
+
+def test_a_vector_is_one_piece_of_memory_with_aligned_parts() -> None:
+    vector = vector_of(2.0)
+    assert vector.memory.nbytes == SHAPE.num_bytes == 3 * 64
+    assert [part.tolist() for part in vector.parts] == [[2.0] * 5, [2.0] * 3, [], [2.0] * 2]
+    copy = vector.copy().add(vector, factor=0.5).scale(2.0)
+    assert copy.parts[0].tolist() == [6.0] * 5
+    assert vector.parts[0].tolist() == [2.0] * 5
+    assert vector.dot(copy) == 12 * 8
+
+
+def test_halves_are_summed_in_single_precision() -> None:
+    vectors = [vector_of(1.0), *[vector_of(2**-9)] * 8]
+    assert combine(vectors, [1.0] * 9).parts[1].tolist() == [1 + 2**-6] * 3
+
+
+def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() -> None:
+    entry = Agenda(period=1, reelect_every=1).entry(0)
+    given = {
+        2: Contribution(term=0, index=0, samples=3.0, payload=vector_of(1.0)),
+        0: Contribution(term=0, index=0, samples=1.0, payload=vector_of(5.0)),
+        1: Contribution(term=0, index=0, samples=0.0, payload=None),
+    }
+    mean = VectorArithmetic().mean(entry, given)
+    assert mean is not None
+    assert mean.parts[0].tolist() == [2.0] * 5
+    assert VectorArithmetic().mean(entry, {1: given[1]}) is None
+
+
+class Ports:
+    """Ports of a job in memory."""
+
+    def __init__(self, num_ranks: int, seed: int | None = None) -> None:
+        self.communicators = communicators_in_memory(num_ranks, seed=seed)
+        self.ports = [communicator.open_port("test") for communicator in self.communicators]
+
+    def __enter__(self):
+        return self.ports
+
+    def __exit__(self, *_) -> None:
+        for communicator in self.communicators:
+            communicator.abort()
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    big = Agreed(term=1, index=2, samples=(1.0,), contributions=tuple(float(k) for k in range(1000)))
+    messages = [
+        Join(term=0, index=-1),
+        Contribution(term=0, index=0, samples=2.0, payload=vector_of(3.0)),
+        big,
+        Agreed(term=1, index=3, samples=(2.0,), payload=vector_of(4.0)),
+        Join(term=2, index=3),
+    ]
+    heard: list[tuple[int, Envelope]] = []
+    done = threading.Event()
+
+    def on_message(peer: int, envelope: Envelope) -> None:
+        heard.append((peer, envelope))
+        if len(heard) == len(messages):
+            done.set()
+
+    with Ports(2, seed=5) as ports:
+        boxes = [
+            Mailbox(port, stream=9, shape=SHAPE, on_message=on_message, on_nonsense=lambda peer, what: done.set())
+            for port in ports
+        ]
+
+        def begin() -> None:
+            boxes[1].open()
+            for message in messages:
+                boxes[0].send(1, Envelope(dead=(1,), message=message))
+
+        ports[0].call_soon(begin)
+        assert done.wait(WAIT_S)
+    assert [envelope.message for _, envelope in heard] == messages
+    assert heard[1][1].message.payload.parts[0].tolist() == [3.0] * 5
+    assert heard[2][1].message == big
+    assert boxes[0].sent_bytes[1] > 5 * HEAD_BYTES + 2 * SHAPE.num_bytes
+
+
+@pytest.mark.parametrize("content", [struct.pack("<IB", 7, 0) + b"no json", struct.pack("<IB", 1 << 30, 0)])
+def test_nonsense_is_told_and_nothing_more_is_heard(content: bytes) -> None:
+    told: list[str] = []
+    done = threading.Event()
+
+    def on_nonsense(peer: int, what: str) -> None:
+        told.append(what)
+        done.set()
+
+    head = bytearray(content.ljust(HEAD_BYTES, b"\0"))
+    with Ports(2) as ports:
+        box = Mailbox(
+            ports[1],
+            stream=9,
+            shape=SHAPE,
+            on_message=lambda peer, envelope: told.append("heard"),
+            on_nonsense=on_nonsense,
+        )
+
+        def begin() -> None:
+            box.open()
+            ports[0].send(1, first_tag(9, 0, 0), memoryview(head), urgency=0)
+
+        ports[0].call_soon(begin)
+        assert done.wait(WAIT_S)
+    assert len(told) == 1
+    assert told[0] != "heard"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_elements", [0, 1, 7, 1000])
+def test_a_walk_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> None:
+    ranks = (4, 1, 3)
+    schedule = choose(reduced_topology(Topology.flat(5, rate=1e8), ranks), Collective.ALL_REDUCE, 1 << 12)
+    tensors = {rank: torch.arange(num_elements, dtype=torch.float64) * (rank + 1) for rank in ranks}
+    done = [threading.Event() for _ in ranks]
+    with Ports(5, seed=seed) as ports:
+        for place, rank in enumerate(ranks):
+            layout = Layout.build(schedule, num_elements, 300)
+            slices = [Slice(tensor=tensors[rank], offsets=offsets) for offsets in layout.slices]
+            tags = [first_tag(9, 1, 16 + number) for number in range(len(slices))]
+            walk = Walk(ports[rank], schedule, ranks, slices, first_tags=tags, on_done=done[place].set)
+            ports[rank].call_soon(walk.start)
+        assert all(event.wait(WAIT_S) for event in done)
+    for tensor in tensors.values():
+        torch.testing.assert_close(tensor, torch.arange(num_elements, dtype=torch.float64) * (5 + 2 + 4))
+
+
+def test_a_walk_that_is_given_up_does_not_end_and_gives_its_receives_back() -> None:
+    ranks = (0, 1)
+    schedule = choose(Topology.flat(2, rate=1e8), Collective.ALL_REDUCE, 64)
+    tensor = torch.ones(8)
+    ended = threading.Event()
+    with Ports(2) as ports:
+        layout = Layout.build(schedule, 8, 8)
+        slices = [Slice(tensor=tensor, offsets=offsets) for offsets in layout.slices]
+        walk = Walk(ports[0], schedule, ranks, slices, first_tags=[first_tag(9, 1, 16)], on_done=ended.set)
+        passed = threading.Event()
+        for action in (walk.start, walk.abandon, walk.forget, passed.set):
+            ports[0].call_soon(action)
+        assert passed.wait(WAIT_S)
+        assert not ended.is_set()
+        assert tensor.tolist() == [1.0] * 8
+        assert "0 receives" in repr(ports[0])
+
+
+def test_the_servers_network_is_the_network_without_the_others() -> None:
+    reduced = reduced_topology(Topology.load("three-racks-uneven-uplinks"), (6, 0, 3))
+    assert reduced.num_ranks == 3
+    assert [reduced.host_of(rank).name for rank in range(3)] == ["h6", "h0", "h3"]
+    assert dict(reduced.links())["rack-a"].up_bytes_per_s == 100e6 / 8
+    assert all(isinstance(host, Host) for host in reduced.hosts)
+    assert reduced_topology(Topology.load("deep-asymmetric"), (7, 6)).num_ranks == 2
+
+
+def test_what_the_file_says_goes_before_what_was_measured() -> None:
+    topology = Topology.parse(
+        "switch: core\nchildren:\n"
+        + "".join(
+            f"  - {{host: h{k}, uplink: 1 Gbit/s, ranks: 2, features: {{cpu_hz: {1e9 if k < 2 else 3e9}}}}}\n"
+            for k in range(4)
+        )
+    )
+    measured = {f"h{k}": {"cpu_hz": 2e9, "memory_bytes": 8e9} for k in range(4)}
+    assert group(topology, measured) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert group(topology, measured, features=["memory_bytes"]) == (tuple(range(8)),)
+    assert len(group(topology, measured, clusters=3)) == 3
+
+
+@pytest.mark.parametrize("clusters", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2), ()), ((0, 1), (2, 3))])
+def test_written_clusters_name_each_rank_once(clusters) -> None:
+    with pytest.raises(ConfigurationError, match="once"):
+        check_clusters(clusters, 3)
+    assert check_clusters(((2,), (1, 0)), 3) == ((0, 1), (2,))
