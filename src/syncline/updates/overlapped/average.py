@@ -39,10 +39,8 @@ class EndOfPeriod:
         parts = [[bucket.parameters, *state.values()] for bucket, state in zip(self._buckets, states, strict=True)]
         with torch.no_grad():
             averaged = exchange.end_period(parts)
-            for bucket, state, is_new in zip(self._buckets, states, averaged, strict=True):
-                for (key, flat), has_come in zip(state.items(), is_new[1:], strict=True):
-                    if has_come:
-                        self._spread_state(bucket, key, flat)
+            for bucket, state, has_come in zip(self._buckets, states, averaged, strict=True):
+                self._spread_states(bucket, state, has_come[1:])
             for outer in self._outer:
                 outer.apply()
 
@@ -65,6 +63,11 @@ class EndOfPeriod:
             if value is not None:
                 slot.view(flat).copy_(value)
         return flat
+
+    def _spread_states(self, bucket: Bucket, state: dict[str, torch.Tensor], has_come: Sequence[bool]) -> None:
+        for (key, flat), is_new in zip(state.items(), has_come, strict=True):
+            if is_new:
+                self._spread_state(bucket, key, flat)
 
     def _spread_state(self, bucket: Bucket, key: str, flat: torch.Tensor) -> None:
         for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):

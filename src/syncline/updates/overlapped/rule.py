@@ -43,8 +43,8 @@ class Overlapped:
     global gradient stands for a run of iterations; feed it to the optimizer over as many steps. ``average_state``:
     average the optimizer's state too. ``outer``: what a period's averaged difference does (default: the average is the
     next period's start).
-    ``rescue``: when fewer workers live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of them
-    first writes a checkpoint of what it has to this path. ``should_record``: keep all decisions, to replay them.
+    ``rescue``: when fewer workers live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of
+    them first writes a checkpoint of what it has to this path. ``should_record``: keep all decisions, to replay them.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
