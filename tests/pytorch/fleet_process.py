@@ -64,8 +64,7 @@ def die() -> None:
             optimizer.step()
             optimizer.zero_grad()
     except PeerLostError as error:
-        assert error.rank == 1, error
-        print("told", flush=True)
+        print(f"told of rank {error.rank}", flush=True)
 
 
 def _open_files() -> int:

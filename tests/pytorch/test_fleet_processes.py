@@ -57,5 +57,5 @@ def test_training_that_ends_without_close() -> None:
 def test_a_death_is_told_to_the_others() -> None:
     results = run_ranks(3, "die")
     assert [status for status, _ in results] == [0, 7, 0], results
-    assert "told" in results[0][1]
-    assert "told" in results[2][1]
+    assert "told of rank 1" in results[0][1]
+    assert "told of rank 1" in results[2][1]

@@ -279,9 +279,12 @@ def test_whole_gradients_are_refused_with_a_remedy(run_fleets: Any) -> None:
 @by_rule
 def test_a_step_without_samples_anywhere_is_an_error(rule: UpdateRule, run_fleets: Any) -> None:
     def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
-        with pytest.raises(UpdateError, match="at least one sample"):
+        def step() -> None:
             optimizer.step()
             optimizer.synchronize()
+
+        with pytest.raises(UpdateError, match="at least one sample"):
+            step()
         raise KeyError("the end")
 
     with pytest.raises(KeyError):

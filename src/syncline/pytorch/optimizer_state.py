@@ -35,9 +35,9 @@ def collect_state(updater: Updater) -> Values:
     for bucket in updater.buckets:
         for key, dtype in _divided_keys(bucket, catalogue):
             flat = _gather_bucket(updater, bucket, entries, key, dtype)
-            for slot in bucket.plan.slots:
-                if catalogue.get(slot.name, {}).get(key) == str(dtype):
-                    state[slot.name][key] = slot.view(flat).clone()
+            having = [slot for slot in bucket.plan.slots if catalogue.get(slot.name, {}).get(key) == str(dtype)]
+            for slot in having:
+                state[slot.name][key] = slot.view(flat).clone()
     return state
 
 

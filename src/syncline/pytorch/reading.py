@@ -1,11 +1,13 @@
 """Finds out which buckets each module reads, and waits for just those before the module runs.
 
 Modules read parameters that are not theirs: ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling
-``out_proj``, a fused encoder layer reads all its children's weights, a head uses the embedding's. So the first time
-that a module is called (in each combination of training mode and gradient mode), it waits for everything, and a
-``TorchFunctionMode`` sees which parameters the functions within it get. What is read counts for the innermost module
-that is being called. From then on a call waits for what was read, and always for the module's own parameters. The
-outermost module also waits for every parameter that nothing was seen to read.
+``out_proj``, a head uses the embedding's. So the first time that a module is called (in training mode, and out of
+it), it waits for everything, and a ``TorchFunctionMode`` sees which parameters the functions within it get. What is
+read counts for the innermost module that is being called. From then on a call waits for what was read, and always for
+the module's own parameters. The outermost module also waits for every parameter that nothing was seen to read.
+
+Without gradients everything is waited for, each time: there PyTorch may take fused paths through whole layers, which
+it does not take while it is watched.
 """
 
 from __future__ import annotations
@@ -21,16 +23,14 @@ from torch.overrides import TorchFunctionMode
 from syncline.pytorch.detachable import Hook
 from syncline.updates.bucket import Bucket
 
-Mode = tuple[bool, bool]
-"""Whether the module is in training mode, and whether gradients are made."""
-
 
 @dataclass(slots=True)
 class _Reads:
     """What is known of one module."""
 
     own: frozenset[int]
-    by_mode: dict[Mode, tuple[int, ...]] = field(default_factory=dict)
+    by_mode: dict[bool, tuple[int, ...]] = field(default_factory=dict)
+    """What a call waits for, in training mode and out of it."""
     is_opaque: bool = False
     """Compiled: ``own`` covers everything inside, and nobody looks further."""
 
@@ -40,7 +40,7 @@ class _Call:
     """A module that is being called while something is being found out."""
 
     reads: _Reads
-    mode: Mode
+    mode: bool
     buckets: set[int]
 
 
@@ -82,16 +82,13 @@ class Reading:
         return frozenset(self._bucket_of[id(tensor)] for tensor in tensors if id(tensor) in self._bucket_of)
 
     def _before(self, reads: _Reads, module: nn.Module, _: Any) -> None:
-        mode = (module.training, torch.is_grad_enabled())
-        known = reads.by_mode.get(mode)
-        if reads.is_opaque:
-            self._wait(self._all if reads is self._root else tuple(sorted(reads.own)))
-        elif known is not None:
-            self._wait(known)
-        else:
+        if not torch.is_grad_enabled():
             self._wait(self._all)
-        if (known is None and not reads.is_opaque) or self._calls:
-            self._enter(_Call(reads, mode, set(reads.own)))
+            return
+        known = tuple(sorted(reads.own)) if reads.is_opaque else reads.by_mode.get(module.training)
+        self._wait(self._all if known is None or (reads.is_opaque and reads is self._root) else known)
+        if known is None or self._calls:
+            self._enter(_Call(reads, module.training, set(reads.own)))
 
     def _enter(self, call: _Call) -> None:
         if not self._calls:

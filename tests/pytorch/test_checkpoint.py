@@ -1,0 +1,199 @@
+"""Checkpoints: saved by some ranks, loaded by others, exactly; damage is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from oracle_models import CASES, copies, loss_of
+from torch import nn
+
+from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.checkpoint_folder import MANIFEST, previous_folder, writing_folder
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.topology import Topology
+from syncline.updates import AllReduce, Sharded, UpdateRule
+
+CASE = CASES["sometimes_unused"]
+BATCHES = CASE.batches(4, 12)
+
+
+def make(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
+
+
+def go_on(model: nn.Module, optimizer: Any, batches: Any, rank: int = 0, world_size: int = 1) -> None:
+    for inputs, targets in batches:
+        loss_of(model, inputs.tensor_split(world_size)[rank], targets.tensor_split(world_size)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_and_save(path: Path, run_fleets: Any, *, num_ranks: int = 3) -> list[torch.Tensor]:
+    """Save after two steps, and return the parameters after four."""
+    models = copies(CASE.make(), num_ranks)
+
+    def body(fleet: Fleet) -> list[torch.Tensor]:
+        rule = Sharded(bucket_bytes=700, slice_bytes=256)
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), rule, fleet=fleet)
+        go_on(model, optimizer, BATCHES[:2], fleet.rank, fleet.world_size)
+        save_checkpoint(path, model, optimizer, extra={"step": 2})
+        go_on(model, optimizer, BATCHES[2:], fleet.rank, fleet.world_size)
+        optimizer.synchronize()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return run_fleets(num_ranks, body)[0]
+
+
+def spoilt_copies(number: int) -> list[nn.Module]:
+    models = copies(CASE.make(), number)
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(9.0)
+    return models
+
+
+@pytest.mark.parametrize(
+    ("world", "rule"),
+    [
+        (1, Sharded()),
+        (2, Sharded(bucket_bytes=900)),
+        (5, Sharded(align="parameter")),
+        (2, AllReduce()),
+        (Topology.load("demo-1-3"), Sharded(bucket_bytes=2000)),
+    ],
+    ids=["one", "two", "five_whole", "all_reduce", "one_and_three"],
+)
+def test_loads_on_other_ranks(world: int | Topology, rule: UpdateRule, tmp_path: Path, run_fleets: Any) -> None:
+    expected = train_and_save(tmp_path / "saved", run_fleets)
+    models = spoilt_copies(world if isinstance(world, int) else world.num_ranks)
+
+    def body(fleet: Fleet) -> list[torch.Tensor]:
+        inner = make(models[fleet.rank])
+        inner.param_groups[0]["lr"] = 0.5
+        model, optimizer = distribute(models[fleet.rank], inner, rule, fleet=fleet)
+        assert load_checkpoint(tmp_path / "saved", model, optimizer) == {"step": 2}
+        assert optimizer.param_groups[0]["lr"] == 0.02
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        go_on(model, optimizer, BATCHES[2:], fleet.rank, fleet.world_size)
+        optimizer.synchronize()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for found in run_fleets(world, body):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_one_process_without_a_fleet(tmp_path: Path, run_fleets: Any) -> None:
+    expected = train_and_save(tmp_path / "saved", run_fleets)
+    (model,) = spoilt_copies(1)
+    optimizer = make(model)
+    load_checkpoint(tmp_path / "saved", model, optimizer)
+    save_checkpoint(tmp_path / "again", model, optimizer, extra=[1, None])
+    (model,) = spoilt_copies(1)
+    optimizer = make(model)
+    assert load_checkpoint(tmp_path / "again", model, optimizer) == [1, None]
+    go_on(model, optimizer, BATCHES[2:])
+    for ours, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_dcp_itself_reads_the_model(tmp_path: Path, run_fleets: Any) -> None:
+    train_and_save(tmp_path / "saved", run_fleets)
+    (model,), (other,) = spoilt_copies(1), spoilt_copies(1)
+    load_checkpoint(tmp_path / "saved", model)
+    state = {f"model.{name}": value for name, value in other.state_dict().items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert all(torch.equal(value, model.state_dict()[name.removeprefix("model.")]) for name, value in state.items())
+
+
+def test_the_previous_one_is_kept_and_found(tmp_path: Path) -> None:
+    model, path = CASE.make(), tmp_path / "saved"
+    for number in range(3):
+        save_checkpoint(path, model, extra=number)
+    assert load_checkpoint(path, model) == 2
+    assert load_checkpoint(previous_folder(path), model) == 1
+    path.rename(tmp_path / "away")  # as if the process had died between the two renames
+    assert load_checkpoint(path, model) == 1
+    assert not writing_folder(path).exists()
+
+
+def _shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_shorten, _flip, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__2_0.distcp", MANIFEST])
+def test_damage_is_found_on_every_rank(
+    damage: Callable[[Path], Any], name: str, tmp_path: Path, run_fleets: Any
+) -> None:
+    train_and_save(tmp_path / "saved", run_fleets)
+    damage(tmp_path / "saved" / name)
+    models = copies(CASE.make(), 2)
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), fleet=fleet)
+        with pytest.raises(CheckpointError, match=r"damaged|no checkpoint"):
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+
+    run_fleets(2, body)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model, path = CASE.make(), tmp_path / "saved"
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load_checkpoint(path, model)
+    with pytest.raises(CheckpointError, match="not JSON"):
+        save_checkpoint(path, model, extra=object())
+    assert not path.exists()
+    save_checkpoint(path, model)
+    with pytest.raises(CheckpointError, match="without an optimizer"):
+        load_checkpoint(path, model, make(model))
+    with pytest.raises(CheckpointError, match="another model"):
+        load_checkpoint(path, nn.Linear(2, 2))
+    wider = CASE.make()
+    wider.last = nn.Linear(9, 4).double()
+    with pytest.raises(CheckpointError, match=r"last\.weight"):
+        load_checkpoint(path, wider)
+    outer = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(outer | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_checkpoint(path, model)
+
+
+def test_a_failure_of_one_rank_leaves_the_old_checkpoint(tmp_path: Path, run_fleets: Any) -> None:
+    train_and_save(tmp_path / "saved", run_fleets)
+    models = copies(CASE.make(), 2)
+
+    class Odd(torch.optim.AdamW):
+        """Its state cannot be moved."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["odd"] = object()
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(
+            models[fleet.rank], Odd(models[fleet.rank].parameters()), Sharded(align="parameter"), fleet=fleet
+        )
+        go_on(model, optimizer, BATCHES[:1], fleet.rank, fleet.world_size)
+        with pytest.raises(CheckpointError, match="cannot describe its state"):
+            save_checkpoint(tmp_path / "saved", model, optimizer)
+
+    run_fleets(2, body)
+    assert load_checkpoint(tmp_path / "saved", CASE.make()) == {"step": 2}

@@ -1,0 +1,107 @@
+"""The small parts under the update rules: memory, the update thread, readiness."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from syncline.errors import ConfigurationError, DeadlineError, UpdateError
+from syncline.runtime import CommunicationLoop, Work
+from syncline.updates import AllReduce, Sharded
+from syncline.updates.memory import bytes_of, reduction_for
+from syncline.updates.readiness import Readiness
+from syncline.updates.update_thread import UpdateThread
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64, torch.int8])
+def test_reductions_add_in_place(dtype: torch.dtype) -> None:
+    into, other = torch.tensor([1, 2, 3]).to(dtype), torch.tensor([10, 20, 30]).to(dtype)
+    reduction = reduction_for(dtype)
+    reduction.add(bytes_of(into)[: 2 * dtype.itemsize], bytes_of(other)[: 2 * dtype.itemsize])
+    reduction.add(bytes_of(into)[:0], bytes_of(other)[:0])
+    assert torch.equal(into, torch.tensor([11, 22, 3]).to(dtype))
+    assert reduction.itemsize == dtype.itemsize
+
+
+def test_bool_has_no_sum() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be summed"):
+        reduction_for(torch.bool)
+
+
+@pytest.fixture(name="loop")
+def _loop() -> Iterator[CommunicationLoop]:
+    loop = CommunicationLoop("test")
+    loop.start()
+    yield loop
+    loop.stop()
+
+
+def test_jobs_run_front_first_as_they_become_ready(loop: CommunicationLoop) -> None:
+    failures: list[BaseException] = []
+    thread = UpdateThread("test", on_failure=failures.append)
+    order: list[int] = []
+    gate, begun, done = threading.Event(), threading.Event(), threading.Event()
+    works = [Work("test", timeout_s=5.0, loop=loop) for _ in range(4)]
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(5)
+
+    thread.submit(0, (), hold)
+    assert begun.wait(5)
+    for urgency in (3, 1, 2):
+        thread.submit(urgency, (works[urgency], works[0]), lambda urgency=urgency: order.append(urgency))
+    for number in (2, 0, 3):
+        loop.call_soon(works[number].finish, None)
+    for _ in range(3):  # a work's callbacks take a turn of the loop each
+        turned = threading.Event()
+        loop.call_soon(turned.set)
+        assert turned.wait(5)
+    thread.submit(9, (), done.set)
+    gate.set()
+    assert done.wait(5)
+    assert order == [2, 3], "the job whose work is not done does not hold up the others"
+    thread.submit(0, (), lambda: 1 // 0)
+    last = threading.Event()
+    thread.submit(1, (), last.set)
+    assert last.wait(5)
+    assert isinstance(failures[0], ZeroDivisionError)
+    thread.close()
+    thread.close()
+
+
+def test_readiness_tells_of_the_first_failure_and_of_what_is_late() -> None:
+    ready = Readiness(3)
+    assert ready.is_final(range(3))
+    ready.begin()
+    ready.finish(1)
+    ready.wait((1,), 0.0)
+    with pytest.raises(DeadlineError, match=r"buckets \[0, 2\]"):
+        ready.wait(range(3), 0.0)
+    ready.fail(KeyError("first"))
+    ready.fail(ValueError("second"))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="first"):
+            ready.wait((0,), 0.0)
+    with pytest.raises(KeyError, match="first"):
+        ready.raise_failure()
+
+
+@pytest.mark.parametrize("rule", [Sharded, AllReduce])
+def test_rules_are_checked_when_they_are_written(rule: type) -> None:
+    for options in ({"bucket_bytes": 0}, {"slice_bytes": -1}):
+        with pytest.raises(ConfigurationError, match="positive"):
+            rule(**options)
+    assert rule() == rule()
+
+
+def test_alignment_is_checked() -> None:
+    with pytest.raises(ConfigurationError, match="align"):
+        Sharded(align="bucket")  # type: ignore[arg-type]
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UpdateError, match="Adafactor"):
+        Sharded().check(torch.optim.Adafactor(model.parameters()))
+    Sharded(align="parameter").check(torch.optim.Adafactor(model.parameters()))
