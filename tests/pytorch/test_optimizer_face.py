@@ -12,6 +12,7 @@ from oracle_models import CASES, copies, loss_of
 from torch import nn
 
 from syncline.errors import PeerLostError, UpdateError
+from syncline.observe import Trace
 from syncline.pytorch.control import synchronize
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -306,3 +307,30 @@ def test_a_model_is_plain_again_after_close(run_fleets: Any) -> None:
     )
     models[0](torch.ones(2, 6).double()).sum().backward()
     assert all(parameter.grad is not None for parameter in models[0].parameters())
+
+
+def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any) -> None:
+    models = copies(CASE.make(), 2)
+
+    def body(fleet: Fleet) -> set[str]:
+        model, optimizer = distribute(
+            models[fleet.rank], torch.optim.Adam(models[fleet.rank].parameters()), fleet=fleet
+        )
+        for batch in CASE.batches(2, sum(PARTS)):
+            loss_of(model, *parts(batch, fleet.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        names: set[str] = set()
+        fleet.barrier()
+        for _, name, *_rest in fleet.trace._events:
+            names.add(name)
+        owned = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        assert 0 < owned < optimizer.num_state_bytes
+        return names
+
+    trace = Trace(rank=0)
+    for names in run_fleets(2, body, trace=trace):
+        assert {"forward", "backward", "update of bucket 0"} <= names
+        assert any("all_gather of bucket 0" in name for name in names), sorted(names)
+        assert any("reduce_scatter of bucket 0" in name for name in names)

@@ -52,6 +52,7 @@ class GradientCollector:
         self._has_learnt = False
         self._is_running = False
         self._outer_task = -1
+        self._begin_ns = 0
         self._num_samples = 0.0
         self._expected_total = 1.0
         self._scale = 1.0
@@ -115,6 +116,7 @@ class GradientCollector:
         self._scale = self._num_samples / self._expected_total
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
+        self._begin_ns = self._updater.channel.trace.now_ns()
         self._is_running = True
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
@@ -142,6 +144,8 @@ class GradientCollector:
             self._finish()
 
     def _finish(self) -> None:
+        trace = self._updater.channel.trace
+        trace.span("backward", "compute", self._begin_ns, trace.now_ns())
         has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]
         for bucket in self._buckets:
             if not has_left[bucket.index]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,11 +28,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.training = training
         self.inner = inner
         self.param_groups = inner.param_groups
-        if not training.updater.divides_gradients:
-            self.state = inner.state
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {type(self.training.updater).__name__} with {self.inner!r}>"
+
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The optimizer state that this rank keeps; with ``Sharded``, by the pieces of parameters that it owns."""
+        return self.training.updater.state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """Ignore what ``torch.optim.Optimizer`` begins with: the state is the update rule's."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters; with ``Sharded`` it returns before they are final.
@@ -109,7 +116,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             spread_state(self.training.updater, state_dict)
         else:
             self.inner.load_state_dict(state_dict)
-            self.state = self.inner.state
         self.param_groups = self.inner.param_groups
 
     @property

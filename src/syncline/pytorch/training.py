@@ -38,6 +38,7 @@ class Training:
         self._reading = Reading(model, updater.buckets, updater.wait_parameters)
         self._bucketed = {tensor for bucket in updater.buckets for tensor in bucket.tensors}
         self._stand_ins = self._make_stand_ins()
+        self._forward_ns = 0
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(Hook(self._after_forward)),
@@ -124,10 +125,13 @@ class Training:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs the model again, within the backward pass
         self._buffers.finish()
+        self._forward_ns = self.updater.channel.trace.now_ns()
         if torch.is_grad_enabled():
             self._samples.see(args, kwargs)
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        trace = self.updater.channel.trace
+        trace.span("forward", "compute", self._forward_ns, trace.now_ns())
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output)
 

@@ -13,9 +13,9 @@ which does the work for one model. The seams to PyTorch call the updater, on the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -112,6 +112,11 @@ class Updater(ABC):
     def statistics(self) -> object | None:
         """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""
         return None
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The optimizer state that this rank keeps, by the tensors that are stepped."""
+        return self.optimizer.state
 
     @property
     def num_state_bytes(self) -> int:

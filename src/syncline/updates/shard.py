@@ -40,6 +40,11 @@ class Shard:
         return sum(segment.num_elements for segment in self.segments)
 
     @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The optimizer state, by piece."""
+        return {} if self._inner is None else self._inner.state
+
+    @property
     def num_state_bytes(self) -> int:
         """Memory of the optimizer state."""
         return 0 if self._inner is None else num_state_bytes(self._inner)

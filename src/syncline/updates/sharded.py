@@ -11,7 +11,7 @@ with shards that follow the topology's tree in place of equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -112,6 +112,11 @@ class ShardedUpdater(Updater):
         """The combined gradients, for norms and scaling; waits until they are there."""
         self._inspect()
         return self._divided
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """This rank's optimizer state, by the pieces that it owns."""
+        return {tensor: state for shard in self.shards for tensor, state in shard.state.items()}
 
     @property
     def num_state_bytes(self) -> int:

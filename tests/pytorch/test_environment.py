@@ -1,0 +1,87 @@
+"""What the environment may say, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import syncline
+from syncline.errors import ConfigurationError, TopologyError
+from syncline.pytorch.environment import own_address, read_environment
+from syncline.pytorch.fleet import init
+
+JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_a_process_alone_needs_nothing() -> None:
+    environment = read_environment({})
+    assert (environment.rank, environment.world_size, environment.secret) == (0, 1, None)
+
+
+def test_what_torchrun_sets() -> None:
+    environment = read_environment(
+        JOB | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job7", "SYNCLINE_TRACE": "t.json"}
+    )
+    assert environment.rank == 1
+    assert environment.uses_agent_store
+    assert environment.job_id == "job7"
+    assert environment.trace == Path("t.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "two"}, "RANK must be a whole number"),
+        ({"RANK": "2"}, "RANK must be from 0"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"SYNCLINE_SECRET_FILE": "/does/not/exist"}, "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_environment(JOB | change)
+
+
+def test_the_secret_comes_from_a_private_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 40 + b"\n")
+    secret.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        read_environment(JOB | {"SYNCLINE_SECRET_FILE": str(secret)})
+    secret.chmod(0o600)
+    assert read_environment(JOB | {"SYNCLINE_SECRET_FILE": str(secret)}).secret == b"s" * 40
+
+
+def test_loopback_needs_no_address() -> None:
+    assert own_address("127.0.0.1") is None
+    assert own_address("localhost") is None
+    assert own_address(None) is None
+    with pytest.raises(ConfigurationError, match="cannot be resolved"):
+        own_address("no such host!")
+
+
+def test_init_twice_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_TOPOLOGY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match="timeout"):
+        init(timeout=0)
+    with pytest.raises(TopologyError, match="demo-1-3"):
+        init("demo-1-3")
+    with init() as fleet:
+        assert (fleet.rank, fleet.world_size) == (0, 1)
+        with pytest.raises(ConfigurationError, match="twice"):
+            init()
+    fleet.close()
+    with init():
+        pass
+
+
+def test_the_public_face_loads_torch_late() -> None:
+    code = "import sys, syncline; syncline.Topology, dir(syncline); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert all(getattr(syncline, name) is not None for name in syncline.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = syncline.nothing
