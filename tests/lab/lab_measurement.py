@@ -7,30 +7,40 @@ import time
 from pathlib import Path
 
 TRAFFIC = Path(__file__).with_name("lab_traffic.py")
+PATIENCE_S = 60
 
 
-def measure_flows(lab, flows, *, window_s=1.5, warm_up_s=0.5, start_s=1.0):
-    """Run ``flows`` ({"source", "destination", ...}) at once; return each with its `bytes_per_s` of payload."""
-    begin = time.monotonic() + start_s + warm_up_s
-    timing = {"begin": begin, "end": begin + window_s, "warm_up_s": warm_up_s}
-    processes = []
-    for host in lab.plan.hosts:
-        own = [
-            {**flow, "address": lab.plan.host(flow["destination"]).address}
-            for flow in flows
-            if flow["source"] == host.name
-        ]
-        num_incoming = sum(flow["destination"] == host.name for flow in flows)
-        spec = {**timing, "flows": own, "num_incoming": num_incoming}
-        if own or num_incoming:
-            argv = [sys.executable, "-S", str(TRAFFIC), json.dumps(spec)]
-            processes.append(lab.spawn(host.name, argv, stdout=subprocess.PIPE, text=True))
-    results = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+def measure_flows(lab, flows, *, window_s=1.5, warm_up_s=0.5):
+    """Run ``flows`` ({"source", "destination", ...}) at once; return each with its `bytes_per_s` of payload.
+
+    The second result is the number of segments that were sent again, warm-up included.
+    """
+    processes = [process for host in lab.plan.hosts if (process := start_traffic(lab, host.name, flows))]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    warm_up_begin = time.monotonic() + 0.05
+    begin = warm_up_begin + warm_up_s
+    timing = json.dumps([warm_up_begin, begin, begin + window_s])
+    for process in processes:
+        process.stdin.write(f"{timing}\n")
+        process.stdin.flush()
+    results = [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     arrived = [flow for result in results for flow in result["arrived"]]
     assert len(arrived) == len(flows)
     resent = sum(result["resent"] for result in results)
     return [{**flow, "bytes_per_s": flow["num_bytes"] / window_s} for flow in arrived], resent
+
+
+def start_traffic(lab, host, flows):
+    """Start the generator on a host; None where no flow begins or ends there."""
+    outgoing = [flow for flow in flows if flow["source"] == host]
+    num_incoming = sum(flow["destination"] == host for flow in flows)
+    if not outgoing and not num_incoming:
+        return None
+    addressed = [{**flow, "address": lab.plan.host(flow["destination"]).address} for flow in outgoing]
+    argv = [sys.executable, "-S", str(TRAFFIC), json.dumps({"flows": addressed, "num_incoming": num_incoming})]
+    return lab.spawn(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def total_rate(flows):

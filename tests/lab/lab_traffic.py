@@ -1,9 +1,12 @@
 """A small traffic generator, run on a lab's hosts: `python lab_traffic.py SPEC`, with SPEC as JSON.
 
-It listens, sends to every peer until the end, and prints as JSON how many bytes of each flow arrived in the window.
+It listens, connects every flow, prints `ready`, reads from its input when to begin and to end, sends until then, and
+prints as JSON how many bytes of each flow arrived in the window. It runs ahead of the machine's other work: a sender
+that waits for a core says nothing about the link.
 """
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -12,62 +15,78 @@ from pathlib import Path
 
 PORT = 7000
 CHUNK_BYTES = 256 * 1024
+PATIENCE_S = 20.0
 
 
-def receive(connection, spec, arrived):
-    flow = json.loads(connection.recv(256))
-    connection.sendall(b"!")
+class Window:
+    """When the measurement begins and ends; unknown until everybody is ready."""
+
+    def __init__(self):
+        self.is_known = threading.Event()
+
+    def learn(self, line):
+        self.warm_up_begin, self.begin, self.end = json.loads(line)
+        self.is_known.set()
+
+    def wait_for_warm_up(self):
+        assert self.is_known.wait(PATIENCE_S), "nobody said when to begin"
+        time.sleep(max(0.0, self.warm_up_begin - time.monotonic()))
+
+
+def receive(connection, flow, window, arrived):
+    window.wait_for_warm_up()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     num_bytes = 0
-    while (now := time.monotonic()) < spec["end"]:
+    while (now := time.monotonic()) < window.end:
         count = connection.recv_into(buffer)
         if not count:
             break
-        if now >= spec["begin"]:
+        if now >= window.begin:
             num_bytes += count
     arrived.append({**flow, "num_bytes": num_bytes})
     connection.close()
 
 
-def accept(listener, spec, arrived, threads):
-    for _ in range(spec["num_incoming"]):
-        connection, _ = listener.accept()
-        connection.settimeout(20.0)
-        threads.append(threading.Thread(target=receive, args=(connection, spec, arrived)))
-        threads[-1].start()
-
-
-def send(flow, spec):
-    connection = connect(flow["address"])
-    if flow.get("congestion_control"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, flow["congestion_control"].encode())
-    if flow.get("dscp"):
-        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, flow["dscp"] << 2)
-    connection.sendall(json.dumps(flow).encode())
-    connection.recv(1)
-    wait_until(spec["begin"] - spec["warm_up_s"])
+def send(connection, flow, window):
     payload = bytes(flow.get("chunk_bytes", CHUNK_BYTES))
+    window.wait_for_warm_up()
     try:
-        while time.monotonic() < spec["end"]:
+        while time.monotonic() < window.end:
             connection.sendall(payload)
     except OSError:
         pass  # the receiver's window is over
     connection.close()
 
 
-def connect(address):
-    deadline = time.monotonic() + 10.0
+def connect(flow):
+    connection = create_connection(flow["address"])
+    if flow.get("congestion_control"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, flow["congestion_control"].encode())
+    if flow.get("dscp"):
+        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, flow["dscp"] << 2)
+    connection.sendall(json.dumps(flow).encode())
+    assert connection.recv(1) == b"!"
+    return connection
+
+
+def create_connection(address):
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return socket.create_connection((address, PORT), timeout=20.0)
+            return socket.create_connection((address, PORT), timeout=PATIENCE_S)
         except ConnectionRefusedError:  # the other host's listener is a moment behind
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
 
-def wait_until(moment):
-    time.sleep(max(0.0, moment - time.monotonic()))
+def accept(listener, num_incoming, incoming):
+    for _ in range(num_incoming):
+        connection, _ = listener.accept()
+        connection.settimeout(PATIENCE_S)
+        flow = json.loads(connection.recv(1024))
+        incoming.append((connection, flow))
+        connection.sendall(b"!")
 
 
 def resent_segments():
@@ -78,13 +97,20 @@ def resent_segments():
 
 def main():
     spec = json.loads(sys.argv[1])
-    arrived, threads = [], []
+    os.nice(-15)
+    arrived, incoming, window = [], [], Window()
     listener = socket.create_server(("0.0.0.0", PORT), backlog=256)
-    threads.append(threading.Thread(target=accept, args=(listener, spec, arrived, threads)))
-    threads += [threading.Thread(target=send, args=(flow, spec)) for flow in spec["flows"]]
-    for thread in list(threads):
+    accepting = threading.Thread(target=accept, args=(listener, spec["num_incoming"], incoming))
+    accepting.start()
+    outgoing = [(connect(flow), flow) for flow in spec["flows"]]
+    accepting.join()
+    threads = [threading.Thread(target=receive, args=(*entry, window, arrived)) for entry in incoming]
+    threads += [threading.Thread(target=send, args=(*entry, window)) for entry in outgoing]
+    for thread in threads:
         thread.start()
-    for thread in threads:  # grows while it is walked: accepted connections come behind
+    print("ready", flush=True)
+    window.learn(sys.stdin.readline())
+    for thread in threads:
         thread.join()
     print(json.dumps({"arrived": arrived, "resent": resent_segments()}))
 
