@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--fate", choices=["kill", "freeze"], default="kill", help="freeze: cut off, and back too late")
     options = parser.parse_args()
     for state in options.states:
+        if options.fate == "freeze" and ServerState(state) in SECOND_STATES:
+            continue  # those need two deaths, and one frozen rank at a time is enough
         kill_in(ServerState(state), options.times, options.fate)
 
 

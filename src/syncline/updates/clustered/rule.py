@@ -42,7 +42,8 @@ class Clustered:
     ``"last"`` exchanges the last batch's mean alone, the literal form. ``contribution="uniform"`` weights clusters by
     samples, so that all get the same mean; ``"cosine"`` also by how alike their past gradients were, with ``decay``
     and at least ``min_weight``. ``averages``: average the parameters at each re-election (default: where clusters can
-    drift apart, which is with a period above 1 or with ``"cosine"``).
+    drift apart, which is with a period above 1 or with ``"cosine"``; where clusters see different data this is what
+    keeps an adaptive optimizer together, so re-elect often).
 
     A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
     ``quorum`` of all ranks stops. With ``quorum=0.5`` two halves that lost sight of each other both go on: ask for more
@@ -53,8 +54,8 @@ class Clustered:
     parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or each cluster's, own.
     """
 
-    period: int = 8
-    reelect_every: int = 5
+    period: int = 16
+    reelect_every: int = 1
     clusters: ClusterChoice = "auto"
     contribution: Literal["uniform", "cosine"] = "uniform"
     exchange: Literal["period", "last"] = "period"
