@@ -75,7 +75,7 @@ def shares_of(num_ranks: int, num_steps: int) -> list[list[int]]:
 def digest(model: nn.Module) -> str:
     state = hashlib.sha256()
     for parameter in model.parameters():
-        state.update(parameter.detach().contiguous().numpy().tobytes())
+        state.update(parameter.detach().double().contiguous().numpy().tobytes())
     return state.hexdigest()
 
 
@@ -247,3 +247,18 @@ def test_copy_is_a_plain_model(run_fleets: Any) -> None:
         return all(parameter.grad is not None for parameter in twin.parameters())
 
     assert all(run_fleets(2, body))
+
+
+@pytest.mark.parametrize("rule", ["sharded", "all_reduce"])
+def test_bfloat16_equals_one_process_to_its_precision(rule: str, run_fleets: Any) -> None:
+    base = CASES["perceptron"]
+    case = Case(
+        build=base.build, batch=lambda n, g: tuple(t.bfloat16() for t in base.batch(n, g)), dtype=torch.bfloat16
+    )
+    results, reference = train_together(
+        case, TOPOLOGIES["flat"], RULES[rule], OPTIMIZERS["adamw"], case.batches(NUM_STEPS, SIZE), run_fleets
+    )
+    for result in results:
+        assert result["hashes"] == results[0]["hashes"]
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(result["state"][name], value, rtol=0.05, atol=0.02, msg=name)
