@@ -30,6 +30,7 @@ from syncline.updates.clustered.vector import Vector, combine
 from syncline.updates.clustered.walk import Slice, Walk
 
 SLICE_BYTES = 1 << 20
+MAX_SCHEDULES = 256
 FIRST_SLICE = 16
 """Slices of exchanges are numbered from here; below are the lanes of messages."""
 
@@ -127,6 +128,8 @@ class Exchanges:
     def _schedule(self, participants: Participants, collective: Collective, num_bytes: int) -> Schedule:
         key = (participants, collective)
         if key not in self._schedules:
+            if len(self._schedules) >= MAX_SCHEDULES:
+                self._schedules.clear()
             servers = reduced_topology(self._topology, [rank for _, rank in participants])
             target: Target = "rank_order" if collective is Collective.ALL_GATHER else "balanced"
             self._schedules[key] = choose(servers, collective, num_bytes, target=target)
