@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "plan": ("syncline.cli.plan", "Show bytes and time on each link, the lower bound, and which planner wins."),
     "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),
+    "bench": ("syncline.cli.bench", "Measure this library and its peers on the same network, in the same run."),
     "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),
 }
 

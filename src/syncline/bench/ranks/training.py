@@ -1,0 +1,90 @@
+"""Training steps: every method steps the same model on the same batch, some steps in a row, in turns.
+
+A method may let one step's communication run under the next step's computation, so steps are timed in a row: one step
+that is not timed, then ``NUM_STEPS`` that are. What the last of them leaves under way is waited for outside the time,
+as what the step before them left was waited for inside it.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
+
+from syncline import Fleet
+from syncline.bench.ranks.link_meter import LinkMeter
+from syncline.bench.ranks.methods import OWN, PEERS, PERIOD, Trainee
+from syncline.bench.ranks.model import build_batch
+from syncline.bench.ranks.timing import measure_rounds
+from syncline.bench.rows import COMPUTE_ALONE, Row
+from syncline.bench.task import Task
+from syncline.runtime.communicator import DEFAULT_SLICE_BYTES
+from syncline.schedule import Collective, lower_bound, predict
+
+NUM_STEPS = PERIOD
+"""Steps that are timed in a row: with one averaging of PostLocalSGD among them, wherever they begin."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+def measure_training(task: Task, fleet: Fleet) -> list[Row]:
+    """Build every method once, and measure them; the rows are complete on rank 0."""
+    batch = build_batch(task.shape, fleet.rank)
+    trainees = {name: build(task.shape) for name, build in OWN.items()}
+    trainees |= {PEERS[peer][0]: PEERS[peer][1](task.shape) for peer in task.peers}
+    timed = {name: partial(_time_steps, trainee, batch) for name, trainee in trainees.items()}
+    seconds = measure_rounds(timed, num_rounds=task.num_rounds, num_warm_ups=task.num_warm_ups)
+    meter = LinkMeter(fleet.rank)
+    carried = {name: meter.measure(partial(_run_steps, trainee, batch)) for name, trainee in trainees.items()}
+    rows = [_row(task, fleet, name, seconds[name], carried[name]) for name in trainees]
+    median_s = rows[0].median_s
+    return [_with_compute(row, median_s) for row in rows]
+
+
+def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carried: dict[str, int]) -> Row:
+    num_bytes = 4 * task.shape.num_parameters
+    return Row(
+        subject="training step",
+        order=task.order,
+        size_bytes=num_bytes,
+        method=name,
+        seconds=seconds,
+        bound_s=lower_bound(fleet.topology, Collective.ALL_REDUCE, num_bytes),
+        predicted_s=_predict_wire(fleet, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
+        link_bytes={link: num_bytes // NUM_STEPS for link, num_bytes in carried.items()},
+    )
+
+
+def _with_compute(row: Row, compute_s: float) -> Row:
+    return Row.from_dict({**row.to_dict(), "compute_s": compute_s})
+
+
+def _predict_wire(fleet: Fleet, num_bytes: int) -> float:
+    """Predict the communication of one step alone, as if its buckets were one."""
+    schedule = fleet.communicator.plan(Collective.ALL_REDUCE, num_bytes)
+    return predict(schedule, fleet.topology, num_bytes, DEFAULT_SLICE_BYTES).seconds
+
+
+def _time_steps(trainee: Trainee, batch: Batch) -> float:
+    _step(trainee, batch)
+    start = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        _step(trainee, batch)
+    elapsed = time.perf_counter() - start
+    trainee.finish()
+    return elapsed / NUM_STEPS
+
+
+def _run_steps(trainee: Trainee, batch: Batch) -> None:
+    for _ in range(NUM_STEPS):
+        _step(trainee, batch)
+    trainee.finish()
+
+
+def _step(trainee: Trainee, batch: Batch) -> None:
+    inputs, targets = batch
+    F.mse_loss(trainee.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()

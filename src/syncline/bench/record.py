@@ -1,0 +1,93 @@
+"""The record folder of a benchmark: the figures, and what a reader needs to judge and to repeat them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.rows import Group, Row, group_rows
+from syncline.report.bench_plot import Bars, draw_bars, has_matplotlib
+from syncline.topology import Topology
+
+RECORDS = Path("benchmarks") / "records"
+_PACKAGES = ("syncline", "torch", "numpy")
+
+
+def default_folder(theme: str) -> Path:
+    """Name the folder of a run that nobody named; none that is there already."""
+    first = RECORDS / f"{datetime.now(tz=UTC):%Y-%m-%d}_{theme}"
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], numbered) if not folder.exists())
+
+
+def collect_facts(command: Sequence[str], topology: Topology, *, network: str) -> dict[str, Any]:
+    """Return what was run, on what, and with what; the machine's load is that before the run."""
+    return {
+        "command": shlex.join(command),
+        "time": f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
+        "network": network,
+        "topology": topology.name,
+        "ranks": topology.num_ranks,
+        "threads_per_rank": 1,
+        "processor": _processor(),
+        "num_processors": len(os.sched_getaffinity(0)),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in _PACKAGES},
+        **_commit(),
+    }
+
+
+def write_record(folder: Path, rows: Sequence[Row], facts: dict[str, Any], table: str) -> tuple[str, ...]:
+    """Write results.json, table.txt and plot.png; return what was left out, in sentences for the user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {"facts": facts, "rows": [row.to_dict() for row in rows]}
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    (folder / "table.txt").write_text("\n".join([*lines, "", table.rstrip(), ""]))
+    if not has_matplotlib():
+        return ("no plot.png: matplotlib is not installed; it comes with pip install 'syncline[report]'",)
+    title = f"{facts['topology']}, {facts['ranks']} ranks, {facts['network']}"
+    draw_bars(folder / "plot.png", [_bars(group) for group in group_rows(rows)], title=title)
+    return ()
+
+
+def _bars(group: Group) -> Bars:
+    return Bars(
+        title=group.title,
+        labels=tuple(row.method for row in group.rows),
+        medians_s=tuple(row.median_s for row in group.rows),
+        least_s=tuple(row.least_s for row in group.rows),
+        most_s=tuple(row.most_s for row in group.rows),
+        bound_s=group.reference.bound_s,
+    )
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _commit() -> dict[str, str]:
+    """Name the commit, where Syncline runs from a checkout of its own."""
+    checkout = Path(__file__).parents[3]
+    if not (checkout / ".git").exists():
+        return {}
+    argv = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {"commit": found} if found else {}

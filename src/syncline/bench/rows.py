@@ -1,0 +1,109 @@
+"""The rows of a benchmark: what one way of doing the work took, and what stands beside that figure."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.task import Order
+
+COMPUTE_ALONE = "compute alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method in one order of ranks."""
+
+    subject: str
+    """``all-reduce`` or ``training step``."""
+    order: Order
+    size_bytes: int
+    method: str
+    seconds: tuple[float, ...]
+    """Of each round, that of the slowest rank."""
+    bound_s: float
+    """What the wire needs at least for ``size_bytes``, whatever the schedule; 0 if its rates are not emulated."""
+    compute_s: float | None = None
+    """Median of the same step without any communication."""
+    predicted_s: float | None = None
+    """What ``predict`` says of the schedule's communication."""
+    planner: str = ""
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What one run put on each direction of each link, headers included, the one it kept busy longest first; in the
+    lab only."""
+
+    @property
+    def median_s(self) -> float:
+        """The figure."""
+        return statistics.median(self.seconds)
+
+    @property
+    def least_s(self) -> float:
+        """The fastest round."""
+        return min(self.seconds)
+
+    @property
+    def most_s(self) -> float:
+        """The slowest round."""
+        return max(self.seconds)
+
+    @property
+    def times_bound(self) -> float | None:
+        """How many times the wire's bound; None for work that the wire has no part in, or does not limit."""
+        return self.median_s / self.bound_s if self.bound_s > 0 and self.method != COMPUTE_ALONE else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, and the figures that follow from them, for JSON."""
+        figures = {"median_s": self.median_s, "min_s": self.least_s, "max_s": self.most_s}
+        return {**asdict(self), **figures, "times_bound": self.times_bound}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """Return the row that :meth:`to_dict` described."""
+        derived = {"median_s", "min_s", "max_s", "times_bound"}
+        kept = {key: value for key, value in values.items() if key not in derived}
+        return cls(**{**kept, "seconds": tuple(kept["seconds"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rows that may be compared: the same subject, size and order of ranks, measured in turns."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def reference(self) -> Row:
+        """What the others are compared with: this library's own default, which is measured first."""
+        return next(row for row in self.rows if row.method != COMPUTE_ALONE)
+
+    def ratio(self, row: Row) -> float | None:
+        """How many times as long as the reference."""
+        return None if row.method == COMPUTE_ALONE else row.median_s / self.reference.median_s
+
+
+def group_rows(rows: Iterable[Row]) -> tuple[Group, ...]:
+    """Put rows together that may be compared, in the order in which they come."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        title = f"{row.subject}, {row.size_bytes / 2**20:.4g} MiB, ranks in {_order_in_words(row.order)}"
+        found.setdefault(title, []).append(row)
+    return tuple(Group(title=title, rows=tuple(members)) for title, members in found.items())
+
+
+def save_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows for :func:`load_rows`."""
+    path.write_text(json.dumps([row.to_dict() for row in rows]))
+
+
+def load_rows(path: Path) -> list[Row]:
+    """Read what :func:`save_rows` wrote."""
+    return [Row.from_dict(values) for values in json.loads(path.read_text())]
+
+
+def _order_in_words(order: Order) -> str:
+    return "topology order" if order == "topology" else "interleaved order"

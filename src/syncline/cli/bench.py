@@ -1,0 +1,163 @@
+"""``syncline bench``: this library and its peers on the same network, in the same run."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from syncline.bench.record import collect_facts, default_folder, write_record
+from syncline.bench.rows import group_rows
+from syncline.bench.running import Place, run_orders
+from syncline.bench.table import bench_table
+from syncline.bench.task import ORDERS, ModelShape, Order, Task, choose_peers
+from syncline.cli.launcher.launch import Request, launch
+from syncline.cli.launcher.scratch import has_secret, write_secret
+from syncline.errors import ConfigurationError
+from syncline.schedule import PLANNERS, Collective
+from syncline.topology import Topology
+from syncline.units import parse_size
+
+DEFAULT_SIZES = ("16 MiB", "64 MiB")
+WIDTH = 150
+"""Of a table in a file, in characters."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measure this library and its peers on an emulated network of this machine, in turns in the same run.",
+)
+
+TopologyArgument = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")]
+OrderOption = Annotated[
+    Literal["topology", "interleaved", "both"], typer.Option("--order", help="Ranks as in TOPOLOGY, or dealt to racks.")
+]
+RoundsOption = Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="Rounds; the median counts.")]
+WarmUpsOption = Annotated[int, typer.Option("--warm-ups", metavar="N", min=0, help="Rounds before, not counted.")]
+RecordOption = Annotated[
+    Path | None,
+    typer.Option("--record", metavar="FOLDER", help="[default: benchmarks/records/DATE_THEME]", show_default=False),
+]
+PeersOption = Annotated[
+    list[str] | None, typer.Option("--peers", metavar="NAME", help="Only this peer (repeat it), or none.")
+]
+LoopbackOption = Annotated[
+    bool, typer.Option("--loopback", help="Without the lab: rates are not emulated. So it is without root.")
+]
+
+
+@app.command()
+def collectives(
+    topology: TopologyArgument,
+    *,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", metavar="SIZE", help="Of the tensor; repeat it.  [default: 16 MiB, 64 MiB]"),
+    ] = None,
+    planners: Annotated[
+        list[str] | None, typer.Option("--planners", metavar="NAME", help="This planner too; repeat it.")
+    ] = None,
+    order: OrderOption = "both",
+    rounds: RoundsOption = 5,
+    warm_ups: WarmUpsOption = 2,
+    record: RecordOption = None,
+    peers: PeersOption = None,
+    loopback: LoopbackOption = False,
+) -> None:
+    """All-reduce: Syncline and gloo."""
+    task = Task(
+        experiment="collectives",
+        order="topology",
+        sizes_bytes=tuple(parse_size(text) for text in sizes or DEFAULT_SIZES),
+        num_rounds=rounds,
+        num_warm_ups=warm_ups,
+        peers=choose_peers("collectives", peers or ()),
+        planners=_check_planners(planners or ()),
+    )
+    measure(task, Topology.load(topology), order, record, is_on_loopback=loopback)
+
+
+@app.command()
+def training(
+    topology: TopologyArgument,
+    *,
+    blocks: Annotated[int, typer.Option(metavar="N", min=1, help="Residual blocks of the model.")] = 8,
+    width: Annotated[int, typer.Option(metavar="N", min=1, help="Width of the model.")] = 256,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Samples of each rank in a step.")] = 64,
+    order: OrderOption = "both",
+    rounds: RoundsOption = 5,
+    warm_ups: WarmUpsOption = 2,
+    record: RecordOption = None,
+    peers: PeersOption = None,
+    loopback: LoopbackOption = False,
+) -> None:
+    """Training steps: Syncline, DDP, DDP with ZeroRedundancyOptimizer, FSDP2 and PostLocalSGD over gloo."""
+    task = Task(
+        experiment="training",
+        order="topology",
+        num_rounds=rounds,
+        num_warm_ups=warm_ups,
+        peers=choose_peers("training", peers or ()),
+        shape=ModelShape(num_blocks=blocks, width=width, batch_size=batch),
+    )
+    measure(task, Topology.load(topology), order, record, is_on_loopback=loopback)
+
+
+def measure(
+    task: Task, topology: Topology, order: Literal[Order, "both"], record: Path | None, *, is_on_loopback: bool
+) -> None:
+    """Run the task in the orders that are asked for, print the table and write the record."""
+    orders = ORDERS if order == "both" else (order,)
+    with choose_place(is_on_loopback=is_on_loopback) as place:
+        facts = collect_facts(["syncline", *sys.argv[1:]], topology, network=place.name)
+        rows = run_orders(task, topology, orders, place, report=_report)
+    facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    tables = [bench_table(group) for group in group_rows(rows)]
+    written = io.StringIO()
+    Console(file=written, width=WIDTH).print(*tables, sep="\n")
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
+    folder = record or default_folder(f"{task.experiment}-{topology.name}")
+    for note in write_record(folder, rows, facts, _without_trailing_blanks(written.getvalue())):
+        _report(note)
+    _report(f"record: {folder}")
+
+
+@contextmanager
+def choose_place(*, is_on_loopback: bool) -> Iterator[Place]:
+    """Choose the lab, unless the user wants loopback or is not root; the hosts of a lab share a fresh secret."""
+    if is_on_loopback or os.geteuid() != 0:
+        why = "--loopback" if is_on_loopback else "the lab needs root"
+        _report(f"ranks on loopback ({why}): the topology is planned for, but its rates are not emulated")
+        yield Place(launch_on_loopback=_launch)
+        return
+    with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
+        own = {} if has_secret(os.environ) else {"SYNCLINE_SECRET_FILE": str(write_secret(Path(folder)))}
+        yield Place(environment={"OMP_NUM_THREADS": "1", **own})
+
+
+def _launch(command: tuple[str, ...], topology_file: str) -> int:
+    return launch(Request(command=command, topology=topology_file))
+
+
+def _check_planners(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    known = [planner.name for planner in PLANNERS.values() if Collective.ALL_REDUCE in planner.collectives]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationError(f"--planners must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _without_trailing_blanks(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _report(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr)
