@@ -18,7 +18,7 @@ from typing import Any
 
 from overlapped_record import Place, curve, environment, plot, rate, run, write_readme
 
-DEFAULT_MODES = ("synchronous", "ddp", "swap", "at-once", "additive", "periodic", "local")
+DEFAULT_MODES = ("synchronous", "ddp", "swap", "at-once", "rebase", "additive", "periodic", "local")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -56,8 +56,8 @@ def main() -> None:
 
 TEXT = (
     "Loss at the end (mean over ranks and seeds; lowest and highest seed), steps per second of the fastest rank, and "
-    "the share of compute alone (`local`). Staleness is in own iterations; `with global` is the share of steps in which a "
-    "global gradient was used. Curves: `loss.svg`."
+    "the share of compute alone (`local`). Staleness is in own iterations; `with global` is the share of steps in "
+    "which a global gradient was used. Curves: `loss.svg`."
 )
 
 

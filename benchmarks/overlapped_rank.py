@@ -8,6 +8,7 @@ time that is measured. Modes:
     ddp           the same with torch's DistributedDataParallel on gloo
     swap          Overlapped(rule="swap")
     at-once       the same with spread=False: a global gradient is fed in one step, for however many it stands
+    rebase        Overlapped(rule="rebase")
     additive      Overlapped(rule="additive")
     periodic      own gradients alone; parameters averaged at each period's end
     local         own gradients alone, never averaged: what a rank computes when nothing is exchanged
@@ -36,8 +37,8 @@ import syncline
 from syncline.demo.corpus import load_corpus
 from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
 
-MODES = ("synchronous", "ddp", "swap", "at-once", "additive", "periodic", "local")
-OVERLAPPED = ("swap", "at-once", "additive")
+MODES = ("synchronous", "ddp", "swap", "at-once", "rebase", "additive", "periodic", "local")
+OVERLAPPED = ("swap", "at-once", "rebase", "additive")
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -128,7 +129,7 @@ class Trainee:
         return syncline.Overlapped(
             period=options.period,
             quorum=options.quorum or None,
-            rule="additive" if self.mode == "additive" else "swap",
+            rule="swap" if self.mode == "at-once" else self.mode,
             spread=self.mode != "at-once",
             max_staleness=staleness,
         )

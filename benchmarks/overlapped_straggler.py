@@ -44,8 +44,8 @@ def main() -> None:
     cases = {
         "all-reduce, all ranks alike": ["--mode", "synchronous"],
         "all-reduce, one slow": ["--mode", "synchronous", *slow],
-        "overlapped M = N - 1, one slow": ["--mode", "swap", *quorum, *slow],
-        "overlapped M = N, one slow": ["--mode", "swap", *slow],
+        "swap, M = N - 1, one slow": ["--mode", "swap", *quorum, *slow],
+        "rebase, M = N - 1, one slow": ["--mode", "rebase", *quorum, *slow],
     }
     runs: dict[str, list[list[dict[str, Any]]]] = {}
     for seed in options.seeds:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
+from syncline.updates.overlapped.events import Use
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
 from syncline.updates.overlapped.terms import BucketTerms, Terms
@@ -128,6 +129,20 @@ def test_what_is_read_is_not_written() -> None:
     assert sum(buffers.begin_landing() is not None and not buffers.keep_average(part) for part in range(3)) == 3
 
 
+def test_a_sum_of_the_next_period_may_come_early() -> None:
+    buffers = make_buffers()
+    buffers.begin_landing()
+    buffers.keep_average(0)
+    early = [buffers.begin_landing()]
+    buffers.keep_early()
+    early.append(buffers.begin_landing())
+    buffers.keep_early()
+    buffers.release_averages()
+    buffers.reset()
+    buffers.take_early()
+    assert buffers.take() == (early[1], None)
+
+
 def test_there_is_room_for_all_parts_of_an_average() -> None:
     buffers = make_buffers()
     landed = []
@@ -163,15 +178,19 @@ def test_a_correction_is_what_is_new_less_what_is_own() -> None:
     assert newest.item() == 7.0
 
 
+def used(*, run_length: int, replaces: bool) -> Use:
+    return Use(closed=1, subtract=(), replaces=replaces, run_length=run_length)
+
+
 def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None:
     feed = Feed(should_spread=True)
     fed = []
     for step in range(6):
         gradient = torch.tensor([10.0])
         if step == 1:
-            feed.take(gradient, torch.tensor([8.0]), run_length=4, replaces=False)
+            feed.take(gradient, torch.tensor([8.0]), used(run_length=4, replaces=False))
         if step == 2:
-            feed.take(gradient, torch.tensor([100.0]), run_length=1, replaces=False)
+            feed.take(gradient, torch.tensor([100.0]), used(run_length=1, replaces=False))
         feed.finish(gradient)
         fed.append(gradient.item())
     assert fed == [10.0, 12.0, 112.0, 12.0, 12.0, 10.0]
@@ -180,6 +199,6 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
 def test_what_replaces_the_gradient_is_not_spread() -> None:
     for should_spread in (False, True):
         feed, gradient = Feed(should_spread=should_spread), torch.tensor([10.0])
-        feed.take(gradient, torch.tensor([8.0]), run_length=1, replaces=True)
+        feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True))
         feed.finish(gradient)
         assert gradient.item() == 8.0

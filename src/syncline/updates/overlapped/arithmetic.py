@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from syncline.updates.overlapped.events import Use
+
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -67,15 +69,15 @@ class Feed:
         self._rest: torch.Tensor | None = None
         self._num_left = 0
 
-    def take(self, gradient: torch.Tensor, change: torch.Tensor, *, run_length: int, replaces: bool) -> None:
-        """Take a correction whose turns stand for runs of that length; with ``replaces`` it is this very step's."""
-        if replaces:
+    def take(self, gradient: torch.Tensor, change: torch.Tensor, use: Use) -> None:
+        """Take what a :class:`Use` has changed."""
+        if use.replaces:
             gradient.copy_(change)
-        elif not self._should_spread or run_length <= 1:
+        elif not self._should_spread or use.run_length <= 1:
             gradient.add_(change.to(gradient))
         else:
             self._rest = change if self._rest is None else self._rest.add_(change)
-            self._num_left = max(self._num_left, run_length)
+            self._num_left = max(self._num_left, use.run_length)
 
     def finish(self, gradient: torch.Tensor) -> None:
         """Add this step's part of what is left, once in a step."""

@@ -175,6 +175,8 @@ class Use:
     replaces: bool
     run_length: int
     """Own iterations that a global gradient stands for: the longest run that is settled by it."""
+    num_steps: int = 1
+    """Iterations of the fleet that all that is new stands for."""
 
 
 WorkerInstruction = Keep | Send | Use

@@ -15,11 +15,13 @@ import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, UpdateError
 from syncline.runtime.port import Port
+from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.losses import describe_ranks, quorum_lost
 from syncline.updates.overlapped.placement import successor
+from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ExchangeCounts, OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
@@ -43,7 +45,7 @@ class Exchange:
         *,
         max_staleness: int | None,
         is_additive: bool,
-        should_spread: bool,
+        make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
         note_wait: NoteWait,
         recorder: Recorder | None = None,
@@ -71,7 +73,7 @@ class Exchange:
                 server=server,
                 changed=self._changed,
                 is_additive=is_additive,
-                should_spread=should_spread,
+                feed=make_feed(),
                 recorder=recorder,
             )
             for bucket, server in zip(buckets, placement, strict=True)

@@ -19,6 +19,7 @@ class PullBuffers:
         self._free = [0, 1, 2]
         self._base: int | None = None
         self._newest: int | None = None
+        self._early: int | None = None
         self._landing: int | None = None
         self._taken: tuple[int, int | None] | None = None
         self._was_reset = False
@@ -45,6 +46,21 @@ class PullBuffers:
         """Let what has landed be the newest sum."""
         self._release(self._newest)
         self._newest, self._landing = self._landing, None
+
+    def keep_early(self) -> None:
+        """Let what has landed be the newest sum of the next period, which this worker has not begun."""
+        self._release(self._early)
+        self._early, self._landing = self._landing, None
+
+    def take_early(self) -> None:
+        """Let the sum that came early be the newest one: its period has begun."""
+        self._release(self._newest)
+        self._newest, self._early = self._early, None
+
+    def drop_early(self) -> None:
+        """Forget the sum that came early."""
+        self._release(self._early)
+        self._early = None
 
     def keep_average(self, part: int) -> None:
         """Let what has landed be an average."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed, correction
 from syncline.updates.overlapped.events import Keep, Reply, Send, WorkerInstruction
 from syncline.updates.overlapped.inbox import PullBuffers
+from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
@@ -35,7 +37,7 @@ class WorkerLink:
         server: int,
         changed: threading.Condition,
         is_additive: bool,
-        should_spread: bool,
+        feed: Feed | Collect,
         recorder: Recorder | None,
     ) -> None:
         self.bucket = bucket
@@ -51,12 +53,13 @@ class WorkerLink:
         self._terms = terms
         self._changed = changed
         self._is_additive = is_additive
-        self._feed = Feed(should_spread=should_spread)
+        self._feed = feed
         self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
         self._has_ended = False
         self._has_all_parts = False
+        self._early: Reply | None = None
         self._pulls = PullBuffers(bucket, terms)
         self._start = bucket.make_up() if terms.keeps_start else None
         self._start_period = 0
@@ -89,15 +92,16 @@ class WorkerLink:
             use = self.machine.use()
             if use is None:
                 return 0
+            if self._is_additive:
+                use = replace(use, subtract=(), replaces=False)
             newest, base = self._pulls.take()
         self._note(use)
         change = correction(
             newest=newest.values,
             base=None if base is None else base.values,
-            subtract=[] if self._is_additive else [self._places[place].values for place in use.subtract],
+            subtract=[self._places[place].values for place in use.subtract],
         )
-        replaces = use.replaces and not self._is_additive
-        self._feed.take(gradient, change, run_length=use.run_length, replaces=replaces)
+        self._feed.take(gradient, change, use)
         with self._changed:
             self._pulls.give_back()
         self._port.call_soon(self.on_room)
@@ -106,6 +110,12 @@ class WorkerLink:
     def finish_step(self, gradient: torch.Tensor) -> None:
         """Add to ``gradient`` what is left of earlier corrections."""
         self._feed.finish(gradient)
+
+    def unsettled(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the own gradients for which no global one was used yet, as sums over runs."""
+        with self._changed:
+            runs = self.machine.unsettled
+        return [(self._places[place].values, count) for place, count in runs]
 
     def end(self, parts: Sequence[torch.Tensor], *, weight: float) -> None:
         """Send what the period ends with, to be averaged."""
@@ -144,6 +154,10 @@ class WorkerLink:
             self._pulls.release_averages()
             self._pulls.reset()
             self.machine.end_period()
+            early, self._early = self._early, None
+            if early is not None and self.machine.arrived(early):
+                self._pulls.take_early()
+            self._pulls.drop_early()
             self._has_ended = self._has_all_parts = False
         self._port.call_soon(self.on_room)
 
@@ -208,7 +222,9 @@ class WorkerLink:
         with self._changed:
             self._port.cancel(self.server, tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch))
             self._pulls.drop_landed()
+            self._pulls.drop_early()
             self._pulls.reset()
+            self._early = None
             self.machine.sent()
             self.num_forgotten += self.machine.restart()
             self.server, self.epoch = server, epoch
@@ -256,6 +272,9 @@ class WorkerLink:
             header = DownHeader.decode(message.memory)
             if header.kind is Kind.AVERAGE:
                 self._on_average(header, message)
+            elif header.period == self.machine.period + 1:
+                self._early = _reply(header)  # others have begun the next period, this worker waits for other buckets
+                self._pulls.keep_early()
             elif not self._has_ended and self.machine.arrived(_reply(header)):
                 self._pulls.keep_newest()
             else:

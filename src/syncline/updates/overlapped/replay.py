@@ -32,14 +32,11 @@ class Replica:
     """Step the optimizer."""
 
 
-def replay(
-    recorders: Sequence[Recorder], replicas: Sequence[Replica], *, is_additive: bool = False, should_spread: bool = True
-) -> None:
+def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], *, should_spread: bool = True) -> None:
     """Carry ``replicas`` through what the ``recorders`` of all ranks (in rank order) hold; they end as in the run."""
     ledger = _Ledger([note for recorder in recorders for note in recorder.servers], replicas)
     running = [
-        _carry(recorders[replica.rank], _Hands(replica, ledger, is_additive=is_additive, should_spread=should_spread))
-        for replica in replicas
+        _carry(recorders[replica.rank], _Hands(replica, ledger, should_spread=should_spread)) for replica in replicas
     ]
     while running:
         before = ledger.num_events
@@ -121,12 +118,11 @@ def _carry(recorder: Recorder, hands: _Hands) -> Iterator[str]:
 class _Hands:
     """What a worker holds between its instructions."""
 
-    def __init__(self, replica: Replica, ledger: _Ledger, *, is_additive: bool, should_spread: bool) -> None:
+    def __init__(self, replica: Replica, ledger: _Ledger, *, should_spread: bool) -> None:
         self.period = 0
         self.replica = replica
         self.ledger = ledger
         self._feeds = [Feed(should_spread=should_spread) for _ in replica.buckets]
-        self._is_additive = is_additive
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._used = [0] * len(replica.buckets)
 
@@ -152,10 +148,9 @@ class _Hands:
         change = correction(
             newest=newest,
             base=self.ledger.sum(bucket, self.period, used) if used else None,
-            subtract=[] if self._is_additive else [self._places[bucket, place] for place in use.subtract],
+            subtract=[self._places[bucket, place] for place in use.subtract],
         )
-        replaces = use.replaces and not self._is_additive
-        self._feeds[bucket].take(gradient, change, run_length=use.run_length, replaces=replaces)
+        self._feeds[bucket].take(gradient, change, use)
         self._used[bucket] = use.closed
         return True
 

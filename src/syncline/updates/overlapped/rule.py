@@ -12,11 +12,13 @@ import torch
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.lane import LaneOptions
+from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
 from syncline.updates.overlapped.exchange import Exchange
 from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
+from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
@@ -37,7 +39,8 @@ class Overlapped:
     workers' gradients make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
     spread by what their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()``
     serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
-    global one, ``"additive"`` uses both, the literal form. ``push``: the gradient of the current or of the previous
+    global one, ``"additive"`` uses both, the literal form, ``"rebase"`` redoes own steps on top of the global ones (for
+    Adam and its like; see :mod:`.rebase`). ``push``: the gradient of the current or of the previous
     iteration. ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()``
     waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than the workers, a
     global gradient stands for a run of iterations; feed it to the optimizer over as many steps. ``average_state``:
@@ -54,7 +57,7 @@ class Overlapped:
     period: int = 64
     quorum: int | None = None
     servers: str = "shared"
-    rule: Literal["swap", "additive"] = "swap"
+    rule: Literal["swap", "additive", "rebase"] = "swap"
     push: PushOf = "current"
     max_staleness: int | None = 8
     spread: bool = True
@@ -68,7 +71,7 @@ class Overlapped:
     should_record: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"rule": ("swap", "additive"), "push": ("current", "previous")}
+        choices = {"rule": ("swap", "additive", "rebase"), "push": ("current", "previous")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"Overlapped: {name} is one of {allowed}, not {getattr(self, name)!r}")
@@ -141,6 +144,9 @@ class OverlappedUpdater(Updater):
             )
             for plan in plans
         ]
+        self._feeds: list[Collect] = []
+        self._spread = rule.spread
+        self._rebase = Rebase(self.buckets, self.optimizer) if rule.rule == "rebase" else None
         self.recorder = Recorder() if rule.should_record else None
         self.exchange = Exchange(
             communicator.open_port(f"overlapped update {terms}"),
@@ -148,8 +154,8 @@ class OverlappedUpdater(Updater):
             buckets,
             place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
-            is_additive=rule.rule == "additive",
-            should_spread=rule.spread,
+            is_additive=rule.rule != "swap",
+            make_feed=self._make_feed,
             timeout_s=self.channel.timeout_s,
             note_wait=self.channel.note_wait,
             recorder=self.recorder,
@@ -165,6 +171,8 @@ class OverlappedUpdater(Updater):
         for link, bucket in zip(self.exchange.links, self.buckets, strict=False):
             link.keep_start(bucket.parameters)
         self._end_of_period.begin()
+        if self._rebase is not None:
+            self._rebase.begin()
         self.exchange.start()
         if not self.exchange.links:
             self.exchange.serve()
@@ -197,8 +205,12 @@ class OverlappedUpdater(Updater):
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
         with self._rescue_if_needed():
             self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
-        self._show_gradients()
-        self.optimizer.step()
+        if self._rebase is None:
+            self._show_gradients()
+            self.optimizer.step()
+        else:
+            own = [link.unsettled() for link in self.exchange.links]
+            self._rebase.step([feed.collected() for feed in self._feeds], own)
         self._weight = 0.0
         self.step_number += 1
         if self.exchange.clock.is_last:
@@ -210,6 +222,8 @@ class OverlappedUpdater(Updater):
             return
         with self._rescue_if_needed():
             self._end_of_period.run(self.exchange)
+        if self._rebase is not None:
+            self._rebase.begin()
 
     def discard(self) -> None:
         """Nothing is kept between a backward pass and the step."""
@@ -257,6 +271,12 @@ class OverlappedUpdater(Updater):
     def close(self) -> None:
         """Release everything; what is under way is given up."""
         self.exchange.close()
+
+    def _make_feed(self) -> Feed | Collect:
+        if self._rebase is None:
+            return Feed(should_spread=self._spread)
+        self._feeds.append(Collect())
+        return self._feeds[-1]
 
     def _raise_failure(self) -> None:
         with self._rescue_if_needed():

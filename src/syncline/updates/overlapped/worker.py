@@ -63,6 +63,7 @@ class BucketWorker:
         self._num_own = 0
         self._newest: Reply | None = None
         self._used = 0
+        self._used_clock = 0
         self.num_unused = 0
 
     def __repr__(self) -> str:
@@ -87,6 +88,12 @@ class BucketWorker:
     def used(self) -> int:
         """The newest turn whose global gradient was used."""
         return self._used
+
+    @property
+    def unsettled(self) -> list[tuple[int, int]]:
+        """The places of own gradients that are out or in the making, in order, and of how many iterations each is."""
+        runs = [*self._out, self._making] if self._making is not None else self._out
+        return [(run.place, run.num_iterations) for run in runs]
 
     @property
     def staleness(self) -> int:
@@ -140,7 +147,14 @@ class BucketWorker:
         self._used = newest.closed
         self.num_unused = 0
         longest = max((run.num_iterations for run in settled), default=1)
-        return Use(closed=newest.closed, subtract=subtract, replaces=replaces, run_length=longest)
+        advance, self._used_clock = newest.clock - self._used_clock, newest.clock
+        return Use(
+            closed=newest.closed,
+            subtract=subtract,
+            replaces=replaces,
+            run_length=longest,
+            num_steps=max(1, advance),
+        )
 
     def end_period(self) -> None:
         """Forget what is out: the average of the parameters takes its place."""
