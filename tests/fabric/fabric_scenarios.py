@@ -139,10 +139,12 @@ def tcp_opener(**settings):
 OPENERS = {
     "memory": open_memory,
     "shuffled memory": open_shuffled_memory,
-    "tcp": tcp_opener(),
-    "tcp ipv6": tcp_opener(address="::1", dscp=(46, 10), num_classes=2),
+    "tcp": tcp_opener(shares_memory=False),
+    "shared host": tcp_opener(),
+    "tcp ipv6": tcp_opener(address="::1", dscp=(46, 10), num_classes=2, shares_memory=False),
     "tcp with little room": tcp_opener(
         secret=b"s" * 32,
+        shares_memory=False,
         credit_bytes=20_000,
         eager_bytes=4096,
         unsent_bytes=4096,

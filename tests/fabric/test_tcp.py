@@ -17,9 +17,10 @@ from syncline.topology.topology import Topology
 MIB = 1 << 20
 
 
-def run(world_size, scenario, *, store=None, topology=None, **settings):
+def run(world_size, scenario, *, store=None, topology=None, shares_memory=False, **settings):
     async def main():
-        fabrics = await connect_all(world_size, FabricOptions(**settings), store=store, topology=topology)
+        options = FabricOptions(shares_memory=shares_memory, **settings)
+        fabrics = await connect_all(world_size, options, store=store, topology=topology)
         recorders = [Recorder() for _ in fabrics]
         for fabric, recorder in zip(fabrics, recorders, strict=True):
             fabric.set_listener(recorder)
@@ -148,7 +149,7 @@ def test_a_bit_that_flips_on_the_way_is_found(place):
     async def main():
         proxy = BitFlippingProxy(place)
         store = ProxyStore(proxy, await proxy.listen())
-        fabrics = await connect_all(2, store=store)
+        fabrics = await connect_all(2, FabricOptions(shares_memory=False), store=store)
         recorders = [Recorder() for _ in fabrics]
         for fabric, recorder in zip(fabrics, recorders, strict=True):
             fabric.set_listener(recorder)

@@ -55,13 +55,26 @@ class ControlConnection(Connection):
         return not self._queue and super().is_flushed
 
     def send(
-        self, kind: FrameType, *, tag: int = 0, signature: int = 0, message_bytes: int = 0, payload: bytes = b""
+        self,
+        kind: FrameType,
+        *,
+        tag: int = 0,
+        signature: int = 0,
+        message_bytes: int = 0,
+        offset: int = 0,
+        payload: bytes = b"",
     ) -> None:
         """Queue a frame; it leaves in this or the next iteration of the loop."""
         if self.is_closed:
             return
         header = encode_header(
-            kind, CONTROL_CLASS, tag=tag, signature=signature, message_bytes=message_bytes, payload=payload
+            kind,
+            CONTROL_CLASS,
+            tag=tag,
+            signature=signature,
+            message_bytes=message_bytes,
+            offset=offset,
+            payload=payload,
         )
         self._queue.append(header)
         if payload:

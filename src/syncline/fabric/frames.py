@@ -19,6 +19,8 @@ MAGIC = 0x4C53
 VERSION = 1
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
+MEMORY_CLASS = -2
+"""The class number under which statistics count what was copied between ranks of one machine."""
 
 _BODY = struct.Struct("<HBBhHQIQQII")
 _HEADER = struct.Struct("<HBBhHQIQQIII")
@@ -45,7 +47,7 @@ class FrameType(IntEnum):
     END = 3
     """The last frame of a connection that is closed in good order."""
     REQUEST = 4
-    """The sender has a message of ``message_bytes`` for ``tag``."""
+    """The sender has a message of ``message_bytes`` for ``tag``, in its memory at ``offset`` if that is not 0."""
     GRANT = 5
     """The message ``tag`` may be sent up to byte ``message_bytes``."""
     DISCARD = 6
@@ -60,6 +62,12 @@ class FrameType(IntEnum):
     """The END of every connection has been seen: all that was sent has been read."""
     LOST = 11
     """Rank ``tag`` is lost; the payload says why."""
+    OFFER = 12
+    """The sender's memory may be read; the payload lets the receiver try."""
+    ACCEPT = 13
+    """The receiver of an offer can read the memory: requests may name addresses."""
+    FETCHED = 14
+    """The message ``tag`` was copied out of the sender's memory."""
 
 
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})

@@ -15,6 +15,7 @@ from syncline.fabric.callbacks import call_back
 from syncline.fabric.frames import HEADER_BYTES, Frame, FrameError, FrameType
 from syncline.fabric.grants import EagerCredit, GrantScheduler
 from syncline.fabric.outbox import MAX_REQUESTS
+from syncline.fabric.shared_host import read_memory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,6 +30,8 @@ class Receive:
     on_received: Callable[[], None]
     granted_bytes: int = 0
     arrived_bytes: int = 0
+    is_fetched: bool = False
+    """It is copied out of the peer's memory, and nothing is granted."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,6 +54,10 @@ class InboxLinks:
     """Let what is arriving for a tag go to waste."""
     on_mismatch: Callable[[int, int, int], None]
     """Tell (tag, expected signature, received signature)."""
+    fetch_soon: Callable[[int, Callable[[int], int]], None]
+    """Run a step of a copy, by its urgency, until it returns 0."""
+    on_unreadable: Callable[[OSError], None]
+    """Tell that the peer's memory cannot be read any more."""
 
 
 class Inbox:
@@ -62,11 +69,15 @@ class Inbox:
         self._links = links
         self._credit = EagerCredit(credit_bytes)
         self._posted: dict[int, Receive] = {}
-        self._announced: dict[int, tuple[int, int]] = {}  # tag: (size, signature)
+        self._announced: dict[int, tuple[int, int, int]] = {}  # tag: (size, signature, address or 0)
         self._arriving: dict[int, Receive] = {}
         self._held: dict[int, _Held] = {}
         self._eager: dict[int, Receive | _Held | None] = {}  # by tag: where the frame that is arriving goes
         self.unexpected_bytes = 0
+        self.readable_pid: int | None = None
+        """The peer's process, if messages can be copied out of its memory."""
+        self.fetched_bytes = 0
+        self.num_fetched = 0
 
     @property
     def num_pending(self) -> int:
@@ -100,6 +111,10 @@ class Inbox:
         if receive is None or receive.destination is None:
             return
         receive.destination = None
+        if receive.is_fetched:
+            del self._arriving[tag]
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+            return
         self._links.redirect(tag)
         self._scheduler.forget(self._peer, tag)
         if receive.granted_bytes < receive.num_bytes:
@@ -113,7 +128,9 @@ class Inbox:
         tag = frame.tag
         if tag in self._announced or tag in self._arriving or len(self._announced) >= MAX_REQUESTS:
             raise FrameError(f"request {tag:#x} comes twice, or is one of more than {MAX_REQUESTS}")
-        self._announced[tag] = (frame.message_bytes, frame.signature)
+        if frame.offset and self.readable_pid is None:
+            raise FrameError(f"request {tag:#x} names an address, but no memory is shared")
+        self._announced[tag] = (frame.message_bytes, frame.signature, frame.offset)
         if tag in self._posted:
             self._match(tag)
 
@@ -151,7 +168,8 @@ class Inbox:
         """Forget all receives, and what is granted but will not come. What arrived whole can still be received."""
         underway: Counter[int] = Counter()
         for receive in self._arriving.values():
-            underway[receive.urgency] += receive.granted_bytes - receive.arrived_bytes
+            if not receive.is_fetched:
+                underway[receive.urgency] += receive.granted_bytes - receive.arrived_bytes
         self._scheduler.forget_peer(self._peer, underway=underway)
         self._arriving.clear()
         self._announced.clear()
@@ -161,7 +179,7 @@ class Inbox:
 
     def _match(self, tag: int) -> None:
         """Let a message that is announced and posted take its turn, or refuse it."""
-        num_bytes, signature = self._announced.pop(tag)
+        num_bytes, signature, address = self._announced.pop(tag)
         receive = self._posted.pop(tag)
         if signature != receive.signature or num_bytes != receive.num_bytes:
             self._links.send_control(FrameType.DISCARD, tag=tag)
@@ -174,8 +192,34 @@ class Inbox:
             asyncio.get_running_loop().call_soon(self._finish_empty, tag)
             return
         self._arriving[tag] = receive
+        if address:
+            receive.is_fetched = True
+            self._links.fetch_soon(receive.urgency, lambda limit: self._fetch(tag, receive, address, limit))
+            return
         self._scheduler.wish(self._peer, tag, num_bytes=num_bytes, urgency=receive.urgency)
         self._links.grant_soon()
+
+    def _fetch(self, tag: int, receive: Receive, address: int, limit_bytes: int) -> int:
+        """Copy at most ``limit_bytes`` more of a message out of the peer's memory; return how many remain."""
+        if self._arriving.get(tag) is not receive:  # the peer is gone, or the receive was cancelled
+            return 0
+        assert receive.destination is not None
+        assert self.readable_pid is not None
+        start = receive.arrived_bytes
+        end = min(start + limit_bytes, receive.num_bytes)
+        try:
+            read_memory(self.readable_pid, address + start, receive.destination[start:end])
+        except OSError as error:
+            self._links.on_unreadable(error)
+            return 0
+        receive.arrived_bytes = end
+        if end == receive.num_bytes:
+            del self._arriving[tag]
+            self.fetched_bytes += end
+            self.num_fetched += 1
+            self._links.send_control(FrameType.FETCHED, tag=tag)
+            call_back(receive.on_received)
+        return receive.num_bytes - end
 
     def _finish_empty(self, tag: int) -> None:
         receive = self._arriving.pop(tag, None)

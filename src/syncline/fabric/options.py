@@ -55,6 +55,8 @@ class FabricOptions:
     """``SO_RCVBUF``; None lets the kernel tune it."""
     unsent_bytes: int = 256 << 10
     """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
+    shares_memory: bool = True
+    """Copy messages between ranks of one machine straight from memory to memory, where the kernel allows it."""
     congestion: str | None = None
     """``TCP_CONGESTION``, such as ``"bbr"``; None is the system's default, and cubic within a machine."""
 

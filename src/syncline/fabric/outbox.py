@@ -11,6 +11,7 @@ from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, FrameError, FrameType
 from syncline.fabric.options import MAX_CLASSES
+from syncline.fabric.shared_host import address_of
 
 MAX_REQUESTS = 16384
 """Announced messages that wait for their grant at one peer; more than that wait here, unannounced."""
@@ -30,6 +31,10 @@ class Outbox:
         self._unannounced: list[tuple[int, int, Outgoing, int]] = []
         self._num_unsent = 0
         self._queued_bytes = [0] * MAX_CLASSES
+        self.is_memory_readable = False
+        """Whether the peer can copy messages out of this process's memory."""
+        self.fetched_bytes = 0
+        self.num_fetched = 0
         self.on_drained: Callable[[], None] | None = None
 
     @property
@@ -102,6 +107,16 @@ class Outbox:
         if not message.is_queued and not message.is_leaving:
             asyncio.get_running_loop().call_soon(self._finish, message, connection_class)
 
+    def on_fetched(self, tag: int) -> None:
+        """Take note that the peer has copied the whole of ``tag`` out of this process's memory."""
+        message, connection_class = self._announced_message(tag)
+        if not self.is_memory_readable or message.limit_bytes:
+            raise FrameError(f"message {tag:#x} cannot have been copied")
+        self._withdraw(tag)
+        self.fetched_bytes += message.num_bytes
+        self.num_fetched += 1
+        self._finish(message, connection_class)
+
     def on_message_sent(self, connection_class: int, message: Outgoing) -> None:
         """Take note that what was granted of ``message`` is with the kernel."""
         if message.sent_bytes == message.num_bytes or message.is_discarded:
@@ -134,7 +149,11 @@ class Outbox:
         assert self._control is not None
         self._announced[message.tag] = (message, connection_class)
         self._control.send(
-            FrameType.REQUEST, tag=message.tag, signature=message.signature, message_bytes=message.num_bytes
+            FrameType.REQUEST,
+            tag=message.tag,
+            signature=message.signature,
+            message_bytes=message.num_bytes,
+            offset=address_of(message.payload) if self.is_memory_readable and message.num_bytes else 0,
         )
 
     def _withdraw(self, tag: int) -> None:

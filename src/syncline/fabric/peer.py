@@ -10,11 +10,13 @@ from typing import Protocol
 
 from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection
-from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, Frame, FrameError, FrameType
+from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, Frame, FrameError, FrameType
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.inbox import Inbox, InboxLinks
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.outbox import Outbox
+from syncline.fabric.shared_host import Offer, accept_offer
+from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
 
 
@@ -45,6 +47,9 @@ class PeerEvents(Protocol):
     def grant_soon(self) -> None:
         """Look soon whether there is something to grant."""
 
+    def fetch_soon(self, urgency: int, step: Callable[[int], int]) -> None:
+        """Run a step of a copy out of another process's memory, by its urgency, until it returns 0."""
+
 
 class Peer:
     """The state of one peer, from its first connection to its end."""
@@ -67,6 +72,7 @@ class Peer:
         self._sockets: dict[int, socket.socket] = {}
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
+        self._offer: Offer | None = None
         self.is_gone = False
         self.has_said_farewell = False
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
@@ -79,6 +85,8 @@ class Peer:
                 send_control=self.send_frame,
                 redirect=self._redirect,
                 on_mismatch=partial(events.on_mismatch, self),
+                fetch_soon=events.fetch_soon,
+                on_unreadable=self._on_unreadable,
             ),
         )
         self._handlers: dict[int, Callable[[Frame, bytes], None]] = {
@@ -90,6 +98,9 @@ class Peer:
             FrameType.CONTROL: lambda _, payload: events.on_control_message(self, payload),
             FrameType.HEARTBEAT: lambda _frame, _payload: None,
             FrameType.FAREWELL: self._on_farewell,
+            FrameType.OFFER: lambda _, payload: self._on_offer(payload),
+            FrameType.ACCEPT: lambda _frame, _payload: self._on_accept(),
+            FrameType.FETCHED: lambda frame, _: self.outbox.on_fetched(frame.tag),
             FrameType.LOST: lambda frame, payload: events.on_news(self, frame.tag, payload.decode(errors="replace")),
         }
 
@@ -186,12 +197,28 @@ class Peer:
             )
             for connection in self._data
         )
-        return (control, *data)
+        return (control, *data, *self._memory_statistics())
+
+    def _memory_statistics(self) -> tuple[ConnectionStatistics, ...]:
+        if not self.outbox.num_fetched and not self.inbox.num_fetched:
+            return ()
+        memory = ConnectionStatistics(
+            peer=self.rank,
+            connection_class=MEMORY_CLASS,
+            sent_bytes=self.outbox.fetched_bytes,
+            sent_messages=self.outbox.num_fetched,
+            received_bytes=self.inbox.fetched_bytes,
+            received_messages=self.inbox.num_fetched,
+            overhead_bytes=0,
+            queued_bytes=0,
+        )
+        return (memory,)
 
     def _connections(self) -> list[ControlConnection | DataConnection]:
         return [] if self._control is None else [self._control, *self._data]
 
     def _start(self) -> None:
+        is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS])
         control = ControlConnection(
             self._sockets.pop(CONTROL_CLASS), self._loop, on_frame=self._on_frame, on_broken=self._on_control_broken
         )
@@ -210,12 +237,32 @@ class Peer:
         self._control = control
         self.outbox.attach(control, self._data)
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
+        if is_local:
+            self._offer = Offer()
+            self.send_frame(FrameType.OFFER, payload=self._offer.encode())
         for started in self._connections():
             started.start()
         self._events.on_ready(self)
 
     def _on_frame(self, frame: Frame, payload: bytes) -> None:
         self._handlers[frame.type](frame, payload)
+
+    def _on_offer(self, payload: bytes) -> None:
+        if self._offer is not None:
+            self.inbox.readable_pid = accept_offer(payload)
+        if self.inbox.readable_pid is not None:
+            self.send_frame(FrameType.ACCEPT)
+
+    def _on_accept(self) -> None:
+        if self._offer is None:
+            raise FrameError("memory was accepted that was not offered")
+        self.outbox.is_memory_readable = True
+
+    def _on_unreadable(self, error: OSError) -> None:
+        if isinstance(error, ProcessLookupError):
+            self._events.on_broken(self, "is lost: its process died or was killed", must_tell=False)
+        else:
+            self._events.on_broken(self, f"is lost: {error}", must_tell=True)
 
     def _on_end(self, _frame: Frame, _payload: bytes) -> None:
         assert self._control is not None

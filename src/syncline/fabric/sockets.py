@@ -96,6 +96,11 @@ def prepare_connected(sock: socket.socket, connection_class: int, options: Fabri
         _mark(sock, connection_class, options)
 
 
+def is_same_machine(sock: socket.socket) -> bool:
+    """Whether both ends of a connected socket have the same address, and so the same machine and network namespace."""
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
 def _loopback_congestion(sock: socket.socket) -> str | None:
     """Prefer a loss-based control within a machine: BBR paces, and halves the rate of loopback."""
     return "cubic" if ipaddress.ip_address(sock.getpeername()[0]).is_loopback else None

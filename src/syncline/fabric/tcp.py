@@ -16,6 +16,7 @@ from typing import Protocol
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.callbacks import call_back
+from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.liveness import Liveness, Suspect
@@ -54,6 +55,7 @@ class TcpFabric:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
+        self._fetcher = Fetcher(self._loop)
         self._trace = trace
         self._peers = {
             peer: Peer(peer, host, options=peer_options[peer], scheduler=scheduler, events=self, loop=self._loop)
@@ -268,6 +270,10 @@ class TcpFabric:
             self._is_granting_soon = True
             self._loop.call_soon(self._grant)
 
+    def fetch_soon(self, urgency: int, step: Callable[[int], int]) -> None:
+        """Copy out of a peer's memory soon, after what is more urgent."""
+        self._fetcher.add(urgency, step)
+
     # --- inside ---
 
     def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
@@ -317,6 +323,7 @@ class TcpFabric:
         self._timer.cancel()
         for peer in self._peers.values():
             peer.close()
+        self._fetcher.close()
         self._changed.set()
         return self._acceptor.close() if self._acceptor else []
 
