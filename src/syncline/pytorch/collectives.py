@@ -35,11 +35,32 @@ class TensorWork:
         return all(work.done() for work in self._works)
 
 
+class _Scratch:
+    """One tensor of memory that is kept from call to call: fresh pages cost more than the copy into them."""
+
+    MAX_BYTES = 256 << 20
+
+    def __init__(self) -> None:
+        self._kept: torch.Tensor | None = None
+
+    def borrow(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``source`` in memory of its own."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.dtype == source.dtype and kept.numel() == source.numel():
+            return kept.view(source.shape).copy_(source)
+        return source.clone()
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Keep ``tensor`` for the next call, unless it is very large."""
+        self._kept = tensor if tensor.nbytes <= self.MAX_BYTES else None
+
+
 class TensorCollectives:
     """Collectives on the tensors of one rank; they match by the order in which each rank calls them."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._scratch = _Scratch()
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Operation, weight: float | None) -> TensorWork:
         """Sum or average ``tensor`` over all ranks, in place."""
@@ -59,7 +80,8 @@ class TensorCollectives:
         """Sum or average ``source`` over all ranks; rank k's ``output`` becomes part k of it."""
         self._check_parts(output, source, "reduce_scatter")
         host = _host(source)
-        host = host.clone() if _shares(host, source) else host  # the input stays as it is
+        scratch = self._scratch.borrow(host) if _shares(host, source) else None  # the input stays as it is
+        host = host if scratch is None else scratch
         divide = self._weigh(host, op, weight)
         work = self._communicator.reduce_scatter(bytes_of(host), reduction_for(host.dtype))
 
@@ -67,6 +89,8 @@ class TensorCollectives:
             part = self._part(host, output)
             divide(part)
             output.detach().copy_(part)
+            if scratch is not None:
+                self._scratch.give_back(scratch)
 
         return TensorWork([work], finish)
 

@@ -6,6 +6,7 @@ chosen, and nothing else than the call's own arguments goes in.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,13 +25,24 @@ def plan_best(topology: Topology, collective: Collective, num_bytes: int, target
     return choose(topology, collective, num_bytes, target=target, root=root)
 
 
+NUM_SLICES_WITHIN_MACHINE = 4
+"""Enough to keep reduction and copying busy at once; more slices only cost messages."""
+MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
+"""What a copy between two processes needs to hide the cost of announcing it."""
+
+
 class Plans:
-    """Plans for one topology; any thread may ask. Slices are of about ``slice_bytes``."""
+    """Plans for one topology; any thread may ask.
+
+    Slices are of about ``slice_bytes``, the size that a network wants. Where no link has a rate (ranks of one machine)
+    messages cost time and bytes hardly do, so slices are as large as a few of them per buffer allow.
+    """
 
     def __init__(self, topology: Topology, planner: Planner, *, slice_bytes: int, max_layouts: int = 256) -> None:
         self._topology = topology
         self._planner = planner
         self._slice_bytes = slice_bytes
+        self._largest_slice_bytes = max(slice_bytes, _slice_bytes_without_rates(topology))
         self._max_layouts = max_layouts
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
         self._layouts: OrderedDict[tuple[str, str, int, int], Layout] = OrderedDict()
@@ -49,7 +61,8 @@ class Plans:
 
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int, *, is_contiguous: bool = False) -> Layout:
         """Return how ``num_elements`` are cut; ``is_contiguous`` keeps each rank's part in one piece."""
-        slice_elements = max(1, self._slice_bytes // itemsize)
+        within_machine = min(num_elements * itemsize // NUM_SLICES_WITHIN_MACHINE, self._largest_slice_bytes)
+        slice_elements = max(1, max(self._slice_bytes, within_machine) // itemsize)
         key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements)
         with self._lock:
             layout = self._layouts.get(key)
@@ -60,3 +73,9 @@ class Plans:
                 if len(self._layouts) > self._max_layouts:
                     self._layouts.popitem(last=False)
             return layout
+
+
+def _slice_bytes_without_rates(topology: Topology) -> int:
+    """Return the largest slice for a network whose links do not limit anything; 0 if some do."""
+    rates = [rate for _, link in topology.links() for rate in (link.up_bytes_per_s, link.down_bytes_per_s)]
+    return MESSAGE_BYTES_WITHIN_MACHINE * topology.num_ranks if all(map(math.isinf, rates)) else 0
