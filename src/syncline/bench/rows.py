@@ -90,7 +90,7 @@ def group_rows(rows: Iterable[Row]) -> tuple[Group, ...]:
     """Put rows together that may be compared, in the order in which they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        title = f"{row.subject}, {row.size_bytes / 2**20:.4g} MiB, ranks in {_order_in_words(row.order)}"
+        title = f"{row.subject}, {_size_in_words(row.size_bytes)}, ranks in {_order_in_words(row.order)}"
         found.setdefault(title, []).append(row)
     return tuple(Group(title=title, rows=tuple(members)) for title, members in found.items())
 
@@ -103,6 +103,11 @@ def save_rows(path: Path, rows: Sequence[Row]) -> None:
 def load_rows(path: Path) -> list[Row]:
     """Read what :func:`save_rows` wrote."""
     return [Row.from_dict(values) for values in json.loads(path.read_text())]
+
+
+def _size_in_words(num_bytes: int) -> str:
+    """Write 16 MiB and 16 MB each as such."""
+    return f"{num_bytes / 1e6:.4g} MB" if num_bytes % (1 << 18) else f"{num_bytes / (1 << 20):.4g} MiB"
 
 
 def _order_in_words(order: Order) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], N
             topology_file = Path(folder) / "topology.yaml"
             topology_file.write_text(topology.to_yaml())
             status = place.launch_on_loopback((sys.executable, "-m", RANK_MODULE, *arguments), str(topology_file))
+        if status == 128 + signal.SIGINT:
+            raise LaunchError("the benchmark was interrupted, so nothing is recorded")
         if status or not rows_file.exists():
             raise LaunchError(
                 f"the benchmark of {task.experiment} in {task.order} order ended with status {status}; what the ranks "
