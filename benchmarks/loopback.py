@@ -1,11 +1,11 @@
 """Collectives on loopback: Syncline and gloo in the same processes, in the same run, call by call in turns.
 
-Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output for
-reduce-scatter and all-gather), with one arithmetic thread for each rank. The rate is size / time, where size is that of the whole
-tensor (the input of a reduce-scatter, the output of an all-gather) and time is the median over the rounds of the slowest
-rank's time. Ratios of one run are worth more than its absolute figures.
+Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output
+for reduce-scatter and all-gather), with one arithmetic thread for each rank. The rate is size / time, where size is
+that of the whole tensor (the input of a reduce-scatter, the output of an all-gather) and time is the median over the
+rounds of the slowest rank's time. Ratios of one run are worth more than its absolute figures.
 
-    python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --rounds 15 --record benchmarks/records/2026-11-21_loopback
+    python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --record benchmarks/records/DATE_loopback
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
 
 
 def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
-    """The same operation through both libraries, on tensors of their own."""
+    """Return the same operation through both libraries, on tensors of their own."""
     size, share = num_elements, num_elements // fleet.world_size
     whole, part = torch.ones(size), torch.ones(share)
     if operation == "all_reduce":
@@ -114,7 +114,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text, rates in MB/s."""
+    """Return the rows as text, rates in MB/s."""
     lines = [f"{'ranks':>5} {'operation':<15} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"]
     for row in rows:
         rates = [row.size_bytes / seconds / 1e6 for seconds in (row.syncline_s, row.gloo_s)]

@@ -1,4 +1,4 @@
-"""The house's size promises: files of at most 400 lines, functions of at most 50, nesting of at most 3 (house rules)."""
+"""The house's size promises: files of at most 400 lines, functions of at most 50, nesting of at most 3."""
 
 import ast
 from pathlib import Path
