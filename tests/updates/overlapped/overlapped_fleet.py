@@ -264,8 +264,7 @@ class Fleet:
         for turn, members in self.closings.items():
             if turn <= closed:
                 runs = [(member, *self.runs[member, turn]) for member in members]
-                weight = sum(last - first + 1 for _, first, last in runs)
-                total += sum(self._run_sum(*run) * (run[2] - run[1] + 1) for run in runs) // weight
+                total += sum(self._run_sum(*run) for run in runs) // len(runs)
         return total
 
     def _run_sum(self, worker: int, first: int, last: int) -> int:

@@ -44,7 +44,7 @@ def test_gradients_join_while_a_push_is_on_its_way() -> None:
     assert worker.step(iteration=2, weight=8.0) == [Keep(place=1, add=False)]
     assert worker.step(iteration=3, weight=4.0) == [Keep(place=1, add=True)]
     worker.sent()
-    assert worker.step(iteration=4, weight=8.0) == [Keep(place=1, add=True), send(1, 2, iteration=4, weight=20.0)]
+    assert worker.step(iteration=4, weight=8.0) == [Keep(place=1, add=True), send(1, 2, iteration=4, weight=20 / 3)]
     assert worker.staleness == 4
     worker.arrived(reply(2, 1, 2))
     assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False, run_length=3, num_steps=2), (

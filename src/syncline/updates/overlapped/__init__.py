@@ -13,7 +13,7 @@ that j - 1 is closed, so wherever M workers pushed for j, j - 1 closes too.
 
 **What the server sends** is cumulative: C(j) = G(1) + ... + G(j), with j = ``closed``, where
 
-    G(k) = sum over the M workers in k of  weight * push  /  sum of their weights          (weight: samples)
+    G(k) = sum over the M workers in k of  weight * push  /  sum of their weights     (weight: samples of an iteration)
 
 and, to each worker, which of *its own* pushes are in (``accepted``: the latest turns in which it was among the M). It
 needs no list of everybody: a worker subtracts nothing but its own. A turn that can no longer find M workers (some are

@@ -20,7 +20,7 @@ class Push:
     iteration: int
     """The worker's iteration when it pushed."""
     weight: float
-    """Samples behind this gradient."""
+    """Samples of an iteration; of a run, their mean, so that each gradient in it counts as much as one by itself."""
     place: int
 
 

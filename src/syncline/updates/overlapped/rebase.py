@@ -78,6 +78,7 @@ class Rebase:
         self._optimizer = optimizer
         self._parameters = [bucket.parameters.clone() for bucket in buckets]
         self._state: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._has_moved = False
 
     def begin(self) -> None:
         """Let the base be what is there now."""
@@ -90,6 +91,12 @@ class Rebase:
             if tensor in self._optimizer.state
         }
 
+    def take_back_state(self) -> None:
+        """Let the optimizer's state be the base's before a period ends: own steps have left their mark on the other."""
+        if self._has_moved:
+            self._put_back_state()
+        self._has_moved = False
+
     def step(self, pulled: Sequence[Pulled | None], own: Sequence[Runs]) -> None:
         """Make the step of an iteration, for each bucket with what was pulled and the own gradients that are out."""
         if not any(one is not None for one in pulled):
@@ -97,6 +104,7 @@ class Rebase:
             return
         with torch.no_grad():
             self._put_back()
+            self._has_moved = True
             self._make_steps([[] if one is None else [(one.change, one.num_steps)] for one in pulled])
             self.begin()
             self._make_steps(own)
@@ -104,6 +112,10 @@ class Rebase:
     def _put_back(self) -> None:
         for base, bucket in zip(self._parameters, self._buckets, strict=True):
             bucket.parameters.copy_(base)
+        self._put_back_state()
+
+    def _put_back_state(self) -> None:
+        for bucket in self._buckets:
             for tensor in bucket.tensors:
                 if tensor in self._state:
                     self._optimizer.state[tensor] = self._state[tensor]

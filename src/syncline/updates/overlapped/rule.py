@@ -220,6 +220,8 @@ class OverlappedUpdater(Updater):
         """End the period now, if it has begun: average over all workers. Every worker calls it, or ends its period."""
         if self.is_at_period_start:
             return
+        if self._rebase is not None:
+            self._rebase.take_back_state()
         with self._rescue_if_needed():
             self._end_of_period.run(self.exchange)
         if self._rebase is not None:

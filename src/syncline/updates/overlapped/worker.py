@@ -200,5 +200,6 @@ class BucketWorker:
         self._sending = run
         self._last_turn = run.turn = turn
         self._out.append(run)
-        send = Send(place=run.place, period=self.period, turn=run.turn, iteration=iteration, weight=run.weight)
+        weight = run.weight / run.num_iterations
+        send = Send(place=run.place, period=self.period, turn=run.turn, iteration=iteration, weight=weight)
         return [send]
