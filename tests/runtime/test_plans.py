@@ -32,7 +32,7 @@ def test_layouts_and_schedules_are_made_once():
         made.append(arguments)
         return plan_best(*arguments)
 
-    plans = Plans(Topology.flat(2), planner, slice_bytes=100, max_layouts=2)
+    plans = Plans(Topology.flat(2, rate=1e9), planner, slice_bytes=100, max_layouts=2)
     schedule = plans.schedule(Collective.ALL_REDUCE, 1000)
     assert plans.schedule(Collective.ALL_REDUCE, 600) is schedule
     assert len(made) == 1
@@ -42,3 +42,13 @@ def test_layouts_and_schedules_are_made_once():
     assert len(plans.layout(schedule, 250, 4).slices) == 10
     plans.layout(schedule, 11, 4)
     assert plans.layout(schedule, 10, 4) is not first
+
+
+def test_slices_are_large_where_no_link_has_a_rate():
+    topologies = Topology.flat(4), Topology.flat(4, rate=1e9)
+    within_machine, between = (Plans(topology, plan_best, slice_bytes=1 << 20) for topology in topologies)
+    for num_bytes, num_slices in ((1 << 20, 1), (4 << 20, 4), (16 << 20, 4), (64 << 20, 16)):
+        schedule = within_machine.schedule(Collective.ALL_REDUCE, num_bytes)
+        assert len(within_machine.layout(schedule, num_bytes // 4, 4).slices) == num_slices
+        schedule = between.schedule(Collective.ALL_REDUCE, num_bytes)
+        assert len(between.layout(schedule, num_bytes // 4, 4).slices) == num_bytes >> 20
