@@ -9,9 +9,10 @@ what v's own link carries, z_v, the part f_c starts or ends below c. So
 Every z_c must be at most T B_c, B_c the slower rate of the link. Let Z_c be the most that c can bear, counting what
 is below it: Z_c = T B_c at a leaf, else min(T B_c, sum of Z over its children - 2 (R_c - 1)). T is enough exactly if
 every Z_c >= 1 and, at the topmost parent, the sum of its children's Z is at least 2 (R - 1); then fractions up to
-(Z_c - 1) / (R - 2 + z_v) can be chosen that sum to 1. Written out, that is the bound of
-:mod:`syncline.schedule.bound` for hubs that hold the topmost parent: so the best tree reaches the bound, whatever its
-shape.
+(Z_c - 1) / (R - 2 + z_v) can be chosen that sum to 1. No other fractions are better. The second condition, written
+out, is the bound of :mod:`syncline.schedule.bound` for hubs that hold the topmost parent. The first has no such
+counterpart below the top: where a subtree's own links are as slow as its uplink, the levels stand in each other's way,
+and the bound is missed (1.5 against 4/3 for two hosts and a third one a switch further, all links equal).
 """
 
 from __future__ import annotations
