@@ -115,6 +115,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load a public name from its home."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("syncline")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'syncline' has no attribute {name!r}")

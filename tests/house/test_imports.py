@@ -16,6 +16,7 @@ WITHOUT_TORCH = (
     "syncline.runtime",
     "syncline.lab",
     "syncline.report",
+    "syncline.machines",
     "syncline.cli.main",
 )
 
@@ -24,3 +25,10 @@ WITHOUT_TORCH = (
 def test_imports_without_torch(module: str) -> None:
     probe = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
+
+
+def test_the_public_face_names_its_version_and_everything_in_it_exists() -> None:
+    import syncline
+
+    assert syncline.__version__.count(".") == 2
+    assert all(getattr(syncline, name) is not None for name in dir(syncline))
