@@ -16,6 +16,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -145,7 +146,8 @@ def main() -> None:
         arguments.record.mkdir(parents=True, exist_ok=True)
         machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.release()}"
         versions = f"torch {torch.__version__}, syncline {syncline.__version__}, Python {platform.python_version()}"
-        (arguments.record / "table.txt").write_text(f"{machine}\n{versions}\n\n{table(rows)}\n")
+        command = f"python benchmarks/loopback.py {' '.join(sys.argv[1:])}"
+        (arguments.record / "table.txt").write_text(f"{command}\n{machine}\n{versions}\n\n{table(rows)}\n")
         (arguments.record / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
