@@ -1,6 +1,7 @@
 """The same over TCP on loopback: results to the bit, errors that name who, and nothing left after a close."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -241,5 +242,6 @@ def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_
     for line in lines:
         assert line["error"] == "PeerLostError", line
         assert "rank 2 (host h2)" in line["text"]
-        assert "during all_reduce of bucket 0, step 5" in line["text"]
+        # Stopped at the start of step 5, it may still owe the others the last word of step 4.
+        assert re.search(r"during all_reduce of bucket 0, step [45]", line["text"])
         assert line["at_s"] - struck["struck_s"] < limit_s + 1.0  # two shared cores: a second for being scheduled
