@@ -27,6 +27,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: loss {loss.item():.2e}")
+    del model, optimizer  # before the group that they use
     dist.destroy_process_group()
 
 
