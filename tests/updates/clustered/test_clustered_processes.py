@@ -7,7 +7,6 @@ from clustered_process import SECOND_STATES, Assignment, check, run_all
 
 from syncline.updates.clustered.server import ServerState
 
-
 # Whether a successor has anything to level is a matter of timing: test_protocol.py kills servers in that state instead.
 BY_TIMING = {ServerState.LEVELLING}
 
