@@ -151,8 +151,7 @@ class Training:
                 tensor.grad = stand_in
             return
         for bucket in self.updater.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                tensor.grad = bucket.gradient(slot) if exist[slot.position] else None
+            bucket.show_gradients(exist)
 
     def _clear_gradients(self) -> None:
         for tensor in self._bucketed:

@@ -6,18 +6,18 @@ The all-reduce of a bucket runs under the rest of the backward pass; ``backward(
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.lane import LaneOptions
+from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, Updater
-from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+from syncline.updates.rule import Setting
+from syncline.updates.whole import WholeUpdater, check_steps_without_closure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,7 @@ class AllReduce:
     slice_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes <= 0 or (self.slice_bytes is not None and self.slice_bytes <= 0):
-            raise ConfigurationError(
-                f"bucket_bytes and slice_bytes must be positive, not {self.bucket_bytes} and {self.slice_bytes}"
-            )
+        check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     @property
     def lane_options(self) -> LaneOptions:
@@ -44,15 +41,14 @@ class AllReduce:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure, which would run a backward pass in its step."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+        check_steps_without_closure(optimizer)
 
     def start(self, setting: Setting) -> AllReduceUpdater:
         """Begin to work on a model."""
         return AllReduceUpdater(setting)
 
 
-class AllReduceUpdater(Updater):
+class AllReduceUpdater(WholeUpdater):
     """The all-reduce update at work on one model."""
 
     def __init__(self, setting: Setting) -> None:
@@ -85,40 +81,6 @@ class AllReduceUpdater(Updater):
         """Step the user's optimizer."""
         self.optimizer.step()
         self.step_number += 1
-
-    def discard(self) -> None:
-        """Nothing is kept between a backward pass and the step."""
-
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def synchronize(self) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip the mean gradients, which every rank has whole."""
-        tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def state_entries(self) -> list[StateEntry]:
-        """Return the whole state on rank 0 and nothing elsewhere: all ranks have the same."""
-        if self.channel.rank != 0:
-            return []
-        return [
-            entry
-            for bucket in self.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
-        ]
-
-    def load_state(self, source: StateSource) -> None:
-        """Take the whole state."""
-        self.optimizer.state.clear()
-        for bucket in self.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                state = load_parameter_state(source, slot, tensor)
-                if state:
-                    self.optimizer.state[tensor] = state
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -121,6 +121,11 @@ class Bucket:
         """Return the place of one parameter's gradient."""
         return slot.view(self.gradients)
 
+    def show_gradients(self, exist: Sequence[bool]) -> None:
+        """Put each gradient that exists (by position) where PyTorch looks for it, and None for the others."""
+        for slot, tensor in zip(self.plan.slots, self.tensors, strict=True):
+            tensor.grad = self.gradient(slot) if exist[slot.position] else None
+
     def stage_gradients(self) -> None:
         """Bring the gradients to where they can be sent from."""
         if self.wire_gradients is not self.gradients:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from syncline.errors import ScheduleError
+from syncline.errors import ConfigurationError, ScheduleError
 from syncline.runtime.communicator import Communicator
 from syncline.schedule import Collective, Layout, Schedule, plan_tree
 from syncline.updates.bucket import BucketPlan
@@ -28,6 +28,12 @@ class LaneOptions:
     is_divided: bool
     whole_parameters: bool = False
     slice_bytes: int | None = None
+
+
+def check_sizes(*, bucket_bytes: int, slice_bytes: int | None) -> None:
+    """Raise :class:`ConfigurationError` unless buckets, and slices if their size is given, can hold something."""
+    if bucket_bytes <= 0 or (slice_bytes is not None and slice_bytes <= 0):
+        raise ConfigurationError(f"bucket_bytes and slice_bytes must be positive, not {bucket_bytes} and {slice_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.divided import DividedGradients
 from syncline.updates.inner import check_divisible, hyperparameters
-from syncline.updates.lane import LaneOptions
+from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.readiness import Readiness
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
@@ -50,10 +50,7 @@ class Sharded:
     def __post_init__(self) -> None:
         if self.align not in {"element", "parameter"}:
             raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
-        if self.bucket_bytes <= 0 or (self.slice_bytes is not None and self.slice_bytes <= 0):
-            raise ConfigurationError(
-                f"bucket_bytes and slice_bytes must be positive, not {self.bucket_bytes} and {self.slice_bytes}"
-            )
+        check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     @property
     def whole_parameters(self) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import ConfigurationError
 from syncline.machines.features import FeatureHistory
 from syncline.machines.reading import read_moment
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
@@ -22,8 +22,8 @@ from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape
 from syncline.updates.lane import LaneOptions
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, Updater
-from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+from syncline.updates.rule import Setting
+from syncline.updates.whole import WholeUpdater, check_steps_without_closure
 
 FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
@@ -96,8 +96,7 @@ class Clustered:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+        check_steps_without_closure(optimizer)
 
     def start(self, setting: Setting) -> ClusteredUpdater:
         """Agree on the clusters, and begin to work on a model."""
@@ -115,7 +114,7 @@ class Clustered:
         )
 
 
-class ClusteredUpdater(Updater):
+class ClusteredUpdater(WholeUpdater):
     """The clustered update at work on one model."""
 
     is_synchronous = False
@@ -186,43 +185,9 @@ class ClusteredUpdater(Updater):
         self.end_period()
         self._driver.depart(FAREWELL_S)
 
-    def discard(self) -> None:
-        """Nothing is kept between a backward pass and the step."""
-
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def synchronize(self) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip the own gradients, before they are sent."""
-        tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
     def statistics(self) -> ClusteredStatistics:
         """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
         return replace(self._driver.statistics(), features=self._history.summary())
-
-    def state_entries(self) -> list[StateEntry]:
-        """Return the whole state on rank 0 and nothing elsewhere: a cluster's ranks have the same."""
-        if self.channel.rank != 0:
-            return []
-        return [
-            entry
-            for bucket in self.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
-        ]
-
-    def load_state(self, source: StateSource) -> None:
-        """Take the whole state."""
-        self.optimizer.state.clear()
-        for bucket in self.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                state = load_parameter_state(source, slot, tensor)
-                if state:
-                    self.optimizer.state[tensor] = state
 
     def close(self) -> None:
         """Release everything."""
@@ -307,5 +272,4 @@ class ClusteredUpdater(Updater):
         for bucket, part in zip(self.buckets, vector.parts, strict=False):
             bucket.wire_gradients.copy_(part)
             bucket.unstage_gradients()
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                tensor.grad = bucket.gradient(slot) if present[slot.position] else None
+            bucket.show_gradients(present)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import ConfigurationError
 from syncline.updates.bucket import Bucket
 from syncline.updates.lane import LaneOptions
 from syncline.updates.overlapped.arithmetic import Feed
@@ -24,8 +24,8 @@ from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, Updater
-from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+from syncline.updates.rule import Setting
+from syncline.updates.whole import WholeUpdater, check_steps_without_closure
 
 MAX_WINDOW = 32
 """Pushes of one worker that may be out, where staleness has no bound or a large one."""
@@ -96,8 +96,7 @@ class Overlapped:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+        check_steps_without_closure(optimizer)
 
     def start(self, setting: Setting) -> OverlappedUpdater:
         """Begin to work on a model; on a dedicated server, serve until all workers have left, then end the process."""
@@ -124,7 +123,7 @@ class Overlapped:
         )
 
 
-class OverlappedUpdater(Updater):
+class OverlappedUpdater(WholeUpdater):
     """The overlapped update at work on one model."""
 
     is_synchronous = False
@@ -227,43 +226,9 @@ class OverlappedUpdater(Updater):
         if self._rebase is not None:
             self._rebase.begin()
 
-    def discard(self) -> None:
-        """Nothing is kept between a backward pass and the step."""
-
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def synchronize(self) -> None:
-        """Parameters are final when ``step()`` returns; what went wrong is raised by the next step."""
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip the own gradients, before they are pushed."""
-        tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
         return self.exchange.statistics()
-
-    def state_entries(self) -> list[StateEntry]:
-        """Return the whole state on rank 0 and nothing elsewhere: ranks differ, unless the state is averaged."""
-        if self.channel.rank != 0:
-            return []
-        return [
-            entry
-            for bucket in self.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
-        ]
-
-    def load_state(self, source: StateSource) -> None:
-        """Take the whole state."""
-        self.optimizer.state.clear()
-        for bucket in self.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                state = load_parameter_state(source, slot, tensor)
-                if state:
-                    self.optimizer.state[tensor] = state
 
     def finish(self) -> None:
         """End the period that is under way: after a close, all ranks have the same parameters."""
