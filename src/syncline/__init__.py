@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.topology import Topology
+    from syncline.topology.priorities import Priorities
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
@@ -49,6 +50,7 @@ _HOMES = {
     "Nesterov": "syncline.updates",
     "QuorumLostError": "syncline.updates",
     "Clustered": "syncline.updates",
+    "Priorities": "syncline.topology.priorities",
     "no_sync": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
@@ -85,6 +87,7 @@ __all__ = [
     "Nesterov",
     "QuorumLostError",
     "Clustered",
+    "Priorities",
     "no_sync",
     "synchronize",
     "batch_size",

@@ -1,0 +1,129 @@
+"""How many connection classes there are, how they are marked, and how parameters are divided among them.
+
+The settings belong to a network as much as to a program (its switches honour some marks and not others), so a topology
+file may hold them too, in its section ``priorities``. Here they are only checked; the fabric opens the connections, and
+the seams to PyTorch decide which bucket travels on which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from syncline.errors import ConfigurationError
+
+MAX_CLASSES = 16
+MAX_DSCP = 63
+MIN_MESSAGE_BYTES = 4 << 10
+MAX_MESSAGE_BYTES = 256 << 10
+DEFAULT_DSCP = (46, 34, 18, 8)
+"""Expedited forwarding, two assured classes, and the lowest-effort class selector (RFC 3246, RFC 2597, RFC 2474)."""
+_LADDER = (46, 40, 34, 36, 38, 26, 28, 30, 18, 20, 22, 10, 12, 14, 8)
+"""Standard marks from the most urgent to the least: EF, CS5, AF41 to AF13, CS1; what goes below them is LE, 1."""
+_LOWEST_EFFORT = 1
+
+Search = Literal["auto", "equal", "geometric"] | tuple[float, ...]
+"""How the proportions of bytes come about: searched, equal, each class twice the one before, or as given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priorities:
+    """Several connections to each peer, each with a priority, so that what the next forward pass needs first is first.
+
+    All ranks give the same. Class 0 is the most urgent. ``Priorities.off()`` is one connection without marks.
+    """
+
+    num_classes: int = 4
+    """Data connections to each peer, 1 to 16; small control messages have one of their own beside them."""
+    dscp: tuple[int, ...] | None = DEFAULT_DSCP
+    """The mark (0 to 63) of each class; None leaves marks alone. The default is fitted to ``num_classes``."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Sends are cut into messages of at most this size: an urgent one waits for at most one of them."""
+    search: Search = "auto"
+    """``"auto"`` measures and searches; ``"equal"``, ``"geometric"`` or one share of bytes for each class do not."""
+    min_gain: float = 0.02
+    """Several classes must make a forward pass faster by this share, or all buckets go in one (``search="auto"``)."""
+    research_at: float = 0.10
+    """Search again when forward passes differ from the model by more than this share."""
+    measure_steps: int = 8
+    """How many steps are measured before a search, and between two comparisons with the model."""
+
+    def __post_init__(self) -> None:
+        _check_whole("num_classes", self.num_classes, 1, MAX_CLASSES)
+        _check_whole("max_message_bytes", self.max_message_bytes, MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
+        _check_whole("measure_steps", self.measure_steps, 1, 1_000_000)
+        for name in ("min_gain", "research_at"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigurationError(f"{name} must be a share of at least 0, such as 0.1, not {value!r}")
+        if self.dscp == DEFAULT_DSCP:
+            object.__setattr__(self, "dscp", _standard_marks(self.num_classes))
+        self._check_marks()
+        self._check_search()
+
+    @classmethod
+    def off(cls) -> Priorities:
+        """Return one class without a mark: everything goes on one connection, ordered by its sender alone."""
+        return cls(num_classes=1, dscp=None)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are several classes."""
+        return self.num_classes > 1
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether proportions come from measurement."""
+        return self.is_on and self.search == "auto"
+
+    @property
+    def proportions(self) -> tuple[float, ...]:
+        """The fixed share of bytes of each class, adding up to 1; equal ones where they are to be searched."""
+        if isinstance(self.search, tuple):
+            weights: Sequence[float] = self.search
+        elif self.search == "geometric":
+            weights = [2.0**number for number in range(self.num_classes)]
+        else:
+            weights = [1.0] * self.num_classes
+        total = math.fsum(weights)
+        return tuple(weight / total for weight in weights)
+
+    def _check_marks(self) -> None:
+        if self.dscp is None:
+            return
+        if not isinstance(self.dscp, tuple) or len(self.dscp) != self.num_classes:
+            raise ConfigurationError(
+                f"dscp must be None or a tuple with one mark for each of the {self.num_classes} classes, "
+                f"not {self.dscp!r}"
+            )
+        for mark in self.dscp:
+            _check_whole("a DSCP mark", mark, 0, MAX_DSCP)
+
+    def _check_search(self) -> None:
+        if self.search in ("auto", "equal", "geometric"):
+            return
+        if not isinstance(self.search, tuple) or len(self.search) != self.num_classes:
+            raise ConfigurationError(
+                f'search must be "auto", "equal", "geometric" or a tuple with one proportion for each of the '
+                f"{self.num_classes} classes, not {self.search!r}"
+            )
+        for share in self.search:
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+                raise ConfigurationError(f"a proportion of search must be a number above 0, not {share!r}")
+
+
+def _check_whole(name: str, value: object, lowest: int, highest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise ConfigurationError(f"{name} must be a whole number from {lowest} to {highest}, not {value!r}")
+
+
+def _standard_marks(num_classes: int) -> tuple[int, ...]:
+    """Return marks from the most urgent to the least, far apart where there are few."""
+    if num_classes == len(DEFAULT_DSCP):
+        return DEFAULT_DSCP
+    if num_classes > len(_LADDER):
+        return (*_LADDER, _LOWEST_EFFORT)
+    step = (len(_LADDER) - 1) / max(1, num_classes - 1)
+    return tuple(_LADDER[round(number * step)] for number in range(num_classes))

@@ -1,0 +1,70 @@
+"""The settings of priorities: what is refused, and what defaults become."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import syncline
+from syncline.errors import ConfigurationError
+from syncline.fabric import Priorities
+
+
+def test_defaults_are_four_classes_that_are_searched() -> None:
+    priorities = syncline.Priorities()
+    assert priorities is not None
+    assert isinstance(priorities, Priorities)
+    assert (priorities.num_classes, priorities.dscp) == (4, (46, 34, 18, 8))
+    assert priorities.is_on
+    assert priorities.is_searched
+
+
+def test_off_is_one_class_without_a_mark() -> None:
+    off = Priorities.off()
+    assert (off.num_classes, off.dscp, off.is_on, off.is_searched) == (1, None, False, False)
+
+
+@pytest.mark.parametrize("num_classes", range(1, 17))
+def test_the_default_marks_fit_any_number_of_classes(num_classes: int) -> None:
+    marks = Priorities(num_classes=num_classes).dscp
+    assert marks is not None
+    assert len(marks) == len(set(marks)) == num_classes
+    assert marks[0] == 46
+
+
+def test_marks_are_kept_as_given_or_left_alone() -> None:
+    assert Priorities(num_classes=2, dscp=(40, 0)).dscp == (40, 0)
+    assert Priorities(num_classes=2, dscp=None).dscp is None
+
+
+def test_proportions_add_up_to_one() -> None:
+    assert Priorities(search="equal").proportions == (0.25,) * 4
+    assert Priorities(num_classes=2, search="geometric").proportions == (1 / 3, 2 / 3)
+    assert Priorities(num_classes=2, search=(1, 3)).proportions == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_classes": 0}, "num_classes must be a whole number from 1 to 16, not 0"),
+        ({"num_classes": 17}, "not 17"),
+        ({"num_classes": True}, "not True"),
+        ({"num_classes": 2.0}, "not 2.0"),
+        ({"dscp": (46, 34)}, "one mark for each of the 4 classes"),
+        ({"dscp": [46, 34, 18, 8]}, "a tuple"),
+        ({"dscp": (46, 34, 18, 64)}, "a DSCP mark must be a whole number from 0 to 63, not 64"),
+        ({"max_message_bytes": 1000}, "from 4096 to 262144, not 1000"),
+        ({"max_message_bytes": 1 << 20}, "max_message_bytes"),
+        ({"search": "best"}, "not 'best'"),
+        ({"search": (1.0, 2.0)}, "one proportion for each of the 4 classes"),
+        ({"search": (1.0, 0.0, 1.0, 1.0)}, "above 0, not 0.0"),
+        ({"search": (1.0, math.inf, 1.0, 1.0)}, "not inf"),
+        ({"min_gain": -0.1}, "min_gain must be a share of at least 0"),
+        ({"research_at": math.nan}, "not nan"),
+        ({"measure_steps": 0}, "measure_steps must be a whole number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message.replace("(", r"\(")):
+        Priorities(**settings)  # type: ignore[arg-type]
