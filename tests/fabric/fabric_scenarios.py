@@ -141,7 +141,7 @@ OPENERS = {
     "shuffled memory": open_shuffled_memory,
     "tcp": tcp_opener(shares_memory=False),
     "shared host": tcp_opener(),
-    "tcp ipv6": tcp_opener(address="::1", dscp=(46, 10), num_classes=2, shares_memory=False),
+    "tcp ipv6": tcp_opener(address="::1", dscp=(46, 34), num_classes=2, shares_memory=False),
     "tcp with little room": tcp_opener(
         secret=b"s" * 32,
         shares_memory=False,

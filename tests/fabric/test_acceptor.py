@@ -216,7 +216,7 @@ def test_a_second_process_of_the_same_rank_learns_why():
 def test_the_job_goes_on_while_strangers_knock():
     async def main():
         fabrics = await connect_all(2)
-        port = fabrics[0]._acceptor._socket.getsockname()[1]
+        port = fabrics[0]._mesh.acceptor._socket.getsockname()[1]
         loop = asyncio.get_running_loop()
         mail = Mail(fabrics)
         payload = bytes(1_000_000)

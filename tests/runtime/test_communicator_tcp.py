@@ -15,7 +15,7 @@ import pytest
 from schedule_oracle import random_topology, replay
 
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
-from syncline.fabric import FabricOptions
+from syncline.fabric import FabricOptions, Priorities
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
 from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology
@@ -127,6 +127,23 @@ def test_conveniences(over_tcp):
     statistics = communicators[0].statistics()
     assert statistics.fabric.sent_bytes == 2 * 2 * 900_000 * 4 // 3
     assert sum(statistics.link_bytes.values()) == 4 * statistics.fabric.sent_bytes  # rank and host, up and down
+
+
+def test_a_collective_goes_on_the_connection_of_its_class(over_tcp):
+    communicators = over_tcp(Topology.flat(3), options=FabricOptions(shares_memory=False))
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda communicator: communicator.open_classes(Priorities()), communicators))
+    buffers = [np.full(300_000, rank, dtype=np.float32) for rank in range(3)]
+    works = [
+        communicator.all_reduce(memoryview(buffer).cast("B"), FLOAT32, connection_class=2)
+        for communicator, buffer in zip(communicators, buffers, strict=True)
+    ]
+    for work in works:
+        work.wait(30)
+    assert all((buffer == 3.0).all() for buffer in buffers)
+    for communicator in communicators:
+        classes = communicator.statistics().fabric.by_class()
+        assert [classes[number].sent_bytes for number in range(4)] == [0, 0, 1_600_000, 0]
 
 
 def test_calls_that_differ_fail_on_every_rank(over_tcp):

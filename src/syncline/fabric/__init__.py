@@ -6,7 +6,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError
 from syncline.fabric.rendezvous import Rendezvous, Store
-from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
+from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "memory_fabrics",
     "FabricStatistics",
     "ConnectionStatistics",
+    "ClassStatistics",
 ]

@@ -56,6 +56,10 @@ class Acceptor:
         """Number of sockets in a handshake."""
         return len(self._handshakes)
 
+    def use_terms(self, terms: Terms) -> None:
+        """Greet by these terms from now on."""
+        self._terms = terms
+
     def close(self) -> list[asyncio.Task[tuple[int, int]]]:
         """Stop accepting; return the handshakes that were under way, cancelled."""
         if self._socket.fileno() >= 0:

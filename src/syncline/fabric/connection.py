@@ -14,7 +14,9 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from syncline.fabric.frames import FrameError
+from syncline.fabric.frames import CONTROL_CLASS, FrameError
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.sockets import mark
 
 BUDGET_BYTES = 2 << 20
 """What one callback moves at most in its direction before others have their turn."""
@@ -26,6 +28,8 @@ class Connection(ABC):
     A subclass fills ``_buffers`` in :meth:`_refill`, and reads in :meth:`_read`. Whatever ends the connection is told
     once to ``on_broken``; what arrives marks ``has_spoken``.
     """
+
+    connection_class = CONTROL_CLASS
 
     def __init__(
         self, sock: socket.socket, loop: asyncio.AbstractEventLoop, *, on_broken: Callable[[Exception], None]
@@ -49,6 +53,10 @@ class Connection(ABC):
         """Begin to read; and to write what is queued."""
         self._loop.add_reader(self._socket.fileno(), self._guarded_read)
         self.schedule_write()
+
+    def use(self, options: FabricOptions) -> None:
+        """Send as the options say from now on."""
+        mark(self._socket, self.connection_class, options)
 
     def schedule_write(self) -> None:
         """Write soon: what is queued in one iteration of the loop leaves together."""

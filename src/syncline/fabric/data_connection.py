@@ -27,7 +27,7 @@ from syncline.fabric.frames import (
     decode_header,
     encode_header,
 )
-from syncline.fabric.options import MAX_CHUNK_BYTES
+from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
 
 MAX_FRAMES_AT_ONCE = 64
 """Small messages that one ``sendmsg`` takes together."""
@@ -102,6 +102,11 @@ class DataConnection(Connection):
         self.sent_messages = 0
         self.received_bytes = 0
         self.received_messages = 0
+
+    def use(self, options: FabricOptions) -> None:
+        """Send in chunks of this size and with these marks from now on."""
+        self._chunk_bytes = options.chunk_bytes
+        super().use(options)
 
     def push(self, message: Outgoing) -> None:
         """Send ``message`` up to its limit."""

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from syncline.errors import HandshakeError
+from syncline.fabric.endpoints import format_endpoint
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,
@@ -80,7 +81,7 @@ async def dial(
                 )
         except RefusedError as refused:
             raise HandshakeError(
-                f"rank {terms.rank} and {peer_name} at {address[0]} port {address[1]} cannot connect: "
+                f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
                 f"{REASONS[refused.refusal]}"
             ) from refused
         except (OSError, EOFError):

@@ -68,6 +68,10 @@ class FrameType(IntEnum):
     """The receiver of an offer can read the memory: requests may name addresses."""
     FETCHED = 14
     """The message ``tag`` was copied out of the sender's memory."""
+    OPEN = 15
+    """The sender opens further connection classes; the payload says which, for people and for comparing."""
+    OPENED = 16
+    """The sender has all connections of classes 0 to ``tag`` - 1 to this peer."""
 
 
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from syncline.errors import FabricClosedError, PeerLostError
+from syncline.fabric.memory_classes import MemoryClasses
+from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 
@@ -78,6 +80,7 @@ class _Network:
     eager_bytes: int
     fabrics: tuple[MemoryFabric, ...] = ()
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    classes: MemoryClasses = field(default_factory=lambda: MemoryClasses(_describe))
     _random: random.Random | None = None
     _queue: list[tuple[int, int, _Parcel]] = field(default_factory=list)
     _controls: dict[tuple[int, int], list[_Parcel]] = field(default_factory=dict)
@@ -167,7 +170,7 @@ class MemoryFabric:
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Queue ``payload`` for ``peer`` (see the protocol)."""
-        self._check_open(peer)
+        self._check_peer(peer)
         if peer in self._lost:
             return
         counters = self._count(peer, connection_class)
@@ -198,7 +201,7 @@ class MemoryFabric:
         on_received: Callable[[], None],
     ) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
-        self._check_open(peer)
+        self._check_peer(peer)
         assert (peer, tag) not in self._posted, f"rank {self._rank} posted tag {tag:#x} of rank {peer} twice"
         self._posted[peer, tag] = _Posted(
             destination=destination.cast("B"), signature=signature, on_received=on_received
@@ -213,7 +216,7 @@ class MemoryFabric:
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
-        self._check_open(peer)
+        self._check_peer(peer)
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         if peer in self._lost:
             return
@@ -232,18 +235,31 @@ class MemoryFabric:
             )
         )
 
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+        """Agree with every rank (see the protocol); in memory every class is there anyway."""
+        self._check_open()
+        await self._network.classes.ask(
+            self._rank,
+            priorities,
+            others=[rank for rank in range(self.world_size) if rank != self._rank],
+            lost=self._lost,
+            check_open=self._check_open,
+            timeout_s=timeout_s,
+        )
+
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
         return peer in self._lost
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host memory)"``."""
-        return f"rank {peer} (host memory)"
+        return _describe(peer)
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
         return FabricStatistics(
             rank=self._rank,
+            time_s=self._network.loop.time(),
             connections=tuple(
                 ConnectionStatistics(
                     peer=peer,
@@ -292,6 +308,7 @@ class MemoryFabric:
         if self._is_closed:
             return
         self._is_closed = True
+        self._network.classes.look_again()
         self._posted.clear()
         for parcel in self._held.values():
             self._network.fabrics[parcel.source]._finish(parcel, was_delivered=False)
@@ -305,6 +322,7 @@ class MemoryFabric:
         if self._is_closed or peer in self._lost:
             return
         self._lost[peer] = error
+        self._network.classes.look_again()
         self._tell(lambda listener: listener.on_peer_lost(peer, error))
 
     def _deliver(self, parcel: _Parcel) -> None:
@@ -362,8 +380,15 @@ class MemoryFabric:
     def _count(self, peer: int, connection_class: int) -> _Counters:
         return self._counters.setdefault((peer, connection_class), _Counters())
 
-    def _check_open(self, peer: int) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+
+    def _check_peer(self, peer: int) -> None:
+        self._check_open()
         assert 0 <= peer < self.world_size, f"rank {peer} is not in the job"
         assert peer != self._rank, f"rank {self._rank} sends to itself"
+
+
+def _describe(rank: int) -> str:
+    return f"rank {rank} (host memory)"

@@ -1,18 +1,28 @@
-"""Opening the TCP fabric: meet, listen, dial, and have every connection or a clear error by the deadline."""
+"""The mesh of the TCP fabric: meet, listen, dial, and have every connection or a clear error by the deadline.
+
+Further connection classes are opened later by the same handshake. The ranks first tell each other which, so that no one
+dials before the other knows what to expect, and at the end that they are there, so that no one leaves before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
-from syncline.errors import HandshakeError
+from syncline.errors import ConfigurationError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
+from syncline.fabric.endpoints import is_ipv6
 from syncline.fabric.fitting import build_scheduler, fit_options
-from syncline.fabric.frames import CONTROL_CLASS
+from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.peer import Peer
+from syncline.fabric.priorities import Priorities
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
@@ -44,6 +54,7 @@ async def connect_tcp(
             port=listening.getsockname()[1],
         )
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=options.connect_s)
+        _check_one_family(generation.members)
         fabric = TcpFabric(
             rank=rank,
             hosts=[other.host for other in generation.members],
@@ -55,17 +66,29 @@ async def connect_tcp(
     except BaseException:
         listening.close()
         raise
-    opening = _Opening(fabric, listening, generation, options)
+    mesh = _Mesh(fabric, listening, generation, options)
     try:
-        await opening.connect()
+        await mesh.connect()
     except BaseException:
         fabric.abort()
         raise
     return fabric
 
 
-class _Opening:
-    """The connections of one fabric while they are being opened: dialled to lower ranks, accepted from higher ones."""
+def _check_one_family(members: Sequence[Member]) -> None:
+    """Refuse a job in which some ranks listen on IPv4 and some on IPv6: they could never connect."""
+    on_v6 = [member for member in members if is_ipv6(member.address)]
+    if on_v6 and len(on_v6) < len(members):
+        other = next(member for member in members if not is_ipv6(member.address))
+        raise ConfigurationError(
+            f"All ranks must use IPv4, or all IPv6, but rank {on_v6[0].rank} (host {on_v6[0].host}) has the address "
+            f"{on_v6[0].address} and rank {other.rank} (host {other.host}) {other.address}; set SYNCLINE_INTERFACE "
+            "to an address of the same kind on every host"
+        )
+
+
+class _Mesh:
+    """How the connections of one fabric are opened: dialled to lower ranks, accepted from higher ones."""
 
     def __init__(
         self, fabric: TcpFabric, listening: socket.socket, generation: Generation, options: FabricOptions
@@ -83,27 +106,99 @@ class _Opening:
             key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
             num_classes=options.num_classes,
         )
-        self._acceptor = Acceptor(
+        self._opening = asyncio.Lock()
+        self._failure: BaseException | None = None
+        self.acceptor = Acceptor(
             listening,
             self._terms,
             handshake_s=options.handshake_s,
             is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
             on_connection=self._attach,
         )
-        fabric.use_acceptor(self._acceptor)
+        fabric.use_mesh(self)
 
     async def connect(self) -> None:
         """Wait until every connection is there; raise a clear error if not."""
         classes = range(CONTROL_CLASS, self._options.num_classes)
+        dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
+        await self._run(
+            *dials, self._fabric.wait_connected(), timeout_s=self._options.connect_s, describe=self._describe_missing
+        )
+
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+        """Open what is missing of the classes of ``priorities``, and mark all; nothing happens if they are there."""
+        async with self._opening:
+            if self._failure is not None:
+                raise self._failure
+            wanted = _with_classes(self._options, priorities)
+            is_open = priorities.num_classes <= self._options.num_classes and priorities.dscp is None
+            if is_open or wanted == self._options:
+                return
+            self._check_can_become(wanted)
+            first, self._options = self._options.num_classes, wanted
+            self._terms = replace(self._terms, num_classes=wanted.num_classes)
+            self.acceptor.use_terms(self._terms)
+            peers = [self._fabric.peer(member.rank) for member in self._members if member.rank != self._fabric.rank]
+            try:
+                await self._open_to_all(peers, priorities, range(first, wanted.num_classes), timeout_s)
+            except BaseException as error:
+                self._failure = error  # some peers may have what others have not: the ranks no longer agree
+                raise
+
+    async def _open_to_all(self, peers: list[Peer], priorities: Priorities, classes: range, timeout_s: float) -> None:
+        opening = _describe_classes(self._options)
+        for peer in peers:
+            peer.expect(_with_classes(peer.options, priorities))
+            peer.send_frame(FrameType.OPEN, payload=opening.encode())
+        silent = {peer.rank for peer in peers}
+        await self._run(
+            *(self._open_to(peer, opening, classes, silent) for peer in peers),
+            timeout_s=timeout_s,
+            describe=lambda: self._describe_unopened(peers, silent, timeout_s),
+        )
+
+    async def _open_to(self, peer: Peer, opening: str, classes: range, silent: set[int]) -> None:
+        """Agree with one peer, open the connections to it, and wait until it has them too."""
+        await self._fabric.wait_for_peer(peer, lambda: bool(peer.opening))
+        theirs, peer.opening = peer.opening, ""
+        silent.discard(peer.rank)
+        if theirs != opening:
+            raise ConfigurationError(
+                f"All ranks must open the same connection classes, but {self._fabric.describe_peer(self._fabric.rank)} "
+                f"asks for {opening} and {peer.name} for {theirs}; give all ranks the same priorities"
+            )
+        if peer.rank < self._fabric.rank:
+            async with asyncio.TaskGroup() as group:
+                for connection_class in classes:
+                    group.create_task(self._dial(self._members[peer.rank], connection_class))
+        await self._fabric.wait_for_peer(peer, lambda: peer.num_classes == classes.stop)
+        peer.send_frame(FrameType.OPENED, tag=classes.stop)
+        await self._fabric.wait_for_peer(peer, lambda: peer.num_confirmed == classes.stop)
+
+    async def _run(self, *openings: Coroutine[Any, Any, None], timeout_s: float, describe: Callable[[], str]) -> None:
+        """Run all of ``openings``, or raise the first error of one."""
         try:
-            async with asyncio.timeout(self._options.connect_s), asyncio.TaskGroup() as group:
-                for member, connection_class in product(self._members[: self._fabric.rank], classes):
-                    group.create_task(self._dial(member, connection_class))
-                group.create_task(self._fabric.wait_connected())
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for opening in openings:
+                    group.create_task(opening)
         except TimeoutError:
-            raise HandshakeError(self._describe_missing()) from None
+            raise HandshakeError(describe()) from None
         except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+            error: BaseException = group_error
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+
+    def _check_can_become(self, wanted: FabricOptions) -> None:
+        before = self._options
+        if wanted.num_classes < before.num_classes or before.dscp not in (
+            None,
+            (wanted.dscp or ())[: before.num_classes],
+        ):
+            raise ConfigurationError(
+                f"rank {self._fabric.rank} has connections for {_describe_classes(before)} and cannot make them "
+                f"{_describe_classes(wanted)}; give all models of a job the same priorities"
+            )
 
     async def _dial(self, member: Member, connection_class: int) -> None:
         async with self._places:
@@ -131,10 +226,40 @@ class _Opening:
         state.attach(connection_class, sock)
 
     def _describe_missing(self) -> str:
-        fabric, acceptor = self._fabric, self._acceptor
+        fabric, acceptor = self._fabric, self.acceptor
         missing = ", ".join(fabric.describe_peer(peer) for peer in fabric.missing_peers)
         refused = f"; {acceptor.num_refused} were refused ({acceptor.last_refusal})" if acceptor.num_refused else ""
         return (
             f"rank {fabric.rank} is not connected to {missing} after {self._options.connect_s:.0f} s{refused}; check "
             "that these processes run, and that a firewall lets the hosts connect to each other on any port"
         )
+
+    def _describe_unopened(self, peers: list[Peer], silent: set[int], timeout_s: float) -> str:
+        late = [peer for peer in peers if peer.num_confirmed < self._options.num_classes]
+        reasons = (
+            f"{peer.name} {'did not ask for them' if peer.rank in silent else 'has not all connections'}"
+            for peer in late
+        )
+        return (
+            f"rank {self._fabric.rank} cannot open {_describe_classes(self._options)} within {timeout_s:g} s: "
+            f"{'; '.join(reasons)}; check that all ranks make the same calls in the same order, and that a firewall "
+            "lets the hosts connect to each other on any port"
+        )
+
+
+def _with_classes(options: FabricOptions, priorities: Priorities) -> FabricOptions:
+    """Return the options with the connections, the marks and the sizes of messages that ``priorities`` ask for."""
+    chunk_bytes = min(options.chunk_bytes, priorities.max_message_bytes)
+    return replace(
+        options,
+        num_classes=priorities.num_classes,
+        dscp=priorities.dscp,
+        chunk_bytes=chunk_bytes,
+        eager_bytes=min(options.eager_bytes, chunk_bytes),
+    )
+
+
+def _describe_classes(options: FabricOptions) -> str:
+    """Say which classes these are; equal texts mean equal classes."""
+    marks = "unmarked" if options.dscp is None else f"DSCP {' '.join(map(str, options.dscp))}"
+    return f"{options.num_classes} connection classes ({marks}, messages of at most {options.chunk_bytes} bytes)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from syncline.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 32
-MAX_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 256 << 10
 """The wire's limit on a chunk: no receiver ever drains more than this at once."""
 MAX_CLASSES = 16
 MAX_DSCP = 63

@@ -21,7 +21,8 @@ class Outbox:
     """Messages to one peer until their last byte is with the kernel."""
 
     def __init__(self, *, eager_bytes: int) -> None:
-        self._eager_bytes = eager_bytes
+        self.eager_bytes = eager_bytes
+        """Messages of at most this size go without asking."""
         self._control: ControlConnection | None = None
         self._data: Sequence[DataConnection] = ()
         self._credit_bytes = 0
@@ -61,8 +62,12 @@ class Outbox:
         connection_class: int,
         on_sent: Callable[[], None] | None,
     ) -> None:
-        """Send at once if the message is small and there is credit; else announce it."""
+        """Send at once if the message is small and there is credit; else announce it.
+
+        A class beyond those that are open goes with the last of them.
+        """
         num_bytes = payload.nbytes
+        connection_class = min(connection_class, len(self._data) - 1)
         self._order += 1
         message = Outgoing(
             tag=tag,
@@ -71,7 +76,7 @@ class Outbox:
             signature=signature,
             urgency=urgency,
             order=self._order,
-            is_eager=num_bytes <= self._eager_bytes and num_bytes + HEADER_BYTES <= self._credit_bytes,
+            is_eager=num_bytes <= self.eager_bytes and num_bytes + HEADER_BYTES <= self._credit_bytes,
             on_sent=on_sent,
         )
         self._num_unsent += 1

@@ -44,6 +44,9 @@ class PeerEvents(Protocol):
     def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
         """Note that a message differs from its receive."""
 
+    def on_opening(self, peer: Peer) -> None:
+        """Note that the peer opens further connection classes, or has them, or that they are all here."""
+
     def grant_soon(self) -> None:
         """Look soon whether there is something to grant."""
 
@@ -75,6 +78,10 @@ class Peer:
         self._offer: Offer | None = None
         self.is_gone = False
         self.has_said_farewell = False
+        self.opening = ""
+        """Which connection classes the peer has said that it opens, until this rank agrees."""
+        self.num_confirmed = 0
+        """How many classes the peer has said that it has."""
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
         self.inbox = Inbox(
             rank,
@@ -89,20 +96,7 @@ class Peer:
                 on_unreadable=self._on_unreadable,
             ),
         )
-        self._handlers: dict[int, Callable[[Frame, bytes], None]] = {
-            FrameType.END: self._on_end,
-            FrameType.REQUEST: lambda frame, _: self.inbox.on_request(frame),
-            FrameType.GRANT: lambda frame, _: self.outbox.on_grant(frame.tag, frame.message_bytes),
-            FrameType.DISCARD: lambda frame, _: self.outbox.on_discard(frame.tag),
-            FrameType.CREDIT: lambda frame, _: self.outbox.on_credit(frame.message_bytes),
-            FrameType.CONTROL: lambda _, payload: events.on_control_message(self, payload),
-            FrameType.HEARTBEAT: lambda _frame, _payload: None,
-            FrameType.FAREWELL: self._on_farewell,
-            FrameType.OFFER: lambda _, payload: self._on_offer(payload),
-            FrameType.ACCEPT: lambda _frame, _payload: self._on_accept(),
-            FrameType.FETCHED: lambda frame, _: self.outbox.on_fetched(frame.tag),
-            FrameType.LOST: lambda frame, payload: events.on_news(self, frame.tag, payload.decode(errors="replace")),
-        }
+        self._handlers = self._make_handlers()
 
     def __repr__(self) -> str:
         state = "gone" if self.is_gone else "ready" if self.is_ready else f"{len(self._sockets)} connections"
@@ -115,8 +109,13 @@ class Peer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all connections are there."""
+        """Whether the connections that a fabric begins with are there."""
         return self._control is not None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of data connections in use."""
+        return len(self._data)
 
     @property
     def is_flushed(self) -> bool:
@@ -125,14 +124,27 @@ class Peer:
 
     def has_connection(self, connection_class: int) -> bool:
         """Whether there is a connection of this class already."""
-        return self.is_ready or self.is_gone or connection_class in self._sockets
+        is_used = self.is_ready and connection_class < len(self._data)
+        return is_used or self.is_gone or connection_class in self._sockets
+
+    def expect(self, options: FabricOptions) -> None:
+        """Use these classes and marks from now on; the further connections are attached when they are there."""
+        self.options = options
+        self.outbox.eager_bytes = options.eager_bytes
+        for connection in self._connections():
+            connection.use(options)
 
     def attach(self, connection_class: int, sock: socket.socket) -> None:
-        """Take an authenticated socket; with the last one the peer is ready."""
+        """Take an authenticated socket; with the last one the peer is ready, or has its further classes."""
         assert not self.has_connection(connection_class)
         self._sockets[connection_class] = sock
-        if len(self._sockets) == 1 + self.options.num_classes:
-            self._start()
+        if self._control is None:
+            if len(self._sockets) == 1 + self.options.num_classes:
+                self._start()
+        elif len(self._sockets) == self.options.num_classes - len(self._data):
+            for added in self._add_data_connections():
+                added.start()
+            self._events.on_opening(self)
 
     def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
         """Queue a control frame."""
@@ -222,18 +234,7 @@ class Peer:
         control = ControlConnection(
             self._sockets.pop(CONTROL_CLASS), self._loop, on_frame=self._on_frame, on_broken=self._on_control_broken
         )
-        for connection_class in range(self.options.num_classes):
-            connection = DataConnection(
-                self._sockets.pop(connection_class),
-                self._loop,
-                connection_class=connection_class,
-                chunk_bytes=self.options.chunk_bytes,
-                receiver=self.inbox,
-                on_message_sent=partial(self.outbox.on_message_sent, connection_class),
-                on_end=self._check_ended,
-                on_broken=partial(self._on_data_broken, connection_class),
-            )
-            self._data.append(connection)
+        self._add_data_connections()
         self._control = control
         self.outbox.attach(control, self._data)
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
@@ -243,6 +244,55 @@ class Peer:
         for started in self._connections():
             started.start()
         self._events.on_ready(self)
+
+    def _add_data_connections(self) -> list[DataConnection]:
+        """Make a connection of each socket that waits, in the order of the classes."""
+        added = [
+            DataConnection(
+                self._sockets.pop(connection_class),
+                self._loop,
+                connection_class=connection_class,
+                chunk_bytes=self.options.chunk_bytes,
+                receiver=self.inbox,
+                on_message_sent=partial(self.outbox.on_message_sent, connection_class),
+                on_end=self._check_ended,
+                on_broken=partial(self._on_data_broken, connection_class),
+            )
+            for connection_class in range(len(self._data), self.options.num_classes)
+        ]
+        self._data += added
+        return added
+
+    def _on_open(self, payload: bytes) -> None:
+        if self.opening:
+            raise FrameError("it opens further connections before the last ones were agreed")
+        self.opening = payload.decode(errors="replace")
+        self._events.on_opening(self)
+
+    def _on_opened(self, num_classes: int) -> None:
+        self.num_confirmed = num_classes
+        self._events.on_opening(self)
+
+    def _make_handlers(self) -> dict[int, Callable[[Frame, bytes], None]]:
+        """Return what each type of control frame does."""
+        return {
+            FrameType.END: self._on_end,
+            FrameType.REQUEST: lambda frame, _: self.inbox.on_request(frame),
+            FrameType.GRANT: lambda frame, _: self.outbox.on_grant(frame.tag, frame.message_bytes),
+            FrameType.DISCARD: lambda frame, _: self.outbox.on_discard(frame.tag),
+            FrameType.CREDIT: lambda frame, _: self.outbox.on_credit(frame.message_bytes),
+            FrameType.CONTROL: lambda _, payload: self._events.on_control_message(self, payload),
+            FrameType.HEARTBEAT: lambda _frame, _payload: None,
+            FrameType.FAREWELL: self._on_farewell,
+            FrameType.OFFER: lambda _, payload: self._on_offer(payload),
+            FrameType.ACCEPT: lambda _frame, _payload: self._on_accept(),
+            FrameType.FETCHED: lambda frame, _: self.outbox.on_fetched(frame.tag),
+            FrameType.OPEN: lambda _, payload: self._on_open(payload),
+            FrameType.OPENED: lambda frame, _: self._on_opened(frame.tag),
+            FrameType.LOST: lambda frame, payload: self._events.on_news(
+                self, frame.tag, payload.decode(errors="replace")
+            ),
+        }
 
     def _on_frame(self, frame: Frame, payload: bytes) -> None:
         self._handlers[frame.type](frame, payload)

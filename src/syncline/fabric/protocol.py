@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.errors import PeerLostError
+from syncline.fabric.priorities import Priorities
 from syncline.fabric.statistics import FabricStatistics
 
 MAX_CONTROL_BYTES = 16384
@@ -75,6 +76,7 @@ class Fabric(Protocol):
 
         ``on_sent`` says that the memory is free again, not that the message was received; it never runs inside this
         call. A send to a peer that is lost is dropped, ``on_sent`` with it: the loss was reported to the listener.
+        A ``connection_class`` beyond those that are open goes with the last of them; the receiver need not know it.
         """
 
     def receive(
@@ -101,6 +103,13 @@ class Fabric(Protocol):
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
+
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+        """Open the further connections of ``priorities`` to every peer, and mark all; all ranks call this alike.
+
+        Returns when every peer has them too; at once if they are open. Raises ``ConfigurationError`` if ranks ask for
+        different ones, ``HandshakeError`` (who is missing) at the deadline, ``PeerLostError``; then they stay closed.
+        """
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""

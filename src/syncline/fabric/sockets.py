@@ -9,6 +9,7 @@ import socket
 import psutil
 
 from syncline.errors import ConfigurationError
+from syncline.fabric.endpoints import without_brackets
 from syncline.fabric.options import FabricOptions
 
 BACKLOG = 1024
@@ -23,13 +24,19 @@ def resolve_address(text: str | None) -> str:
     if text is None:
         return "127.0.0.1"
     try:
-        return str(ipaddress.ip_address(text))
+        address = ipaddress.ip_address(without_brackets(text))
     except ValueError:
         pass
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in psutil.net_if_addrs().get(text, ()):
-            if entry.family == family:
-                return entry.address.partition("%")[0]
+    else:
+        if address.is_unspecified:
+            raise ConfigurationError(
+                f"address {address} means every address of this machine, so others cannot dial it; name one of "
+                f"{', '.join(sorted(psutil.net_if_addrs()))}"
+            )
+        return str(address)
+    of_interface = _interface_address(text)
+    if of_interface is not None:
+        return of_interface
     try:
         found = socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -38,6 +45,17 @@ def resolve_address(text: str | None) -> str:
             f"({', '.join(sorted(psutil.net_if_addrs()))}), nor a host name; name one of these"
         ) from error
     return str(found[0][4][0])
+
+
+def _interface_address(name: str) -> str | None:
+    """Return an address of an interface: IPv4 first, and one that means something elsewhere before a link-local one."""
+    entries = psutil.net_if_addrs().get(name, ())
+    found = [
+        (entry.family == socket.AF_INET6, ipaddress.ip_address(entry.address).is_link_local, entry.address)
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return min(found)[2] if found else None
 
 
 def open_listening_socket(address: str, options: FabricOptions) -> socket.socket:
@@ -92,8 +110,7 @@ def prepare_connected(sock: socket.socket, connection_class: int, options: Fabri
     congestion = options.congestion or _loopback_congestion(sock)
     if congestion is not None:
         _try_option(sock, tcp, socket.TCP_CONGESTION, congestion.encode(), "TCP_CONGESTION")
-    if options.dscp is not None:
-        _mark(sock, connection_class, options)
+    mark(sock, connection_class, options)
 
 
 def is_same_machine(sock: socket.socket) -> bool:
@@ -106,8 +123,10 @@ def _loopback_congestion(sock: socket.socket) -> str | None:
     return "cubic" if ipaddress.ip_address(sock.getpeername()[0]).is_loopback else None
 
 
-def _mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:
-    assert options.dscp is not None
+def mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:
+    """Give a socket the DSCP mark and the priority of its class (-1: control), as far as the kernel allows it."""
+    if options.dscp is None:
+        return
     is_control = connection_class < 0
     field = (options.control_dscp if is_control else options.dscp[connection_class]) << 2
     if sock.family == socket.AF_INET6:

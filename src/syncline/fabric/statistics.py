@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,25 @@ class ConnectionStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassStatistics:
+    """Counters of one connection class, summed over all peers; as those of :class:`ConnectionStatistics`."""
+
+    connection_class: int
+    sent_bytes: int
+    sent_messages: int
+    received_bytes: int
+    received_messages: int
+    overhead_bytes: int
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FabricStatistics:
     """All counters of one rank's fabric."""
 
     rank: int
+    time_s: float
+    """When they were read, by the loop's clock: two readings give rates."""
     connections: tuple[ConnectionStatistics, ...]
     unexpected_bytes: int
     """Payload that arrived before its receive was posted and is held in pooled memory, now."""
@@ -35,6 +51,16 @@ class FabricStatistics:
     lost_peers: tuple[int, ...]
     suspect_peers: tuple[int, ...] = ()
     """Peers that are silent now, for longer than ``suspect_s``."""
+
+    def by_class(self) -> Mapping[int, ClassStatistics]:
+        """Return the counters of each connection class: -1 is control, -2 what was copied within a machine."""
+        names = [field.name for field in fields(ClassStatistics) if field.name != "connection_class"]
+        found: dict[int, ClassStatistics] = {}
+        for number in sorted({connection.connection_class for connection in self.connections}):
+            here = [connection for connection in self.connections if connection.connection_class == number]
+            sums = {name: sum(getattr(connection, name) for connection in here) for name in names}
+            found[number] = ClassStatistics(connection_class=number, **sums)
+        return found
 
     @property
     def sent_bytes(self) -> int:

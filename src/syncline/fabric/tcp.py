@@ -22,6 +22,7 @@ from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
+from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
 
@@ -35,6 +36,15 @@ class TraceSink(Protocol):
 
     def instant(self, name: str, category: str, **args: object) -> None:
         """Note that something happened now."""
+
+
+class Mesh(Protocol):
+    """Who opens the connections."""
+
+    acceptor: Acceptor
+
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+        """Open further connections to every peer."""
 
 
 class TcpFabric:
@@ -62,7 +72,7 @@ class TcpFabric:
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
-        self._acceptor: Acceptor | None = None
+        self._mesh: Mesh | None = None
         self._listener: FabricListener | None = None
         self._backlog: list[Callable[[FabricListener], None]] = []
         self._lost: dict[int, PeerLostError] = {}
@@ -152,6 +162,12 @@ class TcpFabric:
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         self._open_peer(peer).send_frame(FrameType.CONTROL, payload=bytes(payload))
 
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+        """Open further connections to every peer (see the protocol)."""
+        self._check_open()
+        if self._mesh is not None:
+            await self._mesh.open_classes(priorities, timeout_s=timeout_s)
+
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
         return peer in self._lost
@@ -165,10 +181,11 @@ class TcpFabric:
         peers = self._peers.values()
         return FabricStatistics(
             rank=self._rank,
+            time_s=self._loop.time(),
             connections=tuple(entry for peer in peers for entry in peer.statistics()),
             unexpected_bytes=sum(peer.inbox.unexpected_bytes for peer in peers),
             pending_receives=sum(peer.inbox.num_pending for peer in peers),
-            refused_connections=self._acceptor.num_refused if self._acceptor else 0,
+            refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
         )
@@ -199,9 +216,9 @@ class TcpFabric:
                 self._tell_peer(peer, lost=self._rank, reason="is lost: it aborted its fabric")
         self._release()
 
-    def use_acceptor(self, acceptor: Acceptor) -> None:
-        """Own ``acceptor`` and close it in the end."""
-        self._acceptor = acceptor
+    def use_mesh(self, mesh: Mesh) -> None:
+        """Own ``mesh`` and close its acceptor in the end."""
+        self._mesh = mesh
 
     def peer(self, rank: int) -> Peer:
         """Return the state of one peer (for whoever opens the connections)."""
@@ -216,12 +233,23 @@ class TcpFabric:
         for error in self._failures():
             raise error
 
+    async def wait_for_peer(self, peer: Peer, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; raise if ``peer`` is lost or leaves before, or this fabric is closed."""
+        await self._wait_until(lambda: peer.is_gone or condition())
+        self._check_open()
+        if peer.is_gone:
+            raise self._lost[peer.rank]
+
     # --- what the peers tell (PeerEvents) ---
 
     def on_ready(self, peer: Peer) -> None:
         """Judge the peer's silence from now on."""
         peer.outbox.on_drained = self._changed.set
         self._liveness.add(peer.rank)
+        self._changed.set()
+
+    def on_opening(self, peer: Peer) -> None:  # noqa: ARG002 - whoever waits looks for himself
+        """Let who opens connections look again."""
         self._changed.set()
 
     def on_broken(self, peer: Peer, reason: str, *, must_tell: bool) -> None:
@@ -325,7 +353,7 @@ class TcpFabric:
             peer.close()
         self._fetcher.close()
         self._changed.set()
-        return self._acceptor.close() if self._acceptor else []
+        return self._mesh.acceptor.close() if self._mesh else []
 
     def _failures(self) -> list[PeerLostError]:
         return [error for error in self._lost.values() if not isinstance(error, PeerLeftError)]
@@ -333,9 +361,12 @@ class TcpFabric:
     def _living(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.is_ready and not peer.is_gone]
 
-    def _open_peer(self, peer: int) -> Peer:
+    def _check_open(self) -> None:
         if self._is_closing:
             raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+
+    def _open_peer(self, peer: int) -> Peer:
+        self._check_open()
         assert peer in self._peers, f"rank {self._rank} has no peer {peer} in a job of {self.world_size}"
         return self._peers[peer]
 

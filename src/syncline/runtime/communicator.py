@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric import Fabric, FabricOptions, Priorities, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES, Engine
@@ -208,6 +208,14 @@ class Communicator:
     def open_port(self, name: str) -> Port:
         """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
         return Port(self._loop, self._fabric, self._relay, signature=zlib.crc32(name.encode()))
+
+    def open_classes(self, priorities: Priorities) -> None:
+        """Open the connections of ``priorities`` to every peer; all ranks call this alike, and it waits for them.
+
+        A second call with the same priorities does nothing. Raises ``ConfigurationError`` where ranks differ,
+        ``HandshakeError`` and ``PeerLostError``, with who.
+        """
+        self._loop.run(self._fabric.open_classes(priorities, timeout_s=self.timeout_s), self.timeout_s + CLOSE_S)
 
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
