@@ -61,7 +61,13 @@ def test_a_host_starts_its_own_ranks_and_one_machine_can_start_all(topology):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a1:4000", ("a1", 4000)), ("a1", ("a1", 29500)), ("[fe80::1]:7", ("fe80::1", 7)), ("[::1]", ("::1", 29500))],
+    [
+        ("a1:4000", ("a1", 4000)),
+        ("a1", ("a1", 29500)),
+        ("[fe80::1]:7", ("fe80::1", 7)),
+        ("[::1]", ("::1", 29500)),
+        ("::1", ("::1", 29500)),
+    ],
 )
 def test_master_is_a_host_and_perhaps_a_port(text, expected):
     assert parse_master(text) == expected

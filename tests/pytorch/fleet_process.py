@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -51,6 +52,17 @@ def train() -> None:
     print("final", flush=True)  # the last step is under way when the interpreter ends
 
 
+def addresses() -> None:
+    """Say at which addresses this process's connections end while a fleet is open."""
+    with syncline.init() as fleet:
+        value = torch.ones(100_000)
+        fleet.all_reduce(value)
+        assert value.tolist() == [float(fleet.world_size)] * 100_000
+        connections = psutil.Process().net_connections("tcp")
+        print("addresses", *sorted({entry.laddr.ip for entry in connections if entry.raddr}), flush=True)
+        fleet.barrier()
+
+
 def die() -> None:
     """Rank 1 dies between two steps; the others are told so."""
     fleet = syncline.init()
@@ -73,4 +85,4 @@ def _open_files() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"cycles": lambda: cycles(int(sys.argv[2])), "train": train, "die": die}[sys.argv[1]]()
+    {"cycles": lambda: cycles(int(sys.argv[2])), "train": train, "addresses": addresses, "die": die}[sys.argv[1]]()

@@ -58,6 +58,7 @@ def test_the_secret_comes_from_a_private_file(tmp_path: Path) -> None:
 def test_loopback_needs_no_address() -> None:
     assert own_address("127.0.0.1") is None
     assert own_address("localhost") is None
+    assert own_address("::1") == "::1"
     assert own_address(None) is None
     with pytest.raises(ConfigurationError, match="cannot be resolved"):
         own_address("no such host!")

@@ -54,6 +54,13 @@ def test_training_that_ends_without_close() -> None:
         assert "final" in output
 
 
+@pytest.mark.parametrize("master", ["::1", "[::1]"])
+def test_a_fleet_over_ipv6(master: str) -> None:
+    for status, output in run_ranks(3, "addresses", extra={"MASTER_ADDR": master}):
+        assert status == 0, output
+        assert output.splitlines()[-1] == "addresses ::1", f"the job must run on ::1 alone: {output}"
+
+
 def test_a_death_is_told_to_the_others() -> None:
     results = run_ranks(3, "die")
     assert [status for status, _ in results] == [0, 7, 0], results

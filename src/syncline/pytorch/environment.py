@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import ConfigurationError
+from syncline.fabric.endpoints import without_brackets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         rank=rank,
         world_size=world_size,
-        master_address=values.get("MASTER_ADDR"),
+        master_address=without_brackets(values.get("MASTER_ADDR", "")) or None,
         master_port=_number(values, "MASTER_PORT", 0) if port else None,
         uses_agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
@@ -61,7 +62,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def own_address(master_address: str | None) -> str | None:
-    """Return the address from which this machine reaches rank 0's; None if that is this machine's loopback."""
+    """Return the address from which this machine reaches rank 0's; None if that is this machine's IPv4 loopback."""
     if master_address is None:
         return None
     try:
@@ -71,8 +72,9 @@ def own_address(master_address: str | None) -> str | None:
             f"MASTER_ADDR {master_address!r} cannot be resolved ({error}); give rank 0's host name or address"
         ) from error
     family, kind, protocol, _, address = found
-    if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        return None
+    master = ipaddress.ip_address(str(address[0]))
+    if master.is_loopback:
+        return str(master) if master.version == 6 else None
     with socket.socket(family, kind, protocol) as probe:
         try:
             probe.connect(address)  # a datagram socket sends nothing here; it only learns its route

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.errors import RendezvousError
+from syncline.fabric.endpoints import format_endpoint
 from syncline.pytorch.environment import Environment
 
 ANSWER_S = 30.0
@@ -83,6 +84,6 @@ def _open(make: Callable[[], Store], host: str, port: int) -> Store:
         return make()
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise RendezvousError(
-            f"The store at MASTER_ADDR:MASTER_PORT {host}:{port} cannot be opened: {error}; check that rank 0 "
-            "runs, that the port is free there, and that this host reaches it"
+            f"The store at MASTER_ADDR:MASTER_PORT {format_endpoint(host, port)} cannot be opened: {error}; check that "
+            "rank 0 runs, that the port is free there, and that this host reaches it"
         ) from error

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
+from syncline.fabric.endpoints import is_ipv6, parse_endpoint, without_brackets
 from syncline.topology import Topology
 
 DEFAULT_MASTER_PORT = 29500
@@ -109,13 +110,8 @@ def build_job(
 
 
 def parse_master(text: str) -> tuple[str, int]:
-    """Read ``"a1:29500"`` or ``"a1"``; an IPv6 address stands in brackets."""
-    host, separator, port = text.rpartition(":")
-    if not separator or text.endswith("]"):
-        host, port = text, str(DEFAULT_MASTER_PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"--master must be HOST:PORT with a port from 1 to 65535, got '{text}'")
-    return host.strip("[]"), int(port)
+    """Read ``"a1:29500"`` or ``"a1"``; an IPv6 address with a port stands in brackets."""
+    return parse_endpoint(text, default_port=DEFAULT_MASTER_PORT, what="--master")
 
 
 def choose_master(
@@ -132,4 +128,6 @@ def choose_master(
             f"host '{host}' starts only some of the job's ranks, so they must be told where rank 0 listens; "
             "add --master HOST:PORT (the same on every host), or set MASTER_ADDR and MASTER_PORT"
         )
-    return parse_master(f"{address}:{environment.get('MASTER_PORT', DEFAULT_MASTER_PORT)}")
+    bare = without_brackets(address)
+    port = environment.get("MASTER_PORT", str(DEFAULT_MASTER_PORT))
+    return parse_master(f"[{bare}]:{port}" if is_ipv6(bare) else f"{bare}:{port}")
