@@ -83,6 +83,9 @@ class ActiveCall:
 class SliceOrder:
     """Which call's next slice begins: the most urgent call's, but never more than ``max_inflight_bytes`` at once.
 
+    What is under way in a less urgent connection class does not count: a call that is urgent would otherwise wait for
+    slices that were begun before it, which it overtakes on the wire. So the bound holds for each class by itself.
+
     Every call has at least one slice under way, whatever the bound says. Ranks may make calls of different streams in
     different orders; if the window of one rank were full of a call that another has no room for, and the other way
     round, both would wait forever.
@@ -92,7 +95,12 @@ class SliceOrder:
         self._max_inflight_bytes = max_inflight_bytes
         self._starved: deque[ActiveCall] = deque()
         self._queue: list[tuple[int, int, ActiveCall]] = []
-        self.inflight_bytes = 0
+        self._inflight_bytes: dict[int, int] = {}
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of the slices under way, of all classes."""
+        return sum(self._inflight_bytes.values())
 
     def add(self, active: ActiveCall) -> None:
         """Take a call of which no slice has begun."""
@@ -100,13 +108,14 @@ class SliceOrder:
             self._starved.append(active)
             heapq.heappush(self._queue, (active.call.urgency, active.order, active))
 
-    def began(self, run: SliceRun) -> None:
+    def began(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that begins."""
-        self.inflight_bytes += run.num_bytes
+        connection_class = active.call.connection_class
+        self._inflight_bytes[connection_class] = self._inflight_bytes.get(connection_class, 0) + run.num_bytes
 
     def ended(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that ended."""
-        self.inflight_bytes -= run.num_bytes
+        self._inflight_bytes[active.call.connection_class] -= run.num_bytes
         if active.has_more and not active.runs:
             self._starved.append(active)
 
@@ -118,6 +127,10 @@ class SliceOrder:
                 return active
         while self._queue and not self._queue[0][2].has_more:
             heapq.heappop(self._queue)
-        if self._queue and self.inflight_bytes < self._max_inflight_bytes:
+        if self._queue and self._has_room(self._queue[0][2].call.connection_class):
             return self._queue[0][2]
         return None
+
+    def _has_room(self, connection_class: int) -> bool:
+        ahead = sum(size for number, size in self._inflight_bytes.items() if number <= connection_class)
+        return ahead < self._max_inflight_bytes

@@ -32,8 +32,8 @@ DEFAULT_INFLIGHT_BYTES = 8 << 20
 class Engine:
     """Runs the collectives of one rank; every method is called on the clock's thread.
 
-    ``max_inflight_bytes`` bounds the slices under way, and so the temporaries, which need at most that much for each
-    level of a schedule.
+    ``max_inflight_bytes`` bounds the slices under way in a connection class, and so the temporaries, which need at most
+    that much for each class and level of a schedule.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Engine:
         active.next_slice += 1
         active.runs.add(run)
         self._owners[run] = active
-        self._order.began(run)
+        self._order.began(active, run)
         run.start()
 
     def _complete(self, active: ActiveCall) -> None:
@@ -311,9 +311,10 @@ class Engine:
 
     def _trace_span(self, active: ActiveCall, **args: object) -> None:
         call = active.call
+        about = {"bytes": call.buffer.nbytes, "connection_class": call.connection_class}
         step = {} if call.step is None else {"step": call.step}
         start_ns, end_ns = active.started_ns, self._trace.now_ns()
-        self._trace.span(call.label, "communication", start_ns, end_ns, bytes=call.buffer.nbytes, **step, **args)
+        self._trace.span(call.label, "communication", start_ns, end_ns, **about, **step, **args)
 
     def _judge(self, key: CallKey, is_agreed: bool, disagreement: Disagreement | None) -> None:
         active = self._calls.get(key)
