@@ -1,0 +1,145 @@
+"""When parameters arrive and how long a forward pass takes that waits for them: the model behind connection classes.
+
+Mechanisms part 3. A model's layers (here: its buckets) are computed in forward order, each once its parameters are
+there:
+
+    t = max(t, arrival_l) + forward_l
+
+All transfers share one pipe of ``bytes_per_s``, which is never idle while something waits. A layer's transfer can begin
+at ``issued_s`` (of the all-gather: when its shard was stepped), and arrivals follow from what goes ahead of it:
+
+    arrival_l = done(layers 0 to l) + min(backlog_bytes, rear_l) / bytes_per_s
+
+- ``done(S)`` is when a pipe that carries S alone, each from when it was issued, has carried all of it. It holds because
+  senders queue by urgency and receivers grant by urgency across all senders: what is less urgent gives way.
+- ``rear_l`` are the bytes of less urgent layers *of the same class* that were issued before. What of them was begun
+  is not called back: as many bytes as an engine has under way, ``backlog_bytes``, go first. In other classes, less
+  urgent layers hold nothing up (at most one message, which is left out).
+
+So with a backlog of 0 one class is as good as many, and where all is issued at once too; classes earn the time that a
+backlog of rear layers would cost a front layer. The model leaves out the reduce-scatters that may still be under way
+(their share of the pipe is in the measured rate and times of issue), and takes layers for needed in forward order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.errors import ScheduleError
+
+Floats = npt.NDArray[np.float64]
+
+BACKWARD_PER_FORWARD = 2.0
+"""A backward pass computes two products where the forward pass computes one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardProfile:
+    """What the model knows of a training step; sequences go by layer, in forward order."""
+
+    num_bytes: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    issued_s: tuple[float, ...]
+    """When each transfer can begin, counted from the beginning of the forward pass; negative if before."""
+    bytes_per_s: float
+    backlog_bytes: float
+    """What was begun before is not called back, up to this; see the module."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.num_bytes), len(self.forward_s), len(self.issued_s)}
+        numbers = (*self.num_bytes, *self.forward_s, self.backlog_bytes)
+        is_sound = all(math.isfinite(number) and number >= 0 for number in numbers)
+        if lengths == {0} or len(lengths) != 1 or not is_sound or not all(map(math.isfinite, self.issued_s)):
+            raise ScheduleError(
+                "a forward profile needs bytes and seconds of at least 0 and a finite time of issue for each of its "
+                f"layers, as many of each, not {self}"
+            )
+        if not self.bytes_per_s > 0:
+            raise ScheduleError(f"a transfer rate must be more than 0 bytes per second, not {self.bytes_per_s}")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPrediction:
+    """What the model says of one assignment of layers to classes."""
+
+    classes: tuple[int, ...]
+    """The class of each layer; they never fall in forward order."""
+    arrivals_s: tuple[float, ...]
+    seconds: float
+    """When the last layer has been computed."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes are really used."""
+        return len(set(self.classes))
+
+
+def predict_forward(profile: ForwardProfile, classes: Sequence[int]) -> ForwardPrediction:
+    """Return arrivals and the time of the forward pass if each layer goes in its class; O(layers^2)."""
+    if len(classes) != profile.num_layers or any(after < before for before, after in pairwise(classes)):
+        raise ScheduleError(
+            f"classes must be one for each of the {profile.num_layers} layers and never fall in forward order, not "
+            f"{tuple(classes)}"
+        )
+    ends = np.searchsorted(np.asarray(classes), np.asarray(classes), side="right")
+    done_s = prefix_done_s(profile)
+    arrivals = tuple(
+        float(done_s[layer]) + _hold_up_s(profile, _rear_bytes(profile, layer, int(end)))
+        for layer, end in enumerate(ends)
+    )
+    seconds = 0.0
+    for arrival_s, forward_s in zip(arrivals, profile.forward_s, strict=True):
+        seconds = max(seconds, arrival_s) + forward_s
+    return ForwardPrediction(classes=tuple(int(number) for number in classes), arrivals_s=arrivals, seconds=seconds)
+
+
+def prefix_done_s(profile: ForwardProfile) -> Floats:
+    """Return for each layer when it and all before it are carried, with nothing else on the pipe.
+
+    A set of transfers is done at the largest of: a time of issue, plus all bytes issued at or after it.
+    """
+    issued_s = np.asarray(profile.issued_s, dtype=np.float64)
+    carry_s = np.asarray(profile.num_bytes, dtype=np.float64) / profile.bytes_per_s
+    by_time = np.argsort(issued_s, kind="stable")
+    done_s = np.empty(profile.num_layers)
+    for layer in range(profile.num_layers):
+        members = by_time[by_time <= layer]
+        later_s = np.cumsum(carry_s[members][::-1])[::-1]
+        done_s[layer] = float((issued_s[members] + later_s).max())
+    return done_s
+
+
+def _rear_bytes(profile: ForwardProfile, layer: int, end: int) -> float:
+    issued_s = profile.issued_s
+    return sum(profile.num_bytes[rear] for rear in range(layer + 1, end) if issued_s[rear] < issued_s[layer])
+
+
+def _hold_up_s(profile: ForwardProfile, rear_bytes: float) -> float:
+    return min(profile.backlog_bytes, rear_bytes) / profile.bytes_per_s
+
+
+def assumed_issue_s(num_bytes: Sequence[int], forward_s: Sequence[float], bytes_per_s: float) -> tuple[float, ...]:
+    """Return when all-gathers begin if nothing was measured, counted from the end of the backward pass.
+
+    The backward pass takes twice the forward pass, in reverse; reduce-scatters follow it one after another, as fast as
+    all-gathers, and an all-gather begins when its reduce-scatter is over, but not before ``step()``.
+    """
+    now_s = -BACKWARD_PER_FORWARD * math.fsum(forward_s)
+    carried_s = now_s
+    issued = []
+    for size, seconds in zip(reversed(num_bytes), reversed(forward_s), strict=True):
+        now_s += BACKWARD_PER_FORWARD * seconds
+        carried_s = max(carried_s, now_s) + size / bytes_per_s
+        issued.append(max(0.0, carried_s))
+    return tuple(reversed(issued))
