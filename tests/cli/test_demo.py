@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from syncline.cli.demo import choose_network
+from syncline.cli.demo import choose_network, make_folder
+from syncline.errors import ConfigurationError
 from syncline.pytorch.checkpoint_folder import read_manifest
 
 TIMEOUT_S = 120.0
@@ -89,6 +90,23 @@ def test_resuming_nothing_is_refused_before_any_rank_starts(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no checkpoint in")
+
+
+def test_resuming_what_is_done_is_refused_before_any_rank_starts(first_run, tmp_path):
+    done_steps = progress_of(first_run[0])["step"]
+    command = demo("--resume", "--steps", done_steps, "--output", first_run[0])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: the checkpoint in")
+    assert f"go on with --resume --steps {2 * done_steps}" in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="give another --output"):
+        make_folder(tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize(

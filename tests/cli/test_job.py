@@ -6,7 +6,7 @@ import pytest
 
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.job import build_job, choose_host, choose_master, parse_master, place_ranks
-from syncline.cli.launcher.scratch import prepare_secret, trace_target
+from syncline.cli.launcher.scratch import check_trace_place, prepare_secret, trace_target
 from syncline.cli.launcher.terminal import labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
@@ -142,6 +142,8 @@ def test_a_fresh_secret_is_private_and_a_given_one_stands(topology, tmp_path):
     assert len(bytes.fromhex(path.read_text())) == 32
     assert prepare_secret(whole, asked=None, environment={"SYNCLINE_SECRET": "x"}, folder=tmp_path) is None
     assert prepare_secret(part, asked=None, environment={}, folder=tmp_path) is None
+    (tmp_path / "mine").write_text("s" * 32)
+    (tmp_path / "mine").chmod(0o600)
     assert prepare_secret(part, asked=tmp_path / "mine", environment={}, folder=tmp_path) == tmp_path / "mine"
 
 
@@ -156,3 +158,21 @@ def test_labels_name_the_host_where_it_is_not_plain():
 def test_each_host_writes_a_trace_of_its_own(topology):
     assert trace_target(job_of(topology), Path("t/x.json"), None) == Path("t/x.json")
     assert trace_target(job_of(topology, host="a1"), Path("t/x.json"), "a1") == Path("t/x.a1.json")
+
+
+def test_a_secret_file_that_is_missing_or_open_to_others_is_refused_before_any_rank_starts(topology, tmp_path):
+    part, path = job_of(topology, host="a1"), tmp_path / "mine"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        prepare_secret(part, asked=path, environment={}, folder=tmp_path)
+    path.write_text("s" * 32)
+    path.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        prepare_secret(part, asked=path, environment={}, folder=tmp_path)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
+    check_trace_place(tmp_path / "trace.json")
+    for path, why in ((tmp_path / "none" / "trace.json", "there is no folder"), (tmp_path, "this is a folder")):
+        with pytest.raises(ConfigurationError, match=why):
+            check_trace_place(path)
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,8 @@ from rich.console import Console
 
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS
-from syncline.errors import ConfigurationError
+from syncline.errors import CheckpointError, ConfigurationError
+from syncline.pytorch.checkpoint_folder import find, read_manifest
 from syncline.topology import Topology
 
 DEMO_TOPOLOGY = "demo-1-3"
@@ -41,8 +43,9 @@ def demo(
 
     Ctrl-C ends it with a checkpoint; --resume goes on from there, with another number of ranks too.
     """
-    if resume and not (output / CHECKPOINT).exists():
-        raise ConfigurationError(f"there is no checkpoint in '{output}'; start without --resume, or name its --output")
+    if resume:
+        check_resumable(output, num_steps=steps)
+    make_folder(output)
     chosen, num_ranks = choose_network(topology, ranks)
     explain(chosen, num_ranks, output)
     command = [sys.executable, "-m", "syncline.demo", "--steps", str(steps), "--output", str(output)]
@@ -54,6 +57,32 @@ def demo(
         terminal_rank=0,
     )
     raise typer.Exit(launch(request))
+
+
+def check_resumable(output: Path, *, num_steps: int) -> None:
+    """Say before any rank starts that there is nothing to go on from, or nothing left to do."""
+    try:
+        folder = find(output / CHECKPOINT)
+    except CheckpointError:
+        raise ConfigurationError(
+            f"there is no checkpoint in '{output}'; start without --resume, or name its --output"
+        ) from None
+    num_done = read_manifest(folder)["extra"]["step"]
+    if num_done >= num_steps:
+        raise ConfigurationError(
+            f"the checkpoint in '{output}' has done {num_done} of {num_steps} steps already; "
+            f"go on with --resume --steps {2 * num_done}, or start anew without --resume"
+        )
+
+
+def make_folder(output: Path) -> None:
+    """Make the output folder now, so that a minute of training is not lost at the first checkpoint."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"'{output}' cannot be made: {error.strerror}; give another --output") from error
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"'{output}' cannot be written to; give another --output")
 
 
 def choose_network(topology: str | None, num_ranks: int | None) -> tuple[str | None, int | None]:

@@ -66,7 +66,8 @@ def show_closing(closing: Closing, topology: Topology, model: GPT, checkpoint: P
     console.print("[dim]needs: the time of these bytes at the topology's rates; here all ranks share a machine[/]\n")
     _show_sample(console, model)
     console.print(_agreement(closing.digests))
-    console.print(f"Checkpoint: {checkpoint} [dim](goes on with --resume and more --steps, on any number of ranks)[/]")
+    console.print(f"Checkpoint: {checkpoint}")
+    console.print("[dim]to go on from there, on any number of ranks: --resume with more --steps[/]")
 
 
 def _show_curve(console: Console, closing: Closing) -> None:

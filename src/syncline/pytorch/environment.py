@@ -56,7 +56,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
         topology=values.get("SYNCLINE_TOPOLOGY") or None,
         interface=values.get("SYNCLINE_INTERFACE") or None,
-        secret=_secret(values),
+        secret=read_secret(values),
         trace=Path(trace) if trace else None,
     )
 
@@ -96,7 +96,8 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
 
 
-def _secret(values: Mapping[str, str]) -> bytes | None:
+def read_secret(values: Mapping[str, str]) -> bytes | None:
+    """Return the job's secret, from its file, else the variable itself; an error if others may read the file."""
     named = values.get("SYNCLINE_SECRET_FILE")
     if not named:
         text = values.get("SYNCLINE_SECRET")

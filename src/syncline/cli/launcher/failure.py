@@ -21,7 +21,8 @@ def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) 
 
 def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float) -> str:
     """Word, in one line, that the first rank has failed."""
-    rest = f"; the other {_ranks(num_living)} get {grace_s:g} s to end by themselves" if num_living else ""
+    get, selves = ("gets", "itself") if num_living == 1 else ("get", "themselves")
+    rest = f"; the other {_ranks(num_living)} {get} {grace_s:g} s to end by {selves}" if num_living else ""
     return f"{name} ended with {how}{rest}" if how.signal_number is None else f"{name} was {how}{rest}"
 
 

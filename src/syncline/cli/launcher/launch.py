@@ -11,6 +11,7 @@ from pathlib import Path
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master
 from syncline.cli.launcher.scratch import (
+    check_trace_place,
     find_free_port,
     merge_trace_parts,
     prepare_secret,
@@ -42,8 +43,8 @@ class Request:
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     """Start this host's ranks and wait for them; returns the exit code."""
     terminal = terminal or Terminal()
-    if request.trace and not request.trace.absolute().parent.is_dir():  # said now, not after hours
-        raise ConfigurationError(f"--trace {request.trace}: there is no folder {request.trace.absolute().parent}")
+    if request.trace:
+        check_trace_place(request.trace)
     topology, named_as = _find_topology(request)
     host = choose_host(topology, asked=request.host, environment=os.environ) if named_as else None
     is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
@@ -107,7 +108,11 @@ def _terminal_rank(request: Request, job: Job) -> int | None:
 
 
 def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal) -> None:
-    num_written = merge_trace_parts(parts, target)
+    try:
+        num_written = merge_trace_parts(parts, target)
+    except OSError as error:  # the job itself is over, and its exit code stands
+        terminal.say(f"the trace {target} cannot be written: {error.strerror}", is_error=True)
+        return
     if num_written:
         terminal.say(f"trace of {num_written} of {len(parts)} ranks: {target} (opens in https://ui.perfetto.dev)")
     else:

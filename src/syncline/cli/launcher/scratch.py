@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from syncline.cli.launcher.job import Job
+from syncline.errors import ConfigurationError
+from syncline.pytorch.environment import read_secret
 
 SECRET_BYTES = 32
 
@@ -27,6 +29,7 @@ def prepare_secret(job: Job, *, asked: Path | None, environment: Mapping[str, st
     Ranks on several machines must share a secret that the user spread; it never travels through the store.
     """
     if asked is not None:
+        read_secret({"SYNCLINE_SECRET_FILE": str(asked)})  # said now and once, not later by every rank
         return asked.absolute()
     if has_secret(environment) or not job.is_whole:
         return None
@@ -45,6 +48,17 @@ def write_secret(folder: Path) -> Path:
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(SECRET_BYTES))
     return path
+
+
+def check_trace_place(path: Path) -> None:
+    """Raise :class:`ConfigurationError` now, not after hours, if the trace cannot be written there."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"--trace {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ConfigurationError(f"--trace {path}: this is a folder; name a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"--trace {path}: it cannot be written there; name a file in another folder")
 
 
 def trace_parts(job: Job, folder: Path) -> Mapping[int, Path]:
