@@ -276,6 +276,21 @@ def test_whole_gradients_are_refused_with_a_remedy(run_fleets: Any) -> None:
     run_pair(run_fleets, RULES[0], body)
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_gradients_of_the_users_own_are_refused_where_the_step_would_not_see_them(
+    is_dropped: bool, run_fleets: Any
+) -> None:
+    def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
+        model(inputs).sum().backward()
+        first = next(model.parameters())
+        first.grad = None if is_dropped else torch.zeros_like(first)
+        with pytest.raises(UpdateError, match="was replaced or dropped after backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    run_pair(run_fleets, RULES[0], body)
+
+
 @by_rule
 def test_a_step_without_samples_anywhere_is_an_error(rule: UpdateRule, run_fleets: Any) -> None:
     def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:

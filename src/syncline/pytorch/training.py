@@ -73,6 +73,8 @@ class Training:
         if not has_gradients:
             self._forget_cleared()
             self._collector.run_empty()
+        else:
+            self._check_stand_ins()
         self.updater.step()
         if self._stand_ins:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
@@ -125,13 +127,15 @@ class Training:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs the model again, within the backward pass
         self._buffers.finish()
-        self._forward_ns = self.updater.channel.trace.now_ns()
+        if self.updater.channel.trace.enabled:  # torch.compile traces through here, and knows no clock
+            self._forward_ns = self.updater.channel.trace.now_ns()
         if torch.is_grad_enabled():
             self._samples.see(args, kwargs)
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         trace = self.updater.channel.trace
-        trace.span("forward", "compute", self._forward_ns, trace.now_ns())
+        if trace.enabled:
+            trace.span("forward", "compute", self._forward_ns, trace.now_ns())
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output)
 
@@ -156,6 +160,16 @@ class Training:
     def _clear_gradients(self) -> None:
         for tensor in self._bucketed:
             tensor.grad = None
+
+    def _check_stand_ins(self) -> None:
+        """Refuse gradients that the user put in place of the combined ones: the step would not see them."""
+        for tensor, stand_in in self._stand_ins.items():
+            if tensor.grad is not stand_in:
+                raise UpdateError(
+                    f"The gradient of {stand_in.slot.name!r} was replaced or dropped after backward(), but with "
+                    "Sharded() no rank has it whole, so the step would not see that; use update=AllReduce(), or freeze "
+                    "the parameter before distribute()"
+                )
 
     def _check_unfrozen(self) -> None:
         for group in self.updater.optimizer.param_groups:
