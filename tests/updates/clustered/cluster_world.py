@@ -328,4 +328,4 @@ def frozen(value: object) -> object:
     return value
 
 
-_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "clusters", "_job", "_cluster_of"}
+_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "clusters", "job", "_cluster_of"}

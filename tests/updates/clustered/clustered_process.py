@@ -1,41 +1,37 @@
 """Ranks as processes whose temporary server is killed in a chosen state of the protocol, and what came of it.
 
-Processes are forked from one that has imported torch already, so that a run takes a second and not ten.
+The ranks play (see `clustered_play`) and report; this process kills, and waits for reports alone. Processes are forked
+from one that has imported torch already, so that a run takes a second and not ten.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import json
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
-from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
+from clustered_play import SECOND_STATES, Actor, Playwright
 
 import syncline
-from syncline.updates.clustered.driver import Driver
-from syncline.updates.clustered.instructions import Send
-from syncline.updates.clustered.messages import Agreed
+from syncline.updates.clustered.instructions import Enter, Instruction
+from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import ServerState
 
 DEADLINE_S = 60.0
-FLUSH_S = 0.05
-FROZEN_S = 14.0
-"""Longer than a fabric waits for a silent peer."""
 DETECTION_S = 11.0
+"""How long a fabric waits for a peer that is silent."""
 CLUSTERS = ((0, 1, 2), (3, 4))
 NUM_STEPS = 14
-SECOND_STATES = {ServerState.LEVELLING, ServerState.FETCHING}
-"""States that exist only after another server died while it handed something out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,72 +39,81 @@ class Assignment:
     """What is to happen in a run."""
 
     state: str
-    nth: int
-    """How many times a server must have been seen in that state before one is killed."""
     seed: int
     contribution: str = "uniform"
     fate: str = "kill"
     """Or "freeze": stopped until all others have given it up, then woken."""
 
+    @property
+    def num_deaths(self) -> int:
+        """How many are killed."""
+        return 2 if ServerState(self.state) in SECOND_STATES else 1
 
-class Killer:
-    """Watches this rank's driver, and kills the process when its time has come. One rank dies of each cause."""
 
-    def __init__(self, driver: Driver, assignment: Assignment, folder: Path) -> None:
-        self._driver = driver
-        self._state = ServerState(assignment.state)
-        self._nth = assignment.nth
-        self._folder = folder
-        self._fate = assignment.fate
-        self._num_seen = 0
-        self._is_dying = False
-        self._perform = driver._perform
-        driver._perform = self.perform
+@dataclass(frozen=True, kw_only=True)
+class Entered:
+    """A rank holds an entry."""
 
-    def perform(self, instructions) -> None:
-        if self._is_dying:
-            return
-        if self._state in SECOND_STATES and self._dies_handing_out(instructions):
-            return
-        if any(server.state is self._state for server in self._driver._node.servers.values()):
-            self._num_seen += 1
-            is_second = self._state in SECOND_STATES
-            if self._num_seen >= (1 if is_second else self._nth) and self._claim("state"):
-                self._perform(instructions[: self._nth % (len(instructions) + 1)])
-                self._die()
-                return
-        self._perform(instructions)
+    index: int
 
-    def _dies_handing_out(self, instructions) -> bool:
-        """Let a server die when it has handed an entry to one receiver only."""
-        sends = [
-            one
-            for one in instructions
-            if isinstance(one, Send) and isinstance(one.envelope.message, Agreed) and one.envelope.message.index >= 4
-        ]
-        wanted = self._state is ServerState.LEVELLING or any(
-            self._driver._part.agenda.entry(one.envelope.message.index).is_exchange for one in sends
+
+@dataclass(frozen=True, kw_only=True)
+class Buried:
+    """A rank goes on without others."""
+
+    dead: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """A rank does nothing any more: it is to die, once ``witness`` holds entry ``index``."""
+
+    state: str
+    index: int
+    witness: int | None
+
+
+class Stage:
+    """Attends to one rank's driver: lets its actor act, and reports. On the loop's thread, the outcome apart."""
+
+    def __init__(self, rank: int, assignment: Assignment, reports: connection.Connection) -> None:
+        self._rank = rank
+        self._assignment = assignment
+        self._reports = reports
+        self._lock = threading.Lock()
+        self._actor: Actor | None = None
+        self._dead: frozenset[int] = frozenset()
+
+    def report(self, report: object) -> None:
+        """Tell the one who kills."""
+        with self._lock:
+            self._reports.send(report)
+
+    def intercept(self, node: Node, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """Return what is to be carried out."""
+        if self._actor is None:
+            self._actor = Actor(self._write(node), self._rank)
+        was_struck = self._actor.struck
+        done = self._actor.act(node, instructions)
+        for one in done:
+            if isinstance(one, Enter):
+                self.report(Entered(index=one.entry.index))
+        if self._dead != node.view.dead:
+            self._dead = frozenset(node.view.dead)
+            self.report(Buried(dead=self._dead))
+        struck = self._actor.struck
+        if struck is not None and was_struck is None:
+            state = "handing out" if struck.state is None else struck.state.value
+            self.report(Struck(state=state, index=struck.index, witness=struck.witness))
+        return done
+
+    def _write(self, node: Node) -> Any:
+        is_shared = self._assignment.contribution == "uniform"
+        view = node.view
+        playwright = Playwright(
+            self._assignment.seed, job=view.job, clusters=view.clusters, agenda=node.agenda, is_shared=is_shared
         )
-        if not sends or not wanted or not self._claim("first"):
-            return False
-        self._perform(sends[:1] if self._state is ServerState.LEVELLING else [])
-        self._die()
-        return True
-
-    def _claim(self, cause: str) -> bool:
-        try:
-            os.close(os.open(self._folder / cause, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
-
-    def _die(self) -> None:
-        """Let what was said leave, then end (or stand still) without a word."""
-        if self._fate == "freeze":
-            asyncio.get_running_loop().call_later(FLUSH_S, os.kill, os.getpid(), signal.SIGSTOP)
-            return
-        self._is_dying = True
-        asyncio.get_running_loop().call_later(FLUSH_S, os.kill, os.getpid(), signal.SIGKILL)
+        return playwright.write(ServerState(self._assignment.state))
 
 
 def warm_up() -> None:
@@ -125,19 +130,19 @@ def warm_up() -> None:
 warm_up()
 
 
-def run_rank(rank: int, port: int, assignment: Assignment, folder: Path) -> None:
-    """Train on this rank, and write down what came of it."""
+def run_rank(rank: int, port: int, assignment: Assignment, reports: connection.Connection) -> None:
+    """Train on this rank, and report what came of it."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="5", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    outcome: dict[str, Any] = {}
+    stage = Stage(rank, assignment, reports)
     try:
-        outcome = train(rank, assignment, folder)
+        outcome = train(rank, assignment, stage)
     except BaseException as error:
         outcome = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"rank{rank}.json").write_text(json.dumps(outcome))
+    stage.report(outcome)
 
 
-def train(rank: int, assignment: Assignment, folder: Path) -> dict[str, Any]:
+def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
     rule = syncline.Clustered(
         period=2, reelect_every=2, clusters=CLUSTERS, contribution=assignment.contribution, seed=assignment.seed
     )
@@ -146,7 +151,7 @@ def train(rank: int, assignment: Assignment, folder: Path) -> dict[str, Any]:
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
         model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), rule)
         fleet.barrier()
-        Killer(optimizer.training.updater._driver, assignment, folder)
+        optimizer.training.updater._driver.intercept(stage.intercept)
         generator = torch.Generator().manual_seed(rank)
         gaps, last = [], time.monotonic()
         for _ in range(NUM_STEPS):
@@ -181,62 +186,114 @@ def start_forkserver() -> Any:
     return context
 
 
-def run_all(assignment: Assignment, folder: Path) -> list[dict[str, Any] | None]:
-    """Run the ranks as processes; return what each wrote down, None for those who were killed."""
+@dataclass(kw_only=True)
+class Theatre:
+    """All processes of a run, and what they reported; kills, or freezes and wakes, whoever was struck."""
+
+    assignment: Assignment
+    processes: list[Any]
+    reports: dict[connection.Connection, int]
+    """Which rank's each is; those that are still open."""
+    outcomes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    struck: dict[int, Struck] = field(default_factory=dict)
+    victims: list[int] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
+    _entered: dict[int, int] = field(default_factory=dict)
+    _dead: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def watch(self) -> None:
+        """Hear reports until all processes have ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.reports:
+            ready = connection.wait(list(self.reports), max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(self.reports.values())} hang: {self.assignment}, {self.struck}"
+            for pipe in ready:
+                self._read(pipe)
+            self._strike()
+            self._wake()
+
+    def _read(self, pipe: connection.Connection) -> None:
+        rank = self.reports[pipe]
+        try:
+            report = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del self.reports[pipe]
+            return
+        if isinstance(report, Entered):
+            self._entered[rank] = report.index
+        elif isinstance(report, Buried):
+            self._dead[rank] = report.dead
+        elif isinstance(report, Struck):
+            self.struck[rank] = report
+        else:
+            self.outcomes[rank] = report
+
+    def _strike(self) -> None:
+        for rank, struck in self.struck.items():
+            is_due = struck.witness is None or self._entered.get(struck.witness, -1) >= struck.index
+            if is_due and rank not in self.victims:
+                self.victims.append(rank)
+                if self.assignment.fate == "freeze":
+                    self.frozen.add(rank)
+                    os.kill(self.processes[rank].pid, signal.SIGSTOP)
+                else:
+                    self.processes[rank].kill()
+
+    def _wake(self) -> None:
+        for rank in tuple(self.frozen):
+            others = set(self.reports.values()) - self.frozen
+            if all(rank in self._dead.get(other, ()) for other in others):
+                self.frozen.remove(rank)
+                os.kill(self.processes[rank].pid, signal.SIGCONT)
+
+
+def run_all(assignment: Assignment) -> Theatre:
+    """Run the ranks as processes, and return what they reported."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = start_forkserver()
-    processes = [context.Process(target=run_rank, args=(rank, port, assignment, folder)) for rank in range(5)]
-    deadline = time.monotonic() + DEADLINE_S
+    theatre = Theatre(assignment=assignment, processes=[], reports={})
     try:
-        for process in processes:
+        for rank in range(5):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_rank, args=(rank, port, assignment, theirs))
             process.start()
-        if assignment.fate == "freeze":
-            _wake_later(processes, folder)
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        assert not hanging, f"ranks {hanging} hang: {assignment}"
+            theirs.close()
+            theatre.processes.append(process)
+            theatre.reports[ours] = rank
+        theatre.watch()
     finally:
-        for process in processes:
-            with contextlib.suppress(AttributeError):
-                process.kill()
-                process.join()
-    return [_read(folder / f"rank{rank}.json") for rank in range(5)]
+        for process in theatre.processes:
+            process.kill()
+            process.join()
+        for pipe in theatre.reports:
+            pipe.close()
+    return theatre
 
 
-def _wake_later(processes: list[Any], folder: Path) -> None:
-    """Wake whoever stands still, once the others have given him up."""
-    start_s = time.monotonic()
-    while not (folder / "state").exists() and time.monotonic() < start_s + DEADLINE_S / 2:
-        time.sleep(0.1)
-    time.sleep(FROZEN_S)
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
+def check(theatre: Theatre) -> dict[str, Any]:
+    """Raise unless all died who should, and the survivors went on, alike within a cluster, within 5 s; say how it was.
 
-
-def check(outcomes: list[dict[str, Any] | None], assignment: Assignment) -> dict[str, Any]:
-    """Raise unless the survivors went on, alike within a cluster, within 5 s; return what happened."""
-    living = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
-    errors = {rank: outcome["error"] for rank, outcome in living.items() if "error" in outcome}
-    frozen = []
-    if assignment.fate == "freeze":  # whoever was given up must stop, and say why
-        frozen = [rank for rank, error in errors.items() if error.startswith(("PeerLostError", "UpdateError"))][:1]
-        living = {rank: outcome for rank, outcome in living.items() if rank not in frozen}
-        errors = {rank: error for rank, error in errors.items() if rank not in frozen}
+    Whoever was frozen, and given up meanwhile, must stop and say why.
+    """
+    assignment = theatre.assignment
+    victims, outcomes = theatre.victims, theatre.outcomes
+    is_frozen = assignment.fate == "freeze"
+    for rank in victims:
+        error = outcomes.pop(rank, {"error": ""})["error"]
+        assert not is_frozen or error.startswith(("PeerLostError", "UpdateError")), f"{assignment}: {error}"
+    errors = {rank: outcome["error"] for rank, outcome in outcomes.items() if "error" in outcome}
     assert not errors, f"{assignment}: {errors}"
+    states = [theatre.struck[rank].state for rank in victims]
+    assert len(states) == assignment.num_deaths, f"{assignment}: died {states}"
+    assert states[-1] == assignment.state, f"{assignment}: died {states}"
+    assert sorted([*victims, *outcomes]) == list(range(5)), f"{assignment}: {victims} died, {sorted(outcomes)} ended"
     for ranks in CLUSTERS:
-        ends = {living[rank]["digest"] for rank in ranks if rank in living}
+        ends = {outcomes[rank]["digest"] for rank in ranks if rank in outcomes}
         assert len(ends) <= 1, f"{assignment}: cluster {ranks} ended with {ends}"
-    assert len({(tuple(outcome["servers"]), outcome["term"]) for outcome in living.values()}) == 1, assignment
-    longest_s = max(outcome["longest_gap_s"] for outcome in living.values())
-    limit_s = 5 + (DETECTION_S if frozen else 0)
+    assert len({(tuple(outcome["servers"]), outcome["term"]) for outcome in outcomes.values()}) == 1, assignment
+    longest_s = max(outcome["longest_gap_s"] for outcome in outcomes.values())
+    limit_s = 5 + (DETECTION_S if is_frozen else 0)
     assert longest_s < limit_s, f"{assignment}: {longest_s:.1f} s without a step"
-    dead = [rank for rank, outcome in enumerate(outcomes) if outcome is None or rank in frozen]
-    return {**asdict(assignment), "dead": dead, "longest_gap_s": longest_s}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return {**asdict(assignment), "dead": victims, "longest_gap_s": longest_s}

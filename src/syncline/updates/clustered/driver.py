@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
@@ -24,6 +24,8 @@ from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorSh
 
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
+
+Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Driver:
         self._failure: SynclineError | None = None
         self._losses: dict[int, Exception] = {}
         self._over = threading.Event()
+        self._interceptor: Interceptor | None = None
 
     # The training thread.
 
@@ -109,6 +112,10 @@ class Driver:
         """Release everything."""
         self._port.call_soon(self._port.close)
 
+    def intercept(self, interceptor: Interceptor) -> None:
+        """Carry out what ``interceptor`` returns of all that the protocol decides; so tests can hold things back."""
+        self._port.call_soon(setattr, self, "_interceptor", interceptor)
+
     # The loop's thread.
 
     def _begin(self) -> None:
@@ -138,6 +145,8 @@ class Driver:
         self._perform(self._node.depart())
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
+        if self._interceptor is not None:
+            instructions = self._interceptor(self._node, instructions)
         for instruction in instructions:
             if isinstance(instruction, Send):
                 self._mailbox.send(instruction.peer, instruction.envelope)

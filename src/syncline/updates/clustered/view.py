@@ -15,7 +15,7 @@ class View:
         self.rank = rank
         self.clusters = tuple(tuple(sorted(ranks)) for ranks in clusters)
         self.dead: set[int] = set()
-        self._job = job
+        self.job = job
         self._cluster_of = {member: number for number, ranks in enumerate(self.clusters) for member in ranks}
 
     @property
@@ -46,7 +46,7 @@ class View:
 
     def server(self, cluster: int, term: int) -> int | None:
         """Return the temporary server of a cluster in a term; None if all its ranks are dead."""
-        return draw_server(self._job, term, self.clusters[cluster], self.dead)
+        return draw_server(self.job, term, self.clusters[cluster], self.dead)
 
     def participants(self, term: int) -> Participants:
         """Return the servers of all live clusters in a term."""
