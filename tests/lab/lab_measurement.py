@@ -16,20 +16,23 @@ def measure_flows(lab, flows, *, window_s=1.5, warm_up_s=0.5):
     The second result is the number of segments that were sent again, warm-up included.
     """
     processes = [process for host in lab.plan.hosts if (process := start_traffic(lab, host.name, flows))]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    warm_up_begin = time.monotonic() + 0.05
-    begin = warm_up_begin + warm_up_s
-    timing = json.dumps([warm_up_begin, begin, begin + window_s])
-    for process in processes:
-        process.stdin.write(f"{timing}\n")
-        process.stdin.flush()
+    tell(processes, "listening", "connect")
+    begin = time.monotonic() + warm_up_s
+    tell(processes, "ready", json.dumps([begin, begin + window_s]))
     results = [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]
     assert all(process.returncode == 0 for process in processes)
     arrived = [flow for result in results for flow in result["arrived"]]
     assert len(arrived) == len(flows)
-    resent = sum(result["resent"] for result in results)
-    return [{**flow, "bytes_per_s": flow["num_bytes"] / window_s} for flow in arrived], resent
+    return arrived, sum(result["resent"] for result in results)
+
+
+def tell(processes, awaited, text):
+    """Write a line to all processes once all of them have written ``awaited``."""
+    for process in processes:
+        assert process.stdout.readline() == f"{awaited}\n"
+    for process in processes:
+        process.stdin.write(f"{text}\n")
+        process.stdin.flush()
 
 
 def start_traffic(lab, host, flows):

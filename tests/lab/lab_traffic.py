@@ -1,13 +1,15 @@
 """A small traffic generator, run on a lab's hosts: `python lab_traffic.py SPEC`, with SPEC as JSON.
 
-It listens, connects every flow, prints `ready`, reads from its input when to begin and to end, sends until then, and
-prints as JSON how many bytes of each flow arrived in the window. It runs ahead of the machine's other work: a sender
-that waits for a core says nothing about the link.
+It prints `listening`, connects every flow when told so, prints `ready`, reads from its input when the measurement
+begins and ends, sends at once, and prints as JSON how fast each flow arrived in that time. The kernel counts what
+arrives: a reader that waits for a core changes nothing. It runs ahead of the machine's other work all the same, since a
+sender that waits for a core leaves its link idle.
 """
 
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -16,6 +18,9 @@ from pathlib import Path
 PORT = 7000
 CHUNK_BYTES = 256 * 1024
 PATIENCE_S = 20.0
+OVERTIME_S = 0.1
+"""Senders go on after the end, so that one who looks a little late finds the links as full as they were."""
+TCP_INFO_BYTES_RECEIVED = 128
 
 
 class Window:
@@ -25,41 +30,43 @@ class Window:
         self.is_known = threading.Event()
 
     def learn(self, line):
-        self.warm_up_begin, self.begin, self.end = json.loads(line)
+        self.begin, self.end = json.loads(line)
         self.is_known.set()
 
-    def wait_for_warm_up(self):
+    def wait(self):
         assert self.is_known.wait(PATIENCE_S), "nobody said when to begin"
-        time.sleep(max(0.0, self.warm_up_begin - time.monotonic()))
+
+
+def look(connection):
+    """Return what time it is, and how many bytes have arrived."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return time.monotonic(), struct.unpack_from("=Q", info, TCP_INFO_BYTES_RECEIVED)[0]
 
 
 def receive(connection, flow, window, arrived):
-    window.wait_for_warm_up()
+    window.wait()
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    num_bytes = 0
-    while (now := time.monotonic()) < window.end:
-        count = connection.recv_into(buffer)
-        if not count:
-            break
-        if now >= window.begin:
-            num_bytes += count
-    arrived.append({**flow, "num_bytes": num_bytes})
+    first = last = None
+    while connection.recv_into(buffer):
+        now = time.monotonic()
+        if first is None and now >= window.begin:
+            first = look(connection)
+        if last is None and now >= window.end:
+            last = look(connection)
+    arrived.append({**flow, "bytes_per_s": (last[1] - first[1]) / (last[0] - first[0])})
     connection.close()
 
 
 def send(connection, flow, window):
     payload = bytes(flow.get("chunk_bytes", CHUNK_BYTES))
-    window.wait_for_warm_up()
-    try:
-        while time.monotonic() < window.end:
-            connection.sendall(payload)
-    except OSError:
-        pass  # the receiver's window is over
+    window.wait()
+    while time.monotonic() < window.end + OVERTIME_S:
+        connection.sendall(payload)
     connection.close()
 
 
 def connect(flow):
-    connection = create_connection(flow["address"])
+    connection = socket.create_connection((flow["address"], PORT), timeout=PATIENCE_S)
     if flow.get("congestion_control"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, flow["congestion_control"].encode())
     if flow.get("dscp"):
@@ -67,17 +74,6 @@ def connect(flow):
     connection.sendall(json.dumps(flow).encode())
     assert connection.recv(1) == b"!"
     return connection
-
-
-def create_connection(address):
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return socket.create_connection((address, PORT), timeout=PATIENCE_S)
-        except ConnectionRefusedError:  # the other host's listener is a moment behind
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
 
 
 def accept(listener, num_incoming, incoming):
@@ -102,6 +98,8 @@ def main():
     listener = socket.create_server(("0.0.0.0", PORT), backlog=256)
     accepting = threading.Thread(target=accept, args=(listener, spec["num_incoming"], incoming))
     accepting.start()
+    print("listening", flush=True)
+    sys.stdin.readline()
     outgoing = [(connect(flow), flow) for flow in spec["flows"]]
     accepting.join()
     threads = [threading.Thread(target=receive, args=(*entry, window, arrived)) for entry in incoming]

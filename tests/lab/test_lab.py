@@ -2,11 +2,11 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -39,19 +39,9 @@ def python(lab, host, code, *args, **options):
     return process.communicate(timeout=20)[0]
 
 
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.01)
-
-
-def alive(process_id):
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def wait_until_over(pidfd, timeout_s=10.0):
+    assert select.select([pidfd], [], [], timeout_s)[0], "a process outlived its lab"
+    os.close(pidfd)
 
 
 def interfaces():
@@ -100,22 +90,22 @@ def test_two_labs_at_once_and_no_second_up(is_gone):
 
 
 def test_an_error_removes_everything_and_daemons_die_too(is_gone):
-    daemon = "import os, time; print(os.getpid(), flush=True); os.setsid(); time.sleep(600)"
+    daemon = "import os, signal; os.setsid(); print(os.getpid(), flush=True); signal.pause()"
     fork = f"import os, sys\nif os.fork() == 0:\n    exec({daemon!r})"
-    pids = []
+    pidfds = []
     lab = Lab(Topology.flat(2))
 
     def use():
         with lab:
             process = lab.spawn("h0", [sys.executable, "-c", fork], stdout=subprocess.PIPE, text=True)
-            pids.append(int(process.stdout.readline()))
+            pidfds.append(os.pidfd_open(int(process.stdout.readline())))
             process.stdout.close()
             raise ZeroDivisionError(lab.lab_id)
 
     with pytest.raises(ZeroDivisionError) as caught:
         use()
     assert is_gone(str(caught.value))
-    wait_until(lambda: not alive(pids[0]))
+    wait_until_over(pidfds[0])
 
 
 def test_what_cannot_be_built_leaves_nothing(is_gone):
@@ -126,11 +116,11 @@ def test_what_cannot_be_built_leaves_nothing(is_gone):
 
 
 HOLD = """
-import subprocess, sys, time
+import sys
 from syncline.lab import Lab
 from syncline.topology import Topology
 lab = Lab(Topology.flat(2)).up()
-process = lab.spawn("h0", ["sleep", "600"])
+process = lab.spawn("h0", [sys.executable, "-c", "import signal; signal.pause()"])
 print(lab.lab_id, process.pid, flush=True)
 sys.stdin.readline()
 """
@@ -145,7 +135,8 @@ def holder():
 
 
 def test_clean_removes_what_a_killed_run_left(holder, is_gone):
-    lab_id, sleeper = holder.stdout.readline().split()
+    lab_id, process_id = holder.stdout.readline().split()
+    pidfd = os.pidfd_open(int(process_id))
     assert lab_id not in clean()
     assert not is_gone(lab_id)
     holder.send_signal(signal.SIGKILL)
@@ -154,7 +145,7 @@ def test_clean_removes_what_a_killed_run_left(holder, is_gone):
     assert left.is_abandoned
     assert lab_id in clean()
     assert is_gone(lab_id)
-    wait_until(lambda: not alive(int(sleeper)))
+    wait_until_over(pidfd)
 
 
 def test_a_process_that_ends_removes_its_lab(holder, is_gone):

@@ -18,15 +18,16 @@ from syncline.topology import Topology
 sys.exit(run(Topology.flat(2), [sys.executable, "-uc", sys.argv[1]], report=lambda text: print("!", text, flush=True)))
 """
 PATIENT = """
-import os, signal, time
+import os, signal
 def end(number, frame):
     print("got", number, flush=True)
     raise SystemExit(3)
 signal.signal(signal.SIGINT, end)
 print("ready", os.environ["SYNCLINE_LAB"], flush=True)
-time.sleep(600)
+while True:
+    signal.pause()
 """
-STUBBORN = PATIENT.replace("raise SystemExit(3)", "time.sleep(600)")
+STUBBORN = PATIENT.replace("    raise SystemExit(3)\n", "")
 
 
 def run_here(code, topology=None, **options):
@@ -65,14 +66,14 @@ def test_the_first_failure_is_the_status_and_is_told():
 def test_hosts_that_stay_after_a_failure_are_ended(monkeypatch):
     monkeypatch.setattr("syncline.lab.running.GRACE_S", 0.2)
     started = time.monotonic()
-    code = "import os, time\nif os.environ['SYNCLINE_HOST'] == 'h1':\n    raise SystemExit(9)\ntime.sleep(600)"
+    code = "import os, signal\nif os.environ['SYNCLINE_HOST'] == 'h1':\n    raise SystemExit(9)\nsignal.pause()"
     status, *_ = run_here(code)
     assert status == 9
     assert time.monotonic() - started < 10
 
 
 def test_a_pipe_that_a_daemon_holds_open_does_not_keep_the_run_waiting():
-    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\nprint('done', flush=True)"
+    code = "import os, signal\nif os.fork() == 0:\n    os.setsid()\n    signal.pause()\nprint('done', flush=True)"
     status, output, _, _ = run_here(code, Topology.flat(1))
     assert (status, output) == (0, "h0 | done\n")
 
