@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from syncline.errors import FabricClosedError, PeerLostError
+from syncline.fabric.audience import Audience
 from syncline.fabric.memory_classes import MemoryClasses
 from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
@@ -127,8 +128,7 @@ class MemoryFabric:
         self._network = network
         self._rank = rank
         self._close_s = close_s
-        self._listener: FabricListener | None = None
-        self._backlog: list[Callable[[FabricListener], None]] = []
+        self._audience = Audience()
         self._posted: dict[tuple[int, int], _Posted] = {}
         self._held: dict[tuple[int, int], _Parcel] = {}
         self._outgoing = 0
@@ -153,10 +153,7 @@ class MemoryFabric:
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
-        self._listener = listener
-        backlog, self._backlog = self._backlog, []
-        for event in backlog:
-            event(listener)
+        self._audience.seat(listener)
 
     def send(
         self,
@@ -323,7 +320,7 @@ class MemoryFabric:
             return
         self._lost[peer] = error
         self._network.classes.look_again()
-        self._tell(lambda listener: listener.on_peer_lost(peer, error))
+        self._audience.tell(lambda listener: listener.on_peer_lost(peer, error))
 
     def _deliver(self, parcel: _Parcel) -> None:
         """Take a parcel that arrived: hand it over, or hold it until its receive is posted."""
@@ -333,7 +330,7 @@ class MemoryFabric:
         elif parcel.is_control:
             source._finish(parcel, was_delivered=True)
             payload = bytes(parcel.payload)
-            self._tell(lambda listener: listener.on_control(parcel.source, payload))
+            self._audience.tell(lambda listener: listener.on_control(parcel.source, payload))
         elif (parcel.source, parcel.tag) in self._posted:
             self._land(parcel, self._posted.pop((parcel.source, parcel.tag)))
             source._finish(parcel, was_delivered=True)
@@ -345,7 +342,7 @@ class MemoryFabric:
     def _land(self, parcel: _Parcel, posted: _Posted) -> None:
         if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:
             peer, tag, expected, received = parcel.source, parcel.tag, posted.signature, parcel.signature
-            self._tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
+            self._audience.tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
             return
         posted.destination[:] = parcel.payload
         counters = self._count(parcel.source, parcel.connection_class)
@@ -370,12 +367,6 @@ class MemoryFabric:
                 counters.sent_messages += 1
         if on_sent is not None and was_delivered and not self._is_closed:
             on_sent()
-
-    def _tell(self, event: Callable[[FabricListener], None]) -> None:
-        if self._listener is None:
-            self._backlog.append(event)
-        else:
-            event(self._listener)
 
     def _count(self, peer: int, connection_class: int) -> _Counters:
         return self._counters.setdefault((peer, connection_class), _Counters())

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Protocol
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.callbacks import call_back
+from syncline.fabric.audience import Audience
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grants import GrantScheduler
@@ -73,8 +72,7 @@ class TcpFabric:
             if peer != rank
         }
         self._mesh: Mesh | None = None
-        self._listener: FabricListener | None = None
-        self._backlog: list[Callable[[FabricListener], None]] = []
+        self._audience = Audience()
         self._lost: dict[int, PeerLostError] = {}
         self._is_granting_soon = False
         self._is_closing = False
@@ -110,10 +108,7 @@ class TcpFabric:
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
-        self._listener = listener
-        backlog, self._backlog = self._backlog, []
-        for event in backlog:
-            call_back(partial(event, listener))
+        self._audience.seat(listener)
 
     def send(
         self,
@@ -286,11 +281,11 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
-        self._tell(lambda listener: listener.on_control(peer.rank, payload))
+        self._audience.tell(lambda listener: listener.on_control(peer.rank, payload))
 
     def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
         """Pass a mismatch on."""
-        self._tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
+        self._audience.tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
 
     def grant_soon(self) -> None:
         """Grant at the end of this iteration of the loop."""
@@ -342,7 +337,7 @@ class TcpFabric:
         self.grant_soon()
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
-            self._tell(lambda listener: listener.on_peer_lost(peer.rank, error))
+            self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
 
     def _release(self) -> list[asyncio.Task[tuple[int, int]]]:
         if self._is_closed:
@@ -369,12 +364,6 @@ class TcpFabric:
         self._check_open()
         assert peer in self._peers, f"rank {self._rank} has no peer {peer} in a job of {self.world_size}"
         return self._peers[peer]
-
-    def _tell(self, event: Callable[[FabricListener], None]) -> None:
-        if self._listener is None:
-            self._backlog.append(event)
-        else:
-            call_back(partial(event, self._listener))
 
     def _note(self, name: str, **args: object) -> None:
         if self._trace is not None:
