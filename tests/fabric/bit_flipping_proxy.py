@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 
-from fabric_scenarios import DictStore
+from meeting_stores import DictStore
 
 
 class BitFlippingProxy:

@@ -8,28 +8,9 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
+from meeting_stores import DirectoryStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-
-
-class DirectoryStore:
-    """A store that processes of one machine share: a file for each key."""
-
-    def __init__(self, path):
-        self.path = Path(path)
-
-    def set(self, key, value):
-        target = self.path / key.replace("/", "%")
-        temporary = target.with_name(f"{target.name}.{os.getpid()}")
-        temporary.write_bytes(value)
-        temporary.rename(target)
-
-    def get(self, key, timeout_s):
-        try:
-            return (self.path / key.replace("/", "%")).read_bytes()
-        except FileNotFoundError:
-            raise TimeoutError from None
 
 
 class Reporter:

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
 
 
@@ -89,22 +90,6 @@ async def open_shuffled_memory(world_size):
     yield fabrics
     for fabric in fabrics:
         fabric.abort()
-
-
-class DictStore:
-    """A store in this process."""
-
-    def __init__(self):
-        self.values = {}
-
-    def set(self, key, value):
-        self.values[key] = value
-
-    def get(self, key, timeout_s):
-        try:
-            return self.values[key]
-        except KeyError:
-            raise TimeoutError from None
 
 
 async def connect_all(world_size, options=None, *, store=None, topology=None):

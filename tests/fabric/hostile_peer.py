@@ -3,8 +3,7 @@
 import asyncio
 import socket
 
-from fabric_scenarios import DictStore
-
+from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.dialling import dial, read_exactly
 from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header

@@ -5,9 +5,10 @@ import contextlib
 import logging
 
 import pytest
-from fabric_scenarios import DictStore, Mail, connect_all, gather
+from fabric_scenarios import Mail, connect_all, gather
 from hostile_peer import connect_raw
 
+from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fabric_scenarios import DictStore, Mail, Recorder, connect_all, gather
+from fabric_scenarios import Mail, Recorder, connect_all, gather
 
+from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
 from syncline.fabric import FabricOptions, Priorities, sockets
 from syncline.fabric.data_connection import DataConnection, Outgoing

@@ -6,8 +6,8 @@ import socket
 
 import psutil
 import pytest
-from fabric_scenarios import DictStore
 
+from meeting_stores import DictStore
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.endpoints import format_endpoint, is_ipv6, parse_endpoint, without_brackets

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rank_scripts import script_environment
+
 SCRIPT = Path(__file__).with_name("fabric_process.py")
 TRAFFIC = {"num_bytes": 300_000, "num_messages": 1 << 40, "num_inflight": 4}
 
@@ -25,6 +27,7 @@ class RankProcess:
                 *(json.dumps(options), json.dumps(arguments)),
             ],
             stdout=subprocess.PIPE,
+            env=script_environment(),
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.process.stdout, selectors.EVENT_READ)

@@ -5,8 +5,8 @@ import json
 import threading
 
 import pytest
-from fabric_scenarios import DictStore
 
+from meeting_stores import DictStore
 from syncline.errors import RendezvousError
 from syncline.fabric.rendezvous import MAX_RECORD_BYTES, Member, Rendezvous
 

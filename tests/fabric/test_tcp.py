@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from bit_flipping_proxy import BitFlippingProxy, ProxyStore
-from fabric_scenarios import DictStore, Mail, Recorder, connect_all, gather
+from fabric_scenarios import Mail, Recorder, connect_all, gather
 
+from meeting_stores import DictStore
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
 from syncline.topology.topology import Topology

@@ -5,33 +5,14 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
+from meeting_stores import DirectoryStore
 from syncline.errors import SynclineError
 from syncline.fabric import FabricOptions
 from syncline.runtime import Communicator, numpy_reduction
 from syncline.topology import Topology
-
-
-class FolderStore:
-    """A store in a folder; a key appears whole or not at all."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    def set(self, key, value):
-        path = self.folder / key.replace("/", "_")
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(value)
-        part.rename(path)
-
-    def get(self, key, timeout_s):
-        try:
-            return (self.folder / key.replace("/", "_")).read_bytes()
-        except FileNotFoundError:
-            raise TimeoutError from None
 
 
 def main():
@@ -39,7 +20,7 @@ def main():
     rank, world_size, victim = int(rank), int(world_size), int(victim)
     options = FabricOptions(heartbeat_s=0.2, suspect_s=0.5, dead_s=1.5)
     settings = {"rank": rank, "world_size": world_size, "topology": Topology.flat(world_size), "options": options}
-    communicator = Communicator.connect(store=FolderStore(folder), **settings)
+    communicator = Communicator.connect(store=DirectoryStore(folder), **settings)
     numbers = np.full(4_000_000, rank + 1, np.float32)
     step, error = 0, None
     try:

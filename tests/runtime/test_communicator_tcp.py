@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from schedule_oracle import random_topology, replay
 
+from meeting_stores import DictStore
+from rank_scripts import script_environment
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
 from syncline.fabric import FabricOptions, Priorities
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
@@ -21,21 +23,6 @@ from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology
 
 FLOAT32 = numpy_reduction("float32")
-
-
-class DictStore:
-    """A store in this process."""
-
-    def __init__(self):
-        self._values = {}
-
-    def set(self, key, value):
-        self._values[key] = value
-
-    def get(self, key, timeout_s):
-        if key not in self._values:
-            raise TimeoutError
-        return self._values[key]
 
 
 def connect_all(topology, *, options=None, **settings):
@@ -222,6 +209,7 @@ def run_processes(folder, world_size, victim, signal_name):
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), str(folder), str(rank), str(world_size), str(victim), signal_name],
+            env=script_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

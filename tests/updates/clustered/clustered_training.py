@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,75 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from small_regression import batch as batch_of
+from small_regression import loss_of, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime import communicators_in_memory
-from syncline.topology import Topology
 from syncline.updates.clustered.rule import Clustered
-
-JOIN_S = 60.0
 
 
 class KilledError(Exception):
     """Ends a rank as if it were killed."""
 
 
-def run_ranks(num_ranks: int, body: Callable[[Fleet], Any], **options: Any) -> list[Any]:
-    """Run ``body`` on every rank; return what each returned, a KilledError for those who died."""
-    torch.set_num_threads(1)
-    options.setdefault("timeout_s", 20.0)
-    topology = options.pop("topology", None) or Topology.flat(num_ranks)
-    fleets = [Fleet(communicator) for communicator in communicators_in_memory(num_ranks, topology, **options)]
-    results: list[Any] = [None] * num_ranks
-
-    def main(fleet: Fleet) -> None:
-        try:
-            with fleet:
-                results[fleet.rank] = body(fleet)
-        except BaseException as error:
-            results[fleet.rank] = error
-
-    threads = [threading.Thread(target=main, args=(fleet,), daemon=True) for fleet in fleets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_S)
-    assert not any(thread.is_alive() for thread in threads), f"ranks hang: {results}"
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, KilledError):
-            raise result
-    return results
-
-
-def make_model() -> nn.Module:
-    generator = torch.Generator().manual_seed(7)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).to(torch.float64)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
-    return model
-
-
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks see different distributions, and batches of different sizes."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    inputs = torch.randn(3 + rank % 3 + step % 2, 6, generator=generator, dtype=torch.float64) + 0.3 * rank
-    return inputs, torch.sin(inputs[:, :3] * (1 + 0.2 * rank))
-
-
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return ((model(inputs) - targets) ** 2).mean()
-
-
-def parameters_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
-
-
-def make_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def make_adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
+    """Batches differ in size, from rank to rank and from step to step."""
+    return batch_of(rank, step, 3 + rank % 3 + step % 2)
 
 
 def train(

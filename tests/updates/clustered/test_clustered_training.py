@@ -1,23 +1,14 @@
 import pytest
 import torch
-from clustered_training import (
-    KilledError,
-    batch,
-    loss_of,
-    make_adam,
-    make_model,
-    make_sgd,
-    parameters_of,
-    run_ranks,
-    train,
-    train_by_the_book,
-)
+from clustered_training import KilledError, batch, train, train_by_the_book
 
+from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import AllReduce
 from syncline.updates.clustered.rule import Clustered
+from thread_fleets import run_fleets
 
 CLUSTERS = ((0, 1, 2), (3, 4))
 
@@ -31,8 +22,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 )
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_period_1_with_uniform_weights_equals_all_reduce(clusters, make) -> None:
-    synchronous = run_ranks(5, lambda fleet: train(fleet, AllReduce(), 6, make))
-    clustered = run_ranks(
+    synchronous = run_fleets(5, lambda fleet: train(fleet, AllReduce(), 6, make))
+    clustered = run_fleets(
         5, lambda fleet: train(fleet, Clustered(period=1, reelect_every=2, clusters=clusters), 6, make)
     )
     for rank in range(5):
@@ -54,7 +45,7 @@ RULES = [
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
     book = train_by_the_book(rule, rule.clusters, 13, make)
-    trained = run_ranks(5, lambda fleet: train(fleet, rule, 13, make), seed=3)
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 13, make), seed=3)
     for ranks, expected in zip(rule.clusters, book, strict=True):
         for rank in ranks:
             for found, right in zip(trained[rank][0], expected, strict=True):
@@ -62,7 +53,7 @@ def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
 
 
 def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
-    trained = run_ranks(5, lambda fleet: train(fleet, RULES[0], 7, make_adam), seed=1)
+    trained = run_fleets(5, lambda fleet: train(fleet, RULES[0], 7, make_adam), seed=1)
     for ranks in CLUSTERS:
         for rank in ranks:
             assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[ranks[0]][0], strict=True))
@@ -70,7 +61,9 @@ def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
 
 def test_with_sgd_clusters_meet_at_the_end_of_each_period() -> None:
     rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False)
-    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05)))
+    trained = run_fleets(
+        5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    )
     for step in (3, 7):
         assert_close(trained[0][0][step], trained[3][0][step])
     assert not torch.equal(trained[0][0][5], trained[3][0][5])
@@ -84,7 +77,7 @@ def test_all_ranks_have_the_same_parameters_after_a_close() -> None:
         result = train(fleet, rule, 6, make_adam, lambda rank, step, optimizer: models.update({rank: optimizer}))
         return result[0]
 
-    run_ranks(5, body)
+    run_fleets(5, body)
     ends = [parameters_of(models[rank].training.model) for rank in range(5)]
     for end in ends[1:]:
         assert_close(end, ends[0], 1e-12)
@@ -92,7 +85,7 @@ def test_all_ranks_have_the_same_parameters_after_a_close() -> None:
 
 def test_statistics_tell_clusters_servers_and_bytes() -> None:
     rule = Clustered(period=4, reelect_every=1, clusters=CLUSTERS, contribution="cosine", averages=False)
-    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8))
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 8))
     first = trained[0][1]
     assert first.clusters == CLUSTERS
     assert first.term == 2
@@ -124,7 +117,7 @@ def test_between_clusters_goes_one_gradient_for_each_period_and_cluster() -> Non
 
     for clusters in (((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (4,))):
         rule = Clustered(period=4, reelect_every=100, clusters=clusters, averages=False)
-        trained = run_ranks(5, body)
+        trained = run_fleets(5, body)
         size = len(clusters)
         expected = 3 * size * 2 * (size - 1) / size * num_bytes
         assert expected <= sent_between(trained) <= expected * 1.05 + 40 * 1024
@@ -142,7 +135,7 @@ def test_a_rank_dies_and_the_others_go_on(victim: int, death: int) -> None:
         if (rank, step) == (victim, death):
             raise KilledError
 
-    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, make_sgd, die), seed=victim)
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 8, make_sgd, die), accept=KilledError, seed=victim)
     assert isinstance(trained[victim], KilledError)
     for ranks in CLUSTERS:
         live = [rank for rank in ranks if rank != victim]
@@ -159,7 +152,7 @@ def test_a_whole_cluster_dies_and_the_weights_tell_it() -> None:
         if rank in (2, 3) and step == 3:
             raise KilledError
 
-    trained = run_ranks(5, lambda fleet: train(fleet, rule, 8, make_sgd, die))
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 8, make_sgd, die), accept=KilledError)
     for rank in (0, 1, 4):
         statistics = trained[rank][1]
         assert len(trained[rank][0]) == 8
@@ -176,7 +169,7 @@ def test_a_rank_without_enough_others_stops_with_an_error_that_says_so() -> None
             raise KilledError
 
     with pytest.raises(Exception, match=r"fewer than the quorum of 0\.75"):
-        run_ranks(4, lambda fleet: train(fleet, rule, 8, make_sgd, die))
+        run_fleets(4, lambda fleet: train(fleet, rule, 8, make_sgd, die), accept=KilledError)
 
 
 def test_a_rank_without_data_takes_part_with_no_weight() -> None:
@@ -194,8 +187,8 @@ def test_a_rank_without_data_takes_part_with_no_weight() -> None:
             optimizer.zero_grad()
         return parameters_of(model)
 
-    skipped = run_ranks(5, lambda fleet: body(fleet, skips=True))
-    weightless = run_ranks(5, lambda fleet: body(fleet, skips=False))
+    skipped = run_fleets(5, lambda fleet: body(fleet, skips=True))
+    weightless = run_fleets(5, lambda fleet: body(fleet, skips=False))
     for rank in range(5):
         assert_close(skipped[rank], weightless[rank])
 
@@ -204,7 +197,7 @@ def test_clusters_follow_the_topology() -> None:
     def clusters_of(fleet):
         return train(fleet, Clustered(period=2, measures=False), 1)[1].clusters
 
-    found = run_ranks(8, clusters_of, topology=Topology.load("two-sites"))
+    found = run_fleets(Topology.load("two-sites"), clusters_of)
     assert set(found) == {((0, 1, 2, 3), (4, 5, 6, 7))}
 
 
@@ -225,7 +218,7 @@ def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:
 
 def test_clusters_must_name_each_rank_once() -> None:
     with pytest.raises(ConfigurationError, match="each of the ranks 0 to 1 once"):
-        run_ranks(2, lambda fleet: train(fleet, Clustered(clusters=((0,), (0, 1))), 1))
+        run_fleets(2, lambda fleet: train(fleet, Clustered(clusters=((0,), (0, 1))), 1))
 
 
 def test_lbfgs_is_refused() -> None:

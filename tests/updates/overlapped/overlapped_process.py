@@ -8,9 +8,10 @@ import signal
 import sys
 
 import torch
-from overlapped_training import make_adam, make_model, one_step, parameters_of
+from overlapped_training import one_step
 
 import syncline
+from small_regression import make_adam, make_model, parameters_of
 
 
 def main() -> None:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from overlapped_training import make_adam, make_model, one_step, parameters_of, run_fleets, start
+from overlapped_training import one_step, start
 
+from small_regression import make_adam, make_model, parameters_of
 from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.losses import QuorumLostError
+from thread_fleets import run_fleets
 
 
 class DeathError(Exception):

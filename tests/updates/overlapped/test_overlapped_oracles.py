@@ -2,23 +2,13 @@
 
 import pytest
 import torch
-from overlapped_training import (
-    batch,
-    loss_of,
-    make_adam,
-    make_model,
-    make_sgd,
-    one_step,
-    parameters_of,
-    run_fleets,
-    size_of,
-    start,
-    train_alone,
-)
+from overlapped_training import one_step, size_of, start, train_alone
 
+from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.replay import Replica, replay
+from thread_fleets import run_fleets
 
 
 @pytest.mark.parametrize("kind", ["swap", "rebase"])

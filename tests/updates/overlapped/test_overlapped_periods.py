@@ -6,20 +6,13 @@ import threading
 
 import pytest
 import torch
-from overlapped_training import (
-    make_adam,
-    make_sgd,
-    one_step,
-    parameters_of,
-    run_fleets,
-    size_of,
-    start,
-    train_alone,
-)
+from overlapped_training import one_step, size_of, start, train_alone
 from torch import nn
 
+from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates import AllReduce, Nesterov, Overlapped
+from thread_fleets import run_fleets
 
 
 def digest(values: torch.Tensor) -> str:
@@ -133,7 +126,7 @@ def test_the_outer_optimizer_steps_on_the_averaged_difference(outer: Nesterov) -
 
 
 def reference_with_outer(outer: Nesterov, *, num_ranks: int, num_periods: int, period: int) -> torch.Tensor:
-    from overlapped_training import batch, loss_of, make_model
+    from small_regression import batch, loss_of, make_model
 
     model = make_model()
     optimizer = make_sgd(model.parameters())
@@ -183,7 +176,7 @@ def test_training_goes_on_at_a_periods_end_with_another_number_of_workers(outer:
 
 
 def alone_with_two_crews() -> torch.Tensor:
-    from overlapped_training import make_model
+    from small_regression import make_model
 
     model = make_model()
     optimizer = make_adam(model.parameters())

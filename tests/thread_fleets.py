@@ -1,0 +1,51 @@
+"""Ranks as threads of one process, on the in-memory fabric."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime import communicators_in_memory
+from syncline.topology import Topology
+
+JOIN_S = 60.0
+
+Accepted = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def run_fleets(
+    world: int | Topology, body: Callable[[Fleet], Any], *, accept: Accepted = (), **options: Any
+) -> list[Any]:
+    """Run ``body`` on every rank of a fleet; return what each returned, or the error it ended with if it is accepted.
+
+    The first error that is not is raised.
+    """
+    torch.set_num_threads(1)
+    options.setdefault("timeout_s", 20.0)
+    topology = Topology.flat(world) if isinstance(world, int) else world
+    fleets = [Fleet(communicator) for communicator in communicators_in_memory(topology.num_ranks, topology, **options)]
+    results: list[Any] = [None] * len(fleets)
+    errors: list[BaseException] = []
+
+    def main(fleet: Fleet) -> None:
+        try:
+            with fleet:
+                results[fleet.rank] = body(fleet)
+        except BaseException as error:
+            results[fleet.rank] = error
+            if not isinstance(error, accept):
+                errors.append(error)
+
+    threads = [threading.Thread(target=main, args=(fleet,), daemon=True) for fleet in fleets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert not any(thread.is_alive() for thread in threads), f"ranks hang; errors so far: {errors}"
+    if errors:
+        raise errors[0]
+    return results
