@@ -7,6 +7,10 @@ It learns a random linear map. ``syncline run`` sets the same environment variab
 
 import torch
 import torch.distributed as dist
+
+# DDP imports this when it is first made, and its functions take the group that is there by then as their default: they
+# would hold it beyond destroy_process_group(), with gloo's threads still running while the interpreter is torn down.
+import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
