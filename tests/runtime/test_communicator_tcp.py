@@ -249,4 +249,4 @@ def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_
         assert "rank 2 (host h2)" in line["text"]
         # Stopped at the start of step 5, it may still owe the others the last word of step 4.
         assert re.search(r"during all_reduce of bucket 0, step [45]", line["text"])
-        assert line["at_s"] - struck["struck_s"] < limit_s + 1.0  # two shared cores: a second for being scheduled
+        assert line["at_s"] - struck["struck_s"] < limit_s  # a kill is known after about 20 ms, beside busy loops too
