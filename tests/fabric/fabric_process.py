@@ -12,6 +12,8 @@ import sys
 from meeting_stores import DirectoryStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 
+MORE_MESSAGES = 10
+
 
 class Reporter:
     """Prints what the fabric tells, a JSON object on each line."""
@@ -30,6 +32,22 @@ class Reporter:
         say(event="mismatch", peer=peer, tag=tag)
 
 
+class Progress:
+    """Counts messages; asked for it, says when ``MORE_MESSAGES`` more have come."""
+
+    def __init__(self):
+        self._num_received = 0
+        self._goal = None
+
+    def ask(self):
+        self._goal = self._num_received + MORE_MESSAGES
+
+    def note(self):
+        self._num_received += 1
+        if self._num_received == self._goal:
+            say(event="progress")
+
+
 class Tracer:
     """Prints what the fabric traces."""
 
@@ -41,8 +59,9 @@ def say(**record):
     print(json.dumps(record), flush=True)
 
 
-async def exchange(fabric, *, num_bytes, num_messages, num_inflight, pause_s=0.0):
+async def exchange(fabric, *, num_bytes, num_messages, num_inflight, progress=None):
     """Send messages to the next rank and receive them from the one before, some at a time, until all are there."""
+    progress = progress or Progress()
     after, before = (fabric.rank + 1) % fabric.world_size, (fabric.rank - 1) % fabric.world_size
     payload = memoryview(bytearray(num_bytes))
     left = 2 * num_messages
@@ -80,7 +99,7 @@ async def exchange(fabric, *, num_bytes, num_messages, num_inflight, pause_s=0.0
                 buffers[place],
                 signature=1,
                 urgency=0,
-                on_received=lambda: (receive_more(place), finish()),
+                on_received=lambda: (progress.note(), receive_more(place), finish()),
             )
 
     for place in range(num_inflight):
@@ -104,11 +123,10 @@ async def traffic(fabric, arguments):
     """Send and receive until a peer is lost, then wait for the order to end."""
     reporter = Reporter()
     fabric.set_listener(reporter)
-    asyncio.get_running_loop().add_signal_handler(
-        signal.SIGUSR1, lambda: say(event="progress", received_bytes=fabric.statistics().received_bytes)
-    )
+    progress = Progress()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, progress.ask)
     say(event="ready", pid=os.getpid())
-    task = asyncio.create_task(exchange(fabric, **arguments))
+    task = asyncio.create_task(exchange(fabric, progress=progress, **arguments))
     while len(fabric.statistics().lost_peers) < fabric.world_size - 1:
         reporter.changed.clear()
         await reporter.changed.wait()
