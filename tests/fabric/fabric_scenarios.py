@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
@@ -108,6 +109,29 @@ async def connect_all(world_size, options=None, *, store=None, topology=None):
             for rank in range(world_size)
         )
     )
+
+
+def run_over_tcp(world_size, scenario, *, store=None, topology=None, shares_memory=False, **settings):
+    """Run ``scenario(fabrics, recorders, mail)`` on TCP fabrics of this process."""
+
+    async def main():
+        options = FabricOptions(shares_memory=shares_memory, **settings)
+        fabrics = await connect_all(world_size, options, store=store, topology=topology)
+        recorders = [Recorder() for _ in fabrics]
+        for fabric, recorder in zip(fabrics, recorders, strict=True):
+            fabric.set_listener(recorder)
+        try:
+            await scenario(fabrics, recorders, Mail(fabrics))
+        finally:
+            for fabric in fabrics:
+                fabric.abort()
+
+    asyncio.run(main())
+
+
+def num_descriptors():
+    """Return how many files this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def tcp_opener(**settings):

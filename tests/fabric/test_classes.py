@@ -7,10 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from fabric_scenarios import Mail, Recorder, connect_all, gather
+from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_over_tcp
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
@@ -30,25 +29,6 @@ async def open_all(fabrics, priorities=FOUR, *, timeout_s=20.0):
     return await asyncio.gather(
         *(fabric.open_classes(priorities, timeout_s=timeout_s) for fabric in fabrics), return_exceptions=True
     )
-
-
-def over_tcp(world_size, scenario, **settings):
-    async def main():
-        fabrics = await connect_all(world_size, FabricOptions(**({"shares_memory": False} | settings)))
-        recorders = [Recorder() for _ in fabrics]
-        for fabric, recorder in zip(fabrics, recorders, strict=True):
-            fabric.set_listener(recorder)
-        try:
-            await scenario(fabrics, recorders, Mail(fabrics))
-        finally:
-            for fabric in fabrics:
-                fabric.abort()
-
-    asyncio.run(main())
-
-
-def num_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_every_fabric_opens_classes_and_messages_match_whatever_they_come_on(on_fabrics):
@@ -138,7 +118,7 @@ def test_each_class_counts_what_went_on_it():
             assert sent[tag].queued_bytes == 0
         assert sum(entry.sent_bytes for entry in sent.values()) == after.sent_bytes
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -153,7 +133,7 @@ def test_old_and_new_connections_are_marked(address):
             priorities = [c._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for c in connections]
             assert priorities == [6, 5, 4, 3, 2]
 
-    over_tcp(2, scenario, address=address)
+    run_over_tcp(2, scenario, address=address)
 
 
 def test_classes_can_be_added_but_not_taken_away():
@@ -167,7 +147,7 @@ def test_classes_can_be_added_but_not_taken_away():
             assert "give all models of a job the same priorities" in str(outcome)
         await gather(mail.send(0, 1, 1, bytes(MIB), connection_class=2), mail.receive(1, 0, 1, MIB))
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 def test_a_model_without_priorities_leaves_those_of_another_alone():
@@ -176,7 +156,7 @@ def test_a_model_without_priorities_leaves_those_of_another_alone():
         await fabrics[0].open_classes(Priorities.off(), timeout_s=0.1)
         assert fabrics[0].peer(1).num_classes == 4
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 def test_messages_are_cut_as_small_as_the_priorities_ask():
@@ -188,7 +168,7 @@ def test_messages_are_cut_as_small_as_the_priorities_ask():
         num_frames = (after.overhead_bytes - before.overhead_bytes) // HEADER_BYTES
         assert num_frames >= 100, "a frame holds a header and at most one cut of 4 KiB"
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 def test_after_a_failure_they_stay_closed_and_the_rest_goes_on():
@@ -200,7 +180,7 @@ def test_after_a_failure_they_stay_closed_and_the_rest_goes_on():
         await gather(mail.send(0, 1, 1, bytes(MIB), connection_class=3), mail.receive(1, 0, 1, MIB))
         await gather(*(fabric.close() for fabric in fabrics), deadline_s=5.0)
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 def test_the_loss_of_a_peer_with_several_connections_is_told_once():
@@ -219,7 +199,7 @@ def test_the_loss_of_a_peer_with_several_connections_is_told_once():
         assert [sorted(recorder.lost) for recorder in recorders] == [[1], [0]]
         assert not failed_callbacks, "the recorder refuses to hear of a peer twice"
 
-    over_tcp(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 class NoReceiver:

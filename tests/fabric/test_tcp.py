@@ -4,11 +4,10 @@ import asyncio
 import random
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 from bit_flipping_proxy import BitFlippingProxy, ProxyStore
-from fabric_scenarios import Mail, Recorder, connect_all, gather
+from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptors, run_over_tcp
 
 from meeting_stores import DictStore
 from syncline.errors import PeerLostError
@@ -16,26 +15,6 @@ from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tc
 from syncline.topology.topology import Topology
 
 MIB = 1 << 20
-
-
-def run(world_size, scenario, *, store=None, topology=None, shares_memory=False, **settings):
-    async def main():
-        options = FabricOptions(shares_memory=shares_memory, **settings)
-        fabrics = await connect_all(world_size, options, store=store, topology=topology)
-        recorders = [Recorder() for _ in fabrics]
-        for fabric, recorder in zip(fabrics, recorders, strict=True):
-            fabric.set_listener(recorder)
-        try:
-            await scenario(fabrics, recorders, Mail(fabrics))
-        finally:
-            for fabric in fabrics:
-                fabric.abort()
-
-    asyncio.run(main())
-
-
-def num_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize("ends_by", ["close", "abort"])
@@ -96,7 +75,7 @@ def test_an_urgent_message_overtakes_bulk(sources):
         await gather(urgent, *futures)
         assert order.index("urgent") <= 4, "at most what was granted before goes ahead"
 
-    run(3, scenario, grant_window_bytes=2 * MIB, send_buffer_bytes=64 << 10, receive_buffer_bytes=64 << 10)
+    run_over_tcp(3, scenario, grant_window_bytes=2 * MIB, send_buffer_bytes=64 << 10, receive_buffer_bytes=64 << 10)
 
 
 def test_each_class_has_its_own_connection():
@@ -114,7 +93,7 @@ def test_each_class_has_its_own_connection():
             assert sent[tag].queued_bytes == 0
         assert sent[-1].overhead_bytes > 0
 
-    run(2, scenario, num_classes=3)
+    run_over_tcp(2, scenario, num_classes=3)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -131,7 +110,7 @@ def test_marks_and_priorities_are_set(address):
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == priority
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
-    run(2, scenario, address=address, num_classes=2, dscp=(34, 8))
+    run_over_tcp(2, scenario, address=address, num_classes=2, dscp=(34, 8))
 
 
 def test_hosts_come_from_the_topology():
@@ -142,7 +121,7 @@ def test_hosts_come_from_the_topology():
         assert repr(fabrics[0]) == "<TcpFabric rank 0 of 2: 1 peers>"
         assert repr(fabrics[0].peer(1)) == "<Peer rank 1 (host h1): ready>"
 
-    run(2, scenario, topology=topology)
+    run_over_tcp(2, scenario, topology=topology)
 
 
 @pytest.mark.parametrize("place", [500, 5_000, 300_007, 900_000])
@@ -184,7 +163,7 @@ def test_news_of_a_loss_names_the_cause():
         await recorders[0].wait_until(lambda: len(recorders[0].lost) == 2)
         assert "closed its connections to this rank, because rank 0 sent nothing" in str(recorders[0].lost[1])
 
-    run(3, scenario)
+    run_over_tcp(3, scenario)
 
 
 def test_close_does_not_wait_for_ever_for_a_receive():
@@ -198,7 +177,7 @@ def test_close_does_not_wait_for_ever_for_a_receive():
         assert type(recorders[1].lost[0]) is PeerLostError
         assert "closed its fabric after waiting 0.2 s for this rank to receive" in str(recorders[1].lost[0])
 
-    run(2, scenario, close_s=0.2)
+    run_over_tcp(2, scenario, close_s=0.2)
 
 
 def test_a_rank_that_closes_is_seen_to_leave_by_one_that_sends_to_it():
@@ -210,7 +189,7 @@ def test_a_rank_that_closes_is_seen_to_leave_by_one_that_sends_to_it():
         assert isinstance(recorders[1].lost[0], PeerLeftError)
         await gather(fabrics[1].close(), deadline_s=5.0)
 
-    run(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), OSError("bug"), EOFError("bug")])
@@ -230,7 +209,7 @@ def test_a_callback_that_fails_does_not_break_the_connection(error):
         assert caught == [error] * 3
         assert not recorders[1].lost
 
-    run(2, scenario)
+    run_over_tcp(2, scenario)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -261,4 +240,6 @@ def test_random_traffic_with_cancellations(seed):
         assert not any(future.done() for future in cancelled)
         assert not any(recorder.lost for recorder in recorders)
 
-    run(3, scenario, num_classes=2, credit_bytes=20_000, grant_window_bytes=50_000, chunk_bytes=16_384, close_s=0.2)
+    run_over_tcp(
+        3, scenario, num_classes=2, credit_bytes=20_000, grant_window_bytes=50_000, chunk_bytes=16_384, close_s=0.2
+    )
