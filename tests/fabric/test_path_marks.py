@@ -1,0 +1,128 @@
+"""Probes that tell what a path makes of DSCP marks, and the responder that answers them."""
+
+import socket
+import threading
+
+import pytest
+
+from syncline.errors import ConfigurationError
+from syncline.fabric import path_marks
+from syncline.fabric.path_marks import (
+    PACKET_BYTES,
+    PathMark,
+    make_answer,
+    make_probe,
+    open_mark_socket,
+    probe_path,
+    read_answer,
+    respond,
+)
+
+MARKS = (46, 34, 18, 8, 0)
+NONCE = bytes(16)
+
+
+@pytest.fixture
+def responder():
+    """Start responders; all have ended when the test has."""
+    is_over = threading.Event()
+    threads = []
+
+    def start(address, **settings):
+        sock = open_mark_socket(socket.AF_INET6 if ":" in address else socket.AF_INET, (address, 0))
+        port = sock.getsockname()[1]
+        told = []
+
+        def run():
+            with sock:
+                told.append(respond(sock, for_s=30.0, is_over=is_over.is_set, **settings))
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return port, told, threads[-1]
+
+    yield start
+    is_over.set()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("listens", "asks"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"), ("::", "::1")]
+)
+def test_marks_survive_on_loopback(responder, listens, asks):
+    port, _, _ = responder(listens)
+    found = probe_path(asks, port, MARKS)
+    assert found == tuple(PathMark(sent=mark, arrived=mark, returned=mark) for mark in MARKS)
+    assert all(one.survived for one in found)
+
+
+def test_a_path_that_clears_marks_is_seen_in_each_direction(responder, monkeypatch):
+    really_set = path_marks._set_mark
+
+    def bleached(sock, mark, peer):
+        is_responder = sock.getsockname()[1] == port
+        really_set(sock, mark if is_responder or mark == 8 else 0, peer)
+
+    port, _, _ = responder("127.0.0.1")
+    monkeypatch.setattr(path_marks, "_set_mark", bleached)
+    assert probe_path("127.0.0.1", port, (46, 8)) == (
+        PathMark(sent=46, arrived=0, returned=46),
+        PathMark(sent=8, arrived=8, returned=8),
+    )
+
+
+def test_only_those_who_share_the_secret_are_answered(responder):
+    port, _, _ = responder("127.0.0.1", key=b"secret")
+    assert probe_path("127.0.0.1", port, (46,), key=b"secret")[0].survived
+    assert probe_path("127.0.0.1", port, (46,), key=b"other", wait_s=0.05) == (
+        PathMark(sent=46, arrived=None, returned=None),
+    )
+
+
+def test_a_responder_answers_a_bounded_number_of_times(responder):
+    port, told, thread = responder("127.0.0.1", max_answers=2)
+    assert [one.survived for one in probe_path("127.0.0.1", port, (1, 2, 3), wait_s=0.1)] == [True, True, False]
+    thread.join(10.0)
+    assert told == [2]
+
+
+def test_nobody_there():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    assert probe_path("127.0.0.1", port, (46,), wait_s=0.05)[0] == PathMark(sent=46, arrived=None, returned=None)
+
+
+def test_an_answer_is_no_longer_than_its_probe_and_fits_it_alone():
+    probe = make_probe(46, NONCE, b"k")
+    answer, mark = make_answer(probe, 10, b"k")
+    assert (len(answer), mark) == (len(probe), 46) == (PACKET_BYTES, 46)
+    assert read_answer(answer, NONCE, 46, b"k") == 10
+    assert read_answer(answer, b"x" * 16, 46, b"k") is None
+    assert read_answer(answer, NONCE, 45, b"k") is None
+    assert read_answer(answer, NONCE, 46, b"j") is None
+    assert make_answer(answer, 10, b"k") is None, "two responders cannot keep each other busy"
+
+
+@pytest.mark.parametrize("packet", [b"", b"x" * PACKET_BYTES, make_probe(46, NONCE, b"k")[:-1] + b"x"])
+def test_whatever_is_no_probe_is_ignored(packet):
+    assert make_answer(packet, 0, b"k") is None
+
+
+def test_a_mark_beyond_six_bits_is_ignored():
+    assert make_answer(make_probe(64, NONCE, b"k"), 0, b"k") is None
+
+
+def test_a_name_that_leads_nowhere():
+    with pytest.raises(ConfigurationError, match="cannot be resolved"):
+        probe_path("no such host!", 1, (46,))
+
+
+def test_a_port_that_is_taken():
+    with (
+        open_mark_socket(socket.AF_INET, ("127.0.0.1", 0)) as sock,
+        pytest.raises(ConfigurationError, match="give another port"),
+    ):
+        open_mark_socket(socket.AF_INET, sock.getsockname())
