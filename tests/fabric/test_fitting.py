@@ -1,7 +1,7 @@
 """Windows and chunks that fit the links."""
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import build_scheduler, fit_options
+from syncline.fabric.fitting import build_scheduler, fit_options, resize_scheduler
 from syncline.topology.topology import Topology
 
 KIB = 1 << 10
@@ -14,7 +14,7 @@ def window(topology, rank=0, **settings):
 
 def test_the_window_lasts_ten_milliseconds_on_the_link_of_the_host():
     assert window(Topology.flat(2, rate=1e9)) == 10_000_000
-    assert window(Topology.flat(2, rate=1e6)) == 512 * KIB
+    assert window(Topology.flat(2, rate=1e6)) == 64 * KIB, "two chunks at least"
     assert window(None) == 4096 * KIB
     assert window(Topology.flat(2)) == 4096 * KIB
     assert window(Topology.flat(2, rate=1e9), grant_window_bytes=5) == 5
@@ -29,6 +29,16 @@ def test_chunks_last_five_milliseconds_on_their_route():
     options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
     assert options[1].chunk_bytes == 256 * KIB
     assert fit_options(FabricOptions(), rank=0, world_size=2, topology=None)[1] == FabricOptions()
+
+
+def test_with_several_classes_less_is_under_way():
+    topology = Topology.flat(2, rate=20e6)
+    assert window(topology, num_classes=4) == 100_000
+    assert fit_options(FabricOptions(num_classes=4), rank=0, world_size=2, topology=topology)[1].chunk_bytes == 40_000
+    scheduler = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=topology)
+    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 100_000)
+    resize_scheduler(scheduler, FabricOptions(num_classes=4), rank=0, world_size=2, topology=topology)
+    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (100_000, 40_000)
 
 
 def test_eager_messages_still_fit_into_a_chunk():

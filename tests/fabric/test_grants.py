@@ -41,12 +41,37 @@ def test_an_urgent_message_overtakes_bulk_of_another_sender():
     one.wish(1, 1, num_bytes=1000, urgency=9)
     one.grants()
     one.wish(2, 2, num_bytes=200, urgency=0)
-    assert one.grants() == [grant(2, 2, 50)], "an idle sender's urgent message does not wait for the window"
+    found = [grant(2, 2, 50), grant(2, 2, 100)]
+    assert one.grants() == found, "less urgent bytes under way do not take the urgent message's window"
     one.arrived(1, num_bytes=50, urgency=9)
     one.arrived(1, num_bytes=50, urgency=9)
-    assert one.grants() == [grant(2, 2, 100)]
+    assert one.grants() == []
     one.arrived(2, num_bytes=50, urgency=0)
-    assert one.grants() == [grant(2, 2, 150)], "bulk waits until the urgent message is granted"
+    assert one.grants() == [grant(2, 2, 150)]
+    one.arrived(2, num_bytes=50, urgency=0)
+    assert one.grants() == [grant(2, 2, 200)]
+
+
+def test_what_is_less_urgent_waits_until_most_of_the_urgent_message_is_here():
+    one = scheduler()
+    one.wish(2, 2, num_bytes=100, urgency=0)
+    one.wish(1, 1, num_bytes=1000, urgency=9)
+    assert one.grants() == [grant(2, 2, 50), grant(2, 2, 100)]
+    one.arrived(2, num_bytes=70, urgency=0)
+    assert one.grants() == []
+    one.arrived(2, num_bytes=5, urgency=0)
+    assert one.grants() == [grant(1, 1, 50), grant(1, 1, 100)]
+
+
+def test_new_sizes_hold_from_then_on():
+    one = scheduler(p1=50)
+    one.wish(1, 1, num_bytes=1000, urgency=0)
+    assert one.grants() == [grant(1, 1, 50)]
+    one.resize(window_bytes=300, quantum_bytes=200, sender_bytes={1: 120})
+    assert one.grants() == [grant(1, 1, 170)]
+    one.arrived(1, num_bytes=170, urgency=0)
+    one.resize(window_bytes=60, quantum_bytes=60, sender_bytes={})
+    assert one.grants() == [grant(1, 1, 230)]
 
 
 def test_slow_senders_do_not_starve_an_idle_one():
@@ -82,8 +107,8 @@ def test_a_forgotten_message_is_granted_no_further():
     one.wish(1, 2, num_bytes=1000, urgency=1)
     one.grants()
     one.forget(1, 1)
-    one.arrived(1, num_bytes=50, urgency=0)
-    assert one.grants() == [grant(1, 2, 50)]
+    one.arrived(1, num_bytes=100, urgency=0)
+    assert one.grants() == [grant(1, 2, 50), grant(1, 2, 100)]
     one.forget(1, 99)
     one.forget(9, 99)
 

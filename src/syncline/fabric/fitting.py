@@ -1,7 +1,8 @@
 """Sizes that fit the links: how much to grant, and in what pieces to send.
 
 Whatever is under way on a link delays an urgent message by the time that the link needs for it. So where the topology
-gives rates, a window lasts about 10 ms on the link that it is for, and a chunk about 5 ms on its route.
+gives rates, a window lasts about 10 ms on the link that it is for, and a chunk about 5 ms on its route. Where several
+connection classes are open, someone wants order more than the last percent of the rate: then about 5 ms and 2 ms.
 """
 
 from __future__ import annotations
@@ -9,28 +10,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypedDict
 
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.options import FabricOptions
 from syncline.topology.topology import Topology
 
 DEFAULT_WINDOW_BYTES = 4 << 20
-WINDOW_S = 0.010
-CHUNK_S = 0.005
+WINDOW_S, CHUNK_S = 0.010, 0.005
+CLASSES_WINDOW_S, CLASSES_CHUNK_S = 0.005, 0.002
 MIN_CHUNK_BYTES = 32 << 10
 
 
 def build_scheduler(options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None) -> GrantScheduler:
     """Size the grant window by what drains to this rank, and each sender's share by its route."""
-    window_bytes = options.grant_window_bytes or _window(_own_rate(topology, rank), options.chunk_bytes)
-    return GrantScheduler(
-        window_bytes=window_bytes,
-        quantum_bytes=max(options.chunk_bytes, window_bytes // 4),
-        sender_bytes={
-            peer: min(window_bytes, _window(rate, options.chunk_bytes))
+    return GrantScheduler(**_sizes(options, rank, world_size, topology))
+
+
+def resize_scheduler(
+    scheduler: GrantScheduler, options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
+) -> None:
+    """Let the scheduler grant as :func:`build_scheduler` would have it with these options."""
+    scheduler.resize(**_sizes(options, rank, world_size, topology))
+
+
+class _Sizes(TypedDict):
+    window_bytes: int
+    quantum_bytes: int
+    sender_bytes: Mapping[int, int]
+
+
+def _sizes(options: FabricOptions, rank: int, world_size: int, topology: Topology | None) -> _Sizes:
+    own_rate = _own_rate(topology, rank)
+    window_bytes = options.grant_window_bytes or _window(own_rate, options)
+    return {
+        "window_bytes": window_bytes,
+        "quantum_bytes": max(_chunk(own_rate, options), window_bytes // 4),
+        "sender_bytes": {
+            peer: min(window_bytes, _window(rate, options))
             for peer, rate in _route_rates(topology, world_size, target=rank).items()
         },
-    )
+    }
 
 
 def fit_options(
@@ -39,7 +59,7 @@ def fit_options(
     """Return the options for each peer: what is sent to it goes in chunks that its route carries soon."""
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
-        most_bytes = DEFAULT_WINDOW_BYTES if math.isinf(rate) else max(MIN_CHUNK_BYTES, int(rate * CHUNK_S))
+        most_bytes = _soon_bytes(rate, options)
         fitted[peer] = replace(
             options,
             chunk_bytes=max(options.eager_bytes, min(options.chunk_bytes, most_bytes)),
@@ -73,7 +93,18 @@ def _route_rates(
     return rates
 
 
-def _window(bytes_per_s: float, chunk_bytes: int) -> int:
+def _window(bytes_per_s: float, options: FabricOptions) -> int:
     if math.isinf(bytes_per_s):
-        return max(2 * chunk_bytes, DEFAULT_WINDOW_BYTES)
-    return max(2 * chunk_bytes, int(bytes_per_s * WINDOW_S))
+        return max(2 * options.chunk_bytes, DEFAULT_WINDOW_BYTES)
+    window_s = WINDOW_S if options.num_classes == 1 else CLASSES_WINDOW_S
+    return max(2 * _chunk(bytes_per_s, options), int(bytes_per_s * window_s))
+
+
+def _chunk(bytes_per_s: float, options: FabricOptions) -> int:
+    return min(options.chunk_bytes, _soon_bytes(bytes_per_s, options))
+
+
+def _soon_bytes(bytes_per_s: float, options: FabricOptions) -> int:
+    """Return what a link carries soon enough for whatever waits behind it."""
+    chunk_s = CHUNK_S if options.num_classes == 1 else CLASSES_CHUNK_S
+    return DEFAULT_WINDOW_BYTES if math.isinf(bytes_per_s) else max(MIN_CHUNK_BYTES, int(bytes_per_s * chunk_s))

@@ -7,6 +7,10 @@ senders* and keeps no more than a window of granted bytes under way, so that
   in the switches stay short (receiver-driven transport, as in Homa, SIGCOMM 2018);
 - nothing arrives for which no destination is known.
 
+An urgent message finds room in the window although less urgent ones fill it: a switch that honours priorities lets it
+overtake them, and any other serves it right after them. What is less urgent is not granted before most of it is here:
+sent any earlier, the last part of the urgent message would share the link with it.
+
 A window alone would let a few slow senders hold all of it while fast ones idle. So a sender that has nothing under way
 gets one quantum more, up to twice the window, unless something more urgent is under way; and one sender's share has its
 own limit. Everything here is pure: events in, grants out.
@@ -66,9 +70,9 @@ class _Sender:
 class GrantScheduler:
     """Orders the grants of one rank.
 
-    ``window_bytes`` bounds what is granted and has not arrived, but for one quantum and for the allowance to idle
-    senders (see the module); ``sender_bytes`` does so for single senders. A grant is for ``quantum_bytes`` at most.
-    Each call costs O(log n) in the number of waiting messages.
+    ``window_bytes`` bounds what is granted and has not arrived, but for one quantum and for the allowance to what is
+    more urgent and to idle senders, twice the window in all (see the module); ``sender_bytes`` does so for single
+    senders. A grant is for ``quantum_bytes`` at most. Each call costs O(log n) in the number of waiting messages.
     """
 
     def __init__(self, *, window_bytes: int, quantum_bytes: int, sender_bytes: Mapping[int, int] | None = None) -> None:
@@ -87,6 +91,14 @@ class GrantScheduler:
     def __repr__(self) -> str:
         waiting = sum(len(sender.by_tag) for sender in self._senders.values())
         return f"<GrantScheduler: {self.underway_bytes} of {self.window_bytes} bytes under way, {waiting} messages>"
+
+    def resize(self, *, window_bytes: int, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
+        """Grant with these sizes from now on; what is under way stays so."""
+        self.window_bytes, self.quantum_bytes = window_bytes, quantum_bytes
+        self._sender_bytes = dict(sender_bytes)
+        for peer, sender in self._senders.items():
+            sender.limit_bytes = max(self._sender_bytes.get(peer, window_bytes), 1)
+            self._offer(peer, sender)
 
     @property
     def has_wishes(self) -> bool:
@@ -140,11 +152,15 @@ class GrantScheduler:
     def grants(self) -> list[Grant]:
         """Return what may be sent now, most urgent first."""
         found: list[Grant] = []
-        while self.underway_bytes < self.window_bytes:
+        while self.underway_bytes < 2 * self.window_bytes:
             chosen = self._pop(self._ready, needs_idle=False)
             if chosen is None:
                 return found
-            found.append(self._grant(*chosen))
+            peer, sender, wish = chosen
+            if not self._is_its_turn(wish.urgency):
+                self._offer(peer, sender)
+                break
+            found.append(self._grant(peer, sender, wish))
         while self.underway_bytes < 2 * self.window_bytes:
             chosen = self._pop(self._idle, needs_idle=True)
             if chosen is None:
@@ -203,6 +219,12 @@ class GrantScheduler:
         self._underway_by_urgency[urgency] -= num_bytes
         if not self._underway_by_urgency[urgency]:
             del self._underway_by_urgency[urgency]
+
+    def _is_its_turn(self, urgency: int) -> bool:
+        """Whether a message has room in the window: less urgent ones do not take it, and more urgent ones go alone."""
+        ahead = sum(num_bytes for other, num_bytes in self._underway_by_urgency.items() if other < urgency)
+        equal = self._underway_by_urgency.get(urgency, 0)
+        return ahead <= self.window_bytes // 4 and ahead + equal < self.window_bytes
 
     def _is_anything_more_urgent_underway(self, urgency: int) -> bool:
         return min(self._underway_by_urgency, default=urgency) < urgency

@@ -17,7 +17,7 @@ from syncline.errors import ConfigurationError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.endpoints import is_ipv6
-from syncline.fabric.fitting import build_scheduler, fit_options
+from syncline.fabric.fitting import build_scheduler, fit_options, resize_scheduler
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key
 from syncline.fabric.options import FabricOptions
@@ -66,7 +66,7 @@ async def connect_tcp(
     except BaseException:
         listening.close()
         raise
-    mesh = _Mesh(fabric, listening, generation, options)
+    mesh = _Mesh(fabric, listening, generation, options, topology)
     try:
         await mesh.connect()
     except BaseException:
@@ -91,10 +91,16 @@ class _Mesh:
     """How the connections of one fabric are opened: dialled to lower ranks, accepted from higher ones."""
 
     def __init__(
-        self, fabric: TcpFabric, listening: socket.socket, generation: Generation, options: FabricOptions
+        self,
+        fabric: TcpFabric,
+        listening: socket.socket,
+        generation: Generation,
+        options: FabricOptions,
+        topology: Topology | None,
     ) -> None:
         self._fabric = fabric
         self._options = options
+        self._topology = topology
         self._members = generation.members
         self._own_address = listening.getsockname()[0]
         self._places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
@@ -140,15 +146,18 @@ class _Mesh:
             self.acceptor.use_terms(self._terms)
             peers = [self._fabric.peer(member.rank) for member in self._members if member.rank != self._fabric.rank]
             try:
-                await self._open_to_all(peers, priorities, range(first, wanted.num_classes), timeout_s)
+                await self._open_to_all(peers, range(first, wanted.num_classes), timeout_s)
             except BaseException as error:
                 self._failure = error  # some peers may have what others have not: the ranks no longer agree
                 raise
 
-    async def _open_to_all(self, peers: list[Peer], priorities: Priorities, classes: range, timeout_s: float) -> None:
+    async def _open_to_all(self, peers: list[Peer], classes: range, timeout_s: float) -> None:
         opening = _describe_classes(self._options)
+        rank, world_size, topology = self._fabric.rank, self._fabric.world_size, self._topology
+        fitted = fit_options(self._options, rank=rank, world_size=world_size, topology=topology)
+        resize_scheduler(self._fabric.scheduler, self._options, rank=rank, world_size=world_size, topology=topology)
         for peer in peers:
-            peer.expect(_with_classes(peer.options, priorities))
+            peer.expect(fitted[peer.rank])
             peer.send_frame(FrameType.OPEN, payload=opening.encode())
         silent = {peer.rank for peer in peers}
         await self._run(

@@ -63,7 +63,7 @@ class TcpFabric:
         self._hosts = tuple(hosts)
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._fetcher = Fetcher(self._loop)
         self._trace = trace
         self._peers = {
@@ -306,7 +306,7 @@ class TcpFabric:
 
     def _grant(self) -> None:
         self._is_granting_soon = False
-        for grant in self._scheduler.grants():
+        for grant in self.scheduler.grants():
             self._peers[grant.peer].inbox.on_granted(grant.tag, grant.limit_bytes)
 
     def _tick(self) -> None:
