@@ -1,0 +1,95 @@
+"""Parameters outside host memory: every byte that moves between ranks goes through the wire tensors, both ways.
+
+A device is stood in for by wire tensors of their own, as a bucket on one has them: whatever forgets to copy, or copies
+at the wrong moment, trains on old numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle_models import CASES, copies, loss_of, train_alone
+
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
+from syncline.updates import bucket as bucket_module
+
+RULES: dict[str, UpdateRule] = {
+    "sharded": Sharded(bucket_bytes=2000),
+    "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
+    "all_reduce": AllReduce(bucket_bytes=2000),
+    "clustered": Clustered(period=1, clusters=1, measures=False, bucket_bytes=2000),
+}
+PARTS = [3, 5]
+NUM_STEPS = 6
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def wires(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Give each bucket wire tensors of their own, full of NaN until something is staged."""
+    made: list[torch.Tensor] = []
+
+    def wire(flat: torch.Tensor) -> torch.Tensor:
+        made.append(torch.full_like(flat, torch.nan))
+        return made[-1]
+
+    monkeypatch.setattr(bucket_module, "_wire", wire)
+    return made
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_training_through_wire_tensors_is_that_of_one_process(
+    name: str, wires: list[torch.Tensor], run_fleets: Any
+) -> None:
+    case = CASES["perceptron"]
+    reference = case.make()
+    models = copies(reference, 2)
+    batches = case.batches(NUM_STEPS, sum(PARTS))
+    train_alone(case, reference, adam(reference), batches, [PARTS] * NUM_STEPS)
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), RULES[name], fleet=fleet)
+        for inputs, targets in batches:
+            loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+
+    run_fleets(2, body)
+    assert wires
+    for model in models:
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-9, atol=1e-10, msg=key)
+
+
+def test_a_checkpoint_holds_what_the_model_has_and_comes_back_there(tmp_path: Any, run_fleets: Any) -> None:
+    case = CASES["perceptron"]
+    models = copies(case.make(), 2)
+    (inputs, targets), *_ = case.batches(1, sum(PARTS))
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), RULES["sharded"], fleet=fleet)
+
+        def step() -> None:
+            loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        step()
+        after = {name: value.clone() for name, value in model.state_dict().items()}
+        load_checkpoint(tmp_path / "checkpoint", model, optimizer)
+        step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, after[name], rtol=0, atol=0, msg=name)
+
+    run_fleets(2, body)
