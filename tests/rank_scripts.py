@@ -1,11 +1,17 @@
-"""Ranks as processes of their own: a script for each."""
+"""Ranks as processes of their own: a script for each, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 DEADLINE_S = 120
@@ -26,20 +32,50 @@ def run_script(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env=script_environment() | places | {"RANK": str(rank)} | (extra or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    common = script_environment() | places
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(world_size)]
+        job = {
+            "script": str(script),
+            "arguments": arguments,
+            "environments": [common | {"RANK": str(rank)} | (extra or {}) for rank in range(world_size)],
+            "outputs": [str(output) for output in outputs],
+        }
+        statuses = _ask(_nursery(), job)
+        texts = [output.read_text() for output in outputs]
+    assert statuses is not None, f"ranks hang; they wrote {texts}"
+    return list(zip(statuses, texts, strict=True))
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("rank_nursery.py"))],
+        env=script_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(_end, process)
+    return process
+
+
+def _ask(nursery: subprocess.Popen[str], job: dict[str, object]) -> list[int] | None:
+    """Return the statuses of a job's ranks; None if they hang, and then they are killed."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps(job) + "\n")
+    nursery.stdin.flush()
+    if select.select([nursery.stdout], [], [], DEADLINE_S)[0]:
+        statuses: list[int] = json.loads(nursery.stdout.readline())
+        return statuses
+    _nursery.cache_clear()
+    _end(nursery)
+    return None
+
+
+def _end(nursery: subprocess.Popen[str]) -> None:
+    if nursery.poll() is None:
+        os.killpg(nursery.pid, signal.SIGKILL)
+    nursery.communicate()
