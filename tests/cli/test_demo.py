@@ -55,10 +55,54 @@ def test_the_rack_of_one_sends_gradients_and_parameters_once(first_run):
     assert 6 * model_mib < float(row[1]) < 8 * model_mib
 
 
-def test_the_trace_has_a_row_for_each_rank(first_run):
+@pytest.fixture(scope="module")
+def trace_events(first_run):
     events = json.loads((first_run[0] / "trace.json").read_text())
-    events = events["traceEvents"] if isinstance(events, dict) else events
-    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    return events["traceEvents"] if isinstance(events, dict) else events
+
+
+def test_the_trace_is_what_perfetto_reads(trace_events):
+    required = {"X": {"name", "cat", "ts", "dur", "pid", "tid"}, "M": {"name", "pid", "args"}}
+    assert {event["ph"] for event in trace_events} <= {"X", "M", "i", "C"}
+    for event in trace_events:
+        assert required.get(event["ph"], {"name", "pid", "ts"}) <= event.keys(), event
+        assert event.get("ts", 0) >= 0, event
+        assert event.get("dur", 0) >= 0, event
+
+
+def test_the_trace_shows_each_bucket_of_each_rank_on_rows_that_have_names(trace_events):
+    spans = [event for event in trace_events if event["ph"] == "X"]
+    rows = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in trace_events if event["name"] == "thread_name"
+    }
+    assert {rank for rank, _ in rows} == {0, 1, 2, 3}
+    for rank in range(4):
+        names = {rows[rank, span["tid"]].split()[0]: set() for span in spans if span["pid"] == rank}
+        for span in spans:
+            if span["pid"] == rank:
+                names[rows[rank, span["tid"]].split()[0]].add(span["name"])
+        buckets = {name.removeprefix("update of ") for name in names["update"]}
+        assert len(buckets) > 1
+        assert {"forward", "backward"} <= names["compute"]
+        assert names["wait"]
+        for what in ("reduce_scatter", "all_gather"):
+            assert {f"{what} of {bucket}" for bucket in buckets} <= {
+                name.split(",")[0] for name in names["communication"]
+            }
+
+
+def test_spans_of_one_row_of_the_trace_lie_one_after_another_or_one_in_another(trace_events):
+    rows = {}
+    for event in trace_events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for row, spans in rows.items():
+        open_ends = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 0.01, (row, start, end)
+            open_ends.append(end)
 
 
 def test_the_demo_goes_on_with_another_number_of_ranks(first_run, tmp_path):
