@@ -48,7 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise UpdateError(
-                "step(closure) would run backward passes inside the step, where ranks may differ; call it"
+                "step(closure) would run backward passes inside the step, where ranks may differ; call the closure "
+                "yourself, then step() without it"
             )
         self.training.step()
         # what lr_scheduler looks for on the optimizer that it was made with

@@ -14,10 +14,11 @@ import torch
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.inner import check_is_served
 from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeUpdater, check_steps_without_closure
+from syncline.updates.whole import WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class AllReduce:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure, which would run a backward pass in its step."""
-        check_steps_without_closure(optimizer)
+        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> AllReduceUpdater:
         """Begin to work on a model."""

@@ -28,18 +28,19 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 )
 """Optimizers whose new element depends on that element's gradient and state alone: they may step on any piece."""
 
-REFUSED: frozenset[type[optim.Optimizer]] = frozenset({optim.LBFGS, optim.SparseAdam})
-"""Optimizers that look at all parameters at once, or at sparse gradients: they cannot be divided at all."""
+
+def check_is_served(optimizer: optim.Optimizer) -> None:
+    """Raise :class:`UpdateError` if no rule can serve ``optimizer``: it wants a closure, or sparse gradients."""
+    if isinstance(optimizer, optim.LBFGS):
+        raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+    if isinstance(optimizer, optim.SparseAdam):
+        raise UpdateError("SparseAdam takes sparse gradients alone, and buckets are dense; use Adam, and sparse=False")
 
 
 def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool) -> None:
     """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that it would be given."""
     kind = type(optimizer)
-    if kind in REFUSED:
-        raise UpdateError(
-            f"{kind.__name__} cannot be divided between ranks: it needs a closure, all parameters at once, or sparse "
-            "gradients; use update=AllReduce() or another optimizer"
-        )
+    check_is_served(optimizer)
     if kind not in ELEMENTWISE and not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UpdateError(

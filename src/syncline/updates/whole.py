@@ -10,15 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from syncline.errors import UpdateError
 from syncline.updates.rule import Updater
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
-
-
-def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UpdateError` if ``optimizer`` wants a closure, which would run backward passes in its step."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
 
 
 class WholeUpdater(Updater):

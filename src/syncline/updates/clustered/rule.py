@@ -20,10 +20,11 @@ from syncline.updates.clustered.exchanges import Mixing
 from syncline.updates.clustered.grouping import ClusterChoice, Clusters, agree_on_clusters
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape
+from syncline.updates.inner import check_is_served
 from syncline.updates.lane import LaneOptions
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeUpdater, check_steps_without_closure
+from syncline.updates.whole import WholeUpdater
 
 FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
@@ -96,7 +97,7 @@ class Clustered:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        check_steps_without_closure(optimizer)
+        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> ClusteredUpdater:
         """Agree on the clusters, and begin to work on a model."""

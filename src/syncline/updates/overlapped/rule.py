@@ -11,6 +11,7 @@ import torch
 
 from syncline.errors import ConfigurationError
 from syncline.updates.bucket import Bucket
+from syncline.updates.inner import check_is_served
 from syncline.updates.lane import LaneOptions
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
@@ -25,7 +26,7 @@ from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeUpdater, check_steps_without_closure
+from syncline.updates.whole import WholeUpdater
 
 MAX_WINDOW = 32
 """Pushes of one worker that may be out, where staleness has no bound or a large one."""
@@ -96,7 +97,7 @@ class Overlapped:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        check_steps_without_closure(optimizer)
+        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> OverlappedUpdater:
         """Begin to work on a model; on a dedicated server, serve until all workers have left, then end the process."""
