@@ -202,3 +202,8 @@ def test_random_frames_end_in_a_loss_and_nothing_else(seed):
 
 def test_the_header_is_small():
     assert HEADER_BYTES == 48
+
+
+def test_classes_that_are_opened_before_the_last_ones_were_agreed():
+    opening = (-1, FrameType.OPEN, {"payload": b"4 classes"})
+    refused(opening, opening, match="opens further connections before the last ones were agreed")
