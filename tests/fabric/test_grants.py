@@ -63,6 +63,13 @@ def test_what_is_less_urgent_waits_until_most_of_the_urgent_message_is_here():
     assert one.grants() == [grant(1, 1, 50), grant(1, 1, 100)]
 
 
+def test_urgent_bytes_on_a_slow_route_leave_the_rest_of_the_link_to_others():
+    one = scheduler(window_bytes=1000, quantum_bytes=400, p2=400)
+    one.wish(2, 2, num_bytes=1000, urgency=0)
+    one.wish(1, 1, num_bytes=1000, urgency=9)
+    assert one.grants() == [grant(2, 2, 400), grant(1, 1, 400), grant(1, 1, 800)]
+
+
 def test_new_sizes_hold_from_then_on():
     one = scheduler(p1=50)
     one.wish(1, 1, num_bytes=1000, urgency=0)

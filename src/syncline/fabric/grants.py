@@ -56,6 +56,7 @@ class _Sender:
     wishes: list[_Wish] = field(default_factory=list)
     by_tag: dict[int, _Wish] = field(default_factory=dict)
     underway_bytes: int = 0
+    underway_by_urgency: Counter[int] = field(default_factory=Counter)
     ready_order: int = 0
     """Which wish was last offered in the heap of ready senders; 0 if none is in it."""
     idle_order: int = 0
@@ -125,6 +126,9 @@ class GrantScheduler:
         sender = self._senders[peer]
         sender.underway_bytes -= num_bytes
         self.underway_bytes -= num_bytes
+        sender.underway_by_urgency[urgency] -= num_bytes
+        if not sender.underway_by_urgency[urgency]:
+            del sender.underway_by_urgency[urgency]
         self._count_arrival(urgency, num_bytes)
         assert sender.underway_bytes >= 0, f"rank {peer} sent more than it was granted"
         if sender.wishes:
@@ -177,6 +181,7 @@ class GrantScheduler:
         wish.granted_bytes += amount
         sender.underway_bytes += amount
         self.underway_bytes += amount
+        sender.underway_by_urgency[wish.urgency] += amount
         self._underway_by_urgency[wish.urgency] += amount
         if wish.granted_bytes == wish.num_bytes:
             heapq.heappop(sender.wishes)
@@ -223,8 +228,18 @@ class GrantScheduler:
     def _is_its_turn(self, urgency: int) -> bool:
         """Whether a message has room in the window: less urgent ones do not take it, and more urgent ones go alone."""
         ahead = sum(num_bytes for other, num_bytes in self._underway_by_urgency.items() if other < urgency)
-        equal = self._underway_by_urgency.get(urgency, 0)
-        return ahead <= self.window_bytes // 4 and ahead + equal < self.window_bytes
+        if ahead + self._underway_by_urgency.get(urgency, 0) >= self.window_bytes:
+            return False
+        most = self.window_bytes // 4
+        return ahead <= most or self._weighted_ahead(urgency) <= most
+
+    def _weighted_ahead(self, urgency: int) -> int:
+        """Return the more urgent bytes under way; those on a slow route fill as much less of the link to this rank."""
+        ahead = 0
+        for sender in self._senders.values():
+            urgent = sum(num_bytes for other, num_bytes in sender.underway_by_urgency.items() if other < urgency)
+            ahead += urgent * min(sender.limit_bytes, self.window_bytes) // self.window_bytes
+        return ahead
 
     def _is_anything_more_urgent_underway(self, urgency: int) -> bool:
         return min(self._underway_by_urgency, default=urgency) < urgency
