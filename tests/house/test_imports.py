@@ -9,6 +9,7 @@ WITHOUT_TORCH = (
     "syncline",
     "syncline.errors",
     "syncline.units",
+    "syncline.endpoints",
     "syncline.observe",
     "syncline.topology",
     "syncline.schedule",
@@ -32,3 +33,9 @@ def test_the_public_face_names_its_version_and_everything_in_it_exists() -> None
 
     assert syncline.__version__.count(".") == 2
     assert all(getattr(syncline, name) is not None for name in dir(syncline))
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_commands_that_send_nothing_themselves_load_no_fabric(command: str) -> None:
+    probe = f"import sys, syncline.cli.{command}; sys.exit('syncline.fabric' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.endpoints import format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, Priorities
-from syncline.fabric.endpoints import format_endpoint, parse_endpoint
 from syncline.fabric.path_marks import DEFAULT_PORT, PathMark, open_mark_socket, probe_path, respond
 
 

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
-from syncline.fabric.endpoints import format_endpoint
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,

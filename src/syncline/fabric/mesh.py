@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
-from syncline.fabric.endpoints import is_ipv6
 from syncline.fabric.fitting import build_scheduler, fit_options, resize_scheduler
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key

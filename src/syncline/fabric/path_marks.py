@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError
-from syncline.fabric.endpoints import format_endpoint
 
 DEFAULT_PORT = 29499
 MAX_ANSWERS = 10_000

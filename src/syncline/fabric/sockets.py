@@ -8,8 +8,8 @@ import socket
 
 import psutil
 
+from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError
-from syncline.fabric.endpoints import without_brackets
 from syncline.fabric.options import FabricOptions
 
 BACKLOG = 1024

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError
-from syncline.fabric.endpoints import without_brackets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

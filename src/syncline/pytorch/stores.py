@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from syncline.endpoints import format_endpoint
 from syncline.errors import RendezvousError
-from syncline.fabric.endpoints import format_endpoint
 from syncline.pytorch.environment import Environment
 
 ANSWER_S = 30.0

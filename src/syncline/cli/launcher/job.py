@@ -17,8 +17,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from syncline.endpoints import is_ipv6, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
-from syncline.fabric.endpoints import is_ipv6, parse_endpoint, without_brackets
 from syncline.topology import Topology
 
 DEFAULT_MASTER_PORT = 29500

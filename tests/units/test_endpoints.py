@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from meeting_stores import DictStore
+from syncline.endpoints import format_endpoint, is_ipv6, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.endpoints import format_endpoint, is_ipv6, parse_endpoint, without_brackets
 from syncline.fabric.sockets import resolve_address
 
 
