@@ -24,6 +24,7 @@ def test_chunks_last_five_milliseconds_on_their_route():
     options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=20e6))
     assert options[1].chunk_bytes == 100_000
     assert options[1].unsent_bytes == 100_000
+    assert options[1].congestion == "cubic"
     options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e5))
     assert options[1].chunk_bytes == 32 * KIB
     options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
@@ -53,3 +54,17 @@ def test_each_route_has_its_own_sizes():
     options = fit_options(FabricOptions(), rank=6, world_size=10, topology=topology)
     assert options[7].chunk_bytes == 256 * KIB
     assert options[0].chunk_bytes == 62_500
+
+
+def shares(name, peer, rank):
+    topology = Topology.load(name)
+    scheduler = build_scheduler(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
+    return [share.part_bytes for share in scheduler.shares_of(peer)]
+
+
+def test_receivers_behind_a_slow_link_share_fifteen_milliseconds_of_it():
+    assert shares("two-racks-5-3", 0, 5) == [125_000, 125_000], "25 MB/s, three receivers: the rack's link and its own"
+    assert shares("two-racks-5-3", 5, 0) == [75_000, 75_000]
+    assert shares("two-racks-5-3", 0, 1) == [], "no link between switches lies on the way"
+    assert shares("two-sites", 0, 4) == [32 * KIB] * 2, "never less than the smallest chunk"
+    assert shares("flat-8", 0, 1) == []

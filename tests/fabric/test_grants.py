@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
+from syncline.fabric.link_share import LinkShare
 
 
 def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
@@ -137,8 +138,12 @@ class Driver:
     def __init__(self, seed, window_bytes, quantum_bytes):
         self.generator = random.Random(seed)
         self.limits = {peer: self.generator.randrange(1, 100) for peer in range(1, 5)}
+        self.outer, self.inner = (LinkShare(self.generator.randrange(1, 100)) for _ in range(2))
         self.scheduler = GrantScheduler(
-            window_bytes=window_bytes, quantum_bytes=quantum_bytes, sender_bytes=self.limits
+            window_bytes=window_bytes,
+            quantum_bytes=quantum_bytes,
+            sender_bytes=self.limits,
+            shares={1: (self.inner, self.outer), 2: (self.inner, self.outer), 3: (self.outer,)},
         )
         self.window_bytes, self.quantum_bytes = window_bytes, quantum_bytes
         self.unwished = [(self.generator.randrange(1, 5), tag) for tag in range(12)]
@@ -160,6 +165,9 @@ class Driver:
             self.check_grant(found)
         underway = {key: self.granted[key] - self.arrived[key] for key in self.sizes}
         assert self.scheduler.underway_bytes == sum(underway.values()) < 2 * self.window_bytes + self.quantum_bytes
+        for link, senders in ((self.inner, {1, 2}), (self.outer, {1, 2, 3})):
+            assert link.underway_bytes == sum(underway[key] for key in underway if key[0] in senders)
+            assert link.underway_bytes < link.limit_bytes + link.quantum_bytes
         moving = [key for key in underway if underway[key]]
         wishing = [key for key in self.sizes if key not in self.unwished and self.granted[key] < self.sizes[key]]
         assert moving or not wishing, "messages wait and nothing moves"
@@ -198,3 +206,26 @@ def test_credit_is_given_back_in_batches():
     assert all(credit.take(10) for _ in range(10))
     assert [credit.consume(10) for _ in range(6)] == [0, 0, 30, 0, 0, 30]
     assert credit.used_bytes == 40
+
+
+def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
+    link = LinkShare(40)
+    one = GrantScheduler(window_bytes=1000, quantum_bytes=50, shares={1: (link,), 2: (link,)})
+    one.wish(1, 1, num_bytes=300, urgency=0)
+    one.wish(2, 2, num_bytes=300, urgency=0)
+    one.wish(3, 3, num_bytes=60, urgency=0)
+    assert one.grants() == [*(grant(1, 1, 10 * k) for k in (1, 2, 3, 4)), grant(3, 3, 50), grant(3, 3, 60)]
+    assert one.grants() == []
+    one.arrived(1, num_bytes=10, urgency=0)
+    assert one.grants() == [grant(1, 1, 50)]
+    one.forget_peer(1, underway={0: 40})
+    assert one.grants() == [grant(2, 2, 10 * k) for k in (1, 2, 3, 4)], "what a lost peer held is free for the others"
+    assert link.underway_bytes == 40
+
+
+def test_a_slow_link_goes_before_a_fast_one_but_not_before_urgency():
+    one = GrantScheduler(window_bytes=100, quantum_bytes=100, shares={2: (LinkShare(40),)})
+    one.wish(1, 1, num_bytes=100, urgency=0)
+    one.wish(2, 2, num_bytes=10, urgency=0)
+    one.wish(3, 3, num_bytes=10, urgency=-1)
+    assert [found.peer for found in one.grants()] == [3, 2, 1]

@@ -3,6 +3,9 @@
 Whatever is under way on a link delays an urgent message by the time that the link needs for it. So where the topology
 gives rates, a window lasts about 10 ms on the link that it is for, and a chunk about 5 ms on its route. Where several
 connection classes are open, someone wants order more than the last percent of the rate: then about 5 ms and 2 ms.
+
+A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
+SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back.
 """
 
 from __future__ import annotations
@@ -13,18 +16,25 @@ from dataclasses import replace
 from typing import TypedDict
 
 from syncline.fabric.grants import GrantScheduler
+from syncline.fabric.link_share import LinkShare
 from syncline.fabric.options import FabricOptions
-from syncline.topology.topology import Topology
+from syncline.topology import DirectedLink, Node, Rank, Switch, Topology
+from syncline.topology.tree import walk
 
 DEFAULT_WINDOW_BYTES = 4 << 20
 WINDOW_S, CHUNK_S = 0.010, 0.005
 CLASSES_WINDOW_S, CLASSES_CHUNK_S = 0.005, 0.002
+SHARED_WINDOW_S = 0.015
+TARGET_S = 0.020
 MIN_CHUNK_BYTES = 32 << 10
+CONGESTION_WITH_RATES = "cubic"
+"""Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
+ten seconds it stops a connection for 0.2 s to look at the empty route."""
 
 
 def build_scheduler(options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None) -> GrantScheduler:
     """Size the grant window by what drains to this rank, and each sender's share by its route."""
-    return GrantScheduler(**_sizes(options, rank, world_size, topology))
+    return GrantScheduler(**_sizes(options, rank, world_size, topology), shares=_shares(topology, rank))
 
 
 def resize_scheduler(
@@ -56,7 +66,7 @@ def _sizes(options: FabricOptions, rank: int, world_size: int, topology: Topolog
 def fit_options(
     options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
 ) -> Mapping[int, FabricOptions]:
-    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon."""
+    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
         most_bytes = _soon_bytes(rate, options)
@@ -64,8 +74,38 @@ def fit_options(
             options,
             chunk_bytes=max(options.eager_bytes, min(options.chunk_bytes, most_bytes)),
             unsent_bytes=max(options.eager_bytes, min(options.unsent_bytes, most_bytes)),
+            congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
         )
     return fitted
+
+
+def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, ...]]:
+    """Return for each peer the links between switches on its route to ``rank``, with what this rank may use of them."""
+    if topology is None:
+        return {}
+    inner = {node.name: _num_ranks_below(node) for node in topology.walk() if isinstance(node, Switch) and node.link}
+    known: dict[DirectedLink, LinkShare | None] = {}
+
+    def share_of(directed: DirectedLink) -> LinkShare | None:
+        link = topology.node(directed.child).link
+        if directed.child not in inner or link is None or math.isinf(link.bytes_per_s(directed.direction)):
+            return None
+        below = inner[directed.child]
+        num_receivers = below if directed.direction == "down" else topology.num_ranks - below
+        window_bytes = int(link.bytes_per_s(directed.direction) * SHARED_WINDOW_S)
+        part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
+        return LinkShare(part_bytes, most_bytes=window_bytes, target_s=TARGET_S)
+
+    shares = {}
+    for peer in range(topology.num_ranks):
+        route = topology.route(peer, rank)
+        known.update((directed, share_of(directed)) for directed in route if directed not in known)
+        shares[peer] = tuple(share for directed in route if (share := known[directed]) is not None)
+    return shares
+
+
+def _num_ranks_below(node: Node) -> int:
+    return sum(isinstance(below, Rank) for below in walk(node))
 
 
 def _own_rate(topology: Topology | None, rank: int) -> float:

@@ -13,15 +13,27 @@ sent any earlier, the last part of the urgent message would share the link with 
 
 A window alone would let a few slow senders hold all of it while fast ones idle. So a sender that has nothing under way
 gets one quantum more, up to twice the window, unless something more urgent is under way; and one sender's share has its
-own limit. Everything here is pure: events in, grants out.
+own limit.
+
+A receiver sees only its own link, but where several receivers draw over one slow link, their windows add up in the
+queue in front of it. So each holds to its *share* of such a link, over all senders behind it (see
+:mod:`syncline.fabric.link_share`): then that queue does not overflow, whatever TCP makes of it. Among equally urgent
+messages those with the smallest share go first: a slow link that idles for a moment is never made up for, and what it
+carries hardly delays the others.
+
+Everything here is pure: events in, grants out.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from syncline.fabric.link_share import LinkShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,7 @@ class _Sender:
     """What one peer wishes to send, and how much of it is under way."""
 
     limit_bytes: int
+    shares: Sequence[LinkShare] = ()
     wishes: list[_Wish] = field(default_factory=list)
     by_tag: dict[int, _Wish] = field(default_factory=dict)
     underway_bytes: int = 0
@@ -61,6 +74,11 @@ class _Sender:
     """Which wish was last offered in the heap of ready senders; 0 if none is in it."""
     idle_order: int = 0
 
+    @property
+    def room_bytes(self) -> float:
+        """The smallest share on the sender's route."""
+        return min((share.part_bytes for share in self.shares), default=math.inf)
+
     def best(self) -> _Wish | None:
         """Return the most urgent wish that is not wholly granted."""
         while self.wishes and self.wishes[0].is_forgotten:
@@ -68,23 +86,38 @@ class _Sender:
         return self.wishes[0] if self.wishes else None
 
 
+_Ticket = tuple[int, float, int, int]
+"""Urgency, room, order of the wish, peer."""
+
+
 class GrantScheduler:
     """Orders the grants of one rank.
 
     ``window_bytes`` bounds what is granted and has not arrived, but for one quantum and for the allowance to what is
     more urgent and to idle senders, twice the window in all (see the module); ``sender_bytes`` does so for single
-    senders. A grant is for ``quantum_bytes`` at most. Each call costs O(log n) in the number of waiting messages.
+    senders, and ``shares`` for the slow links that a sender's route crosses (the same object for all senders behind one
+    link). A grant is for ``quantum_bytes`` at most. Each call costs O(log n) in the number of waiting messages.
     """
 
-    def __init__(self, *, window_bytes: int, quantum_bytes: int, sender_bytes: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        window_bytes: int,
+        quantum_bytes: int,
+        sender_bytes: Mapping[int, int] | None = None,
+        shares: Mapping[int, Sequence[LinkShare]] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.window_bytes = window_bytes
         self.quantum_bytes = quantum_bytes
         self._sender_bytes = dict(sender_bytes or {})
+        self._shares = dict(shares or {})
+        self._now = now
         self._senders: dict[int, _Sender] = {}
-        # One heap of (urgency, order, peer) each for senders below their limit and for senders with nothing under way.
+        # One heap each for senders below their limit and for senders with nothing under way.
         # Entries are not removed when they no longer hold: they are checked when they surface.
-        self._ready: list[tuple[int, int, int]] = []
-        self._idle: list[tuple[int, int, int]] = []
+        self._ready: list[_Ticket] = []
+        self._idle: list[_Ticket] = []
         self._underway_by_urgency: Counter[int] = Counter()
         self._order = 0
         self.underway_bytes = 0
@@ -106,13 +139,17 @@ class GrantScheduler:
         """Whether some message may be waiting for a grant."""
         return bool(self._ready)
 
+    def shares_of(self, peer: int) -> Sequence[LinkShare]:
+        """Return this rank's shares of the slow links on the route from ``peer``."""
+        return self._shares.get(peer, ())
+
     def wish(self, peer: int, tag: int, *, num_bytes: int, urgency: int) -> None:
         """Take note that ``peer`` has a message for which a receive is posted."""
         assert num_bytes > 0, "an empty message needs no grant"
         sender = self._senders.get(peer)
         if sender is None:
             limit = self._sender_bytes.get(peer, self.window_bytes)
-            sender = self._senders[peer] = _Sender(limit_bytes=max(limit, 1))
+            sender = self._senders[peer] = _Sender(limit_bytes=max(limit, 1), shares=self.shares_of(peer))
         assert tag not in sender.by_tag, f"message {tag:#x} of rank {peer} wishes twice"
         self._order += 1
         wish = _Wish(tag=tag, num_bytes=num_bytes, urgency=urgency, order=self._order)
@@ -130,6 +167,11 @@ class GrantScheduler:
         if not sender.underway_by_urgency[urgency]:
             del sender.underway_by_urgency[urgency]
         self._count_arrival(urgency, num_bytes)
+        if sender.shares:
+            now_s = self._now()
+            for share in sender.shares:
+                share.arrived(num_bytes, now_s)
+            self._offer_waiting(sender)
         assert sender.underway_bytes >= 0, f"rank {peer} sent more than it was granted"
         if sender.wishes:
             self._offer(peer, sender)
@@ -150,6 +192,9 @@ class GrantScheduler:
         if sender is None:
             return
         self.underway_bytes -= sender.underway_bytes
+        for share in sender.shares:
+            share.forgotten(sender.underway_bytes)
+        self._offer_waiting(sender)
         for urgency, num_bytes in underway.items():
             self._count_arrival(urgency, num_bytes)
 
@@ -178,6 +223,12 @@ class GrantScheduler:
 
     def _grant(self, peer: int, sender: _Sender, wish: _Wish) -> Grant:
         amount = min(wish.num_bytes - wish.granted_bytes, self.quantum_bytes, sender.limit_bytes)
+        for share in sender.shares:
+            amount = min(amount, share.quantum_bytes)
+        if sender.shares:
+            now_s = self._now()
+            for share in sender.shares:
+                share.granted(amount, now_s)
         wish.granted_bytes += amount
         sender.underway_bytes += amount
         self.underway_bytes += amount
@@ -195,7 +246,7 @@ class GrantScheduler:
         wish = sender.best()
         if wish is None:
             return
-        ticket = (wish.urgency, wish.order, peer)
+        ticket = (wish.urgency, sender.room_bytes, wish.order, peer)
         if sender.underway_bytes < sender.limit_bytes and sender.ready_order != wish.order:
             sender.ready_order = wish.order
             heapq.heappush(self._ready, ticket)
@@ -203,9 +254,9 @@ class GrantScheduler:
             sender.idle_order = wish.order
             heapq.heappush(self._idle, ticket)
 
-    def _pop(self, heap: list[tuple[int, int, int]], *, needs_idle: bool) -> tuple[int, _Sender, _Wish] | None:
+    def _pop(self, heap: list[_Ticket], *, needs_idle: bool) -> tuple[int, _Sender, _Wish] | None:
         while heap:
-            _, order, peer = heapq.heappop(heap)
+            _, _, order, peer = heapq.heappop(heap)
             sender = self._senders.get(peer)
             if sender is None:
                 continue
@@ -216,9 +267,23 @@ class GrantScheduler:
             wish = sender.best()
             if wish is None or wish.order != order:
                 continue
-            if sender.underway_bytes == 0 or (not needs_idle and sender.underway_bytes < sender.limit_bytes):
+            if sender.underway_bytes and (needs_idle or sender.underway_bytes >= sender.limit_bytes):
+                continue
+            used_up = next((share for share in sender.shares if share.is_used_up), None)
+            if used_up is None:
                 return peer, sender, wish
+            used_up.waiting.add(peer)
         return None
+
+    def _offer_waiting(self, sender: _Sender) -> None:
+        """Let those wait no longer who were passed over for want of what is free again."""
+        for share in sender.shares:
+            if not share.waiting or share.is_used_up:
+                continue
+            waiting, share.waiting = share.waiting, set()
+            for peer in sorted(waiting):
+                if peer in self._senders:
+                    self._offer(peer, self._senders[peer])
 
     def _count_arrival(self, urgency: int, num_bytes: int) -> None:
         self._underway_by_urgency[urgency] -= num_bytes

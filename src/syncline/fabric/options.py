@@ -58,7 +58,8 @@ class FabricOptions:
     shares_memory: bool = True
     """Copy messages between ranks of one machine straight from memory to memory, where the kernel allows it."""
     congestion: str | None = None
-    """``TCP_CONGESTION``, such as ``"bbr"``; None is the system's default, and cubic within a machine."""
+    """``TCP_CONGESTION``, such as ``"bbr"``; None is cubic within a machine and where the topology has rates, else the
+    system's default."""
 
     def __post_init__(self) -> None:
         self._check_security()
