@@ -130,7 +130,8 @@ def test_a_collective_goes_on_the_connection_of_its_class(over_tcp):
     assert all((buffer == 3.0).all() for buffer in buffers)
     for communicator in communicators:
         classes = communicator.statistics().fabric.by_class()
-        assert [classes[number].sent_bytes for number in range(4)] == [0, 0, 1_600_000, 0]
+        sent = [classes[number].sent_bytes for number in range(4)]
+        assert sent == [0, 0, pytest.approx(1_600_000, abs=100), 0], "but for the rounding of cuts in each slice"
 
 
 def test_calls_that_differ_fail_on_every_rank(over_tcp):

@@ -39,7 +39,7 @@ def test_layouts_and_schedules_are_made_once():
     assert made[0][2] == 1024
     first = plans.layout(schedule, 10, 4)
     assert plans.layout(schedule, 10, 4) is first
-    assert len(plans.layout(schedule, 250, 4).slices) == 10
+    assert len(plans.layout(schedule, 50, 4).slices) == 2
     plans.layout(schedule, 11, 4)
     assert plans.layout(schedule, 10, 4) is not first
 
@@ -51,4 +51,28 @@ def test_slices_are_large_where_no_link_has_a_rate():
         schedule = within_machine.schedule(Collective.ALL_REDUCE, num_bytes)
         assert len(within_machine.layout(schedule, num_bytes // 4, 4).slices) == num_slices
         schedule = between.schedule(Collective.ALL_REDUCE, num_bytes)
-        assert len(between.layout(schedule, num_bytes // 4, 4).slices) == num_bytes >> 20
+        sizes = [offsets[-1] - offsets[0] for offsets in between.layout(schedule, num_bytes // 4, 4).slices]
+        assert max(sizes) <= 1 << 18
+        assert len(sizes) == (num_bytes >> 20 if num_bytes < 4 << 20 else 4 + -(-(2 * num_bytes - (3 << 20)) >> 21))
+
+
+def test_slices_follow_what_the_links_reduce_and_the_number_of_ranks():
+    def sizes(topology):
+        plans = Plans(topology, plan_best, slice_bytes=None)
+        return plans.slice_bytes, plans.inflight_bytes
+
+    assert sizes(Topology.load("two-racks-5-3")) == (512 << 10, 2 << 20), "25 MB/s for 20 ms, rounded up"
+    assert sizes(Topology.load("flat-8")) == (1_428_571, 4 * 1_428_571), "125 MB/s for 7/4 of the data"
+    assert sizes(Topology.flat(4, rate=12.5e9)) == (2 << 20, 8 << 20)
+    assert sizes(Topology.flat(100, rate=125e6)) == (100 << 16, 4 * 100 << 16)
+    assert sizes(Topology.flat(4)) == (512 << 10, 8 << 20)
+
+
+def test_the_first_and_the_last_slices_are_small():
+    plans = Plans(Topology.flat(4, rate=1e9), plan_best, slice_bytes=1 << 20)
+    schedule = plans.schedule(Collective.ALL_REDUCE, 16 << 20)
+    layout = plans.layout(schedule, 4 << 20, 4)
+    sizes = [4 * (offsets[-1] - offsets[0]) for offsets in layout.slices]
+    assert sizes[:2] == sizes[:-3:-1] == [256 << 10, 512 << 10]
+    assert sum(sizes) == 16 << 20
+    assert [offsets[0] for offsets in layout.slices[1:]] == [offsets[-1] for offsets in layout.slices[:-1]]

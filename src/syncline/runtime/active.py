@@ -119,15 +119,20 @@ class SliceOrder:
         if active.has_more and not active.runs:
             self._starved.append(active)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether some call may have slices that were not begun."""
+        while self._queue and not self._queue[0][2].has_more:
+            heapq.heappop(self._queue)
+        return bool(self._queue or self._starved)
+
     def next(self) -> ActiveCall | None:
         """Return the call of which a slice may begin now; None if there is none."""
         while self._starved:
             active = self._starved.popleft()
             if active.has_more and not active.runs:
                 return active
-        while self._queue and not self._queue[0][2].has_more:
-            heapq.heappop(self._queue)
-        if self._queue and self._has_room(self._queue[0][2].call.connection_class):
+        if self.has_more and self._queue and self._has_room(self._queue[0][2].call.connection_class):
             return self._queue[0][2]
         return None
 

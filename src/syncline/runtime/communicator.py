@@ -12,7 +12,7 @@ from syncline.errors import FabricError, SynclineError
 from syncline.fabric import Fabric, FabricOptions, Priorities, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CollectiveCall
-from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES, Engine
+from syncline.runtime.engine import Engine
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import LossRelay, Port
@@ -23,7 +23,6 @@ from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
 
 DEFAULT_TIMEOUT_S = 300.0
-DEFAULT_SLICE_BYTES = 1 << 20
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
 CLOSE_S = 30.0
@@ -33,7 +32,8 @@ CLOSE_S = 30.0
 class Communicator:
     """Runs the collectives of one rank from any thread; a context manager that closes itself.
 
-    ``loop`` must be running, and ``fabric`` live on it. ``planner`` decides which schedule a collective gets,
+    ``loop`` must be running, and ``fabric`` live on it. ``planner`` decides which schedule a collective gets;
+    ``slice_bytes`` and ``max_inflight_bytes`` follow the topology where they are None (see :class:`Plans`).
     ``on_close`` is called once when the communicator has released everything (it may stop the loop).
     """
 
@@ -45,8 +45,8 @@ class Communicator:
         *,
         trace: Trace | None = None,
         planner: Planner = plan_best,
-        slice_bytes: int = DEFAULT_SLICE_BYTES,
-        max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+        slice_bytes: int | None = None,
+        max_inflight_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class Communicator:
         self._on_close = on_close
         self._is_closed = False
         self._last_statistics: FleetStatistics | None = None
-        self._engine = loop.run(self._make_engine(max_inflight_bytes), CLOSE_S)
+        self._engine = loop.run(self._make_engine(max_inflight_bytes or self._plans.inflight_bytes), CLOSE_S)
         loop.on_crash(self._engine.crash)
 
     @classmethod
@@ -116,6 +116,11 @@ class Communicator:
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
+
+    @property
+    def slice_bytes(self) -> int:
+        """About how large a slice is between machines."""
+        return self._plans.slice_bytes
 
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int) -> Layout:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""

@@ -21,12 +21,11 @@ from syncline.runtime.call import CollectiveCall, Describer
 from syncline.runtime.clock import Clock
 from syncline.runtime.control import ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.slicerun import SliceRun
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit
 from syncline.topology import Topology
-
-DEFAULT_INFLIGHT_BYTES = 8 << 20
 
 
 class Engine:
@@ -43,7 +42,7 @@ class Engine:
         topology: Topology | None,
         clock: Clock,
         trace: Trace | None = None,
-        max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES,
+        max_inflight_bytes: int = MOST_INFLIGHT_BYTES,
     ) -> None:
         self._fabric = fabric
         self._topology = topology
@@ -270,13 +269,25 @@ class Engine:
             self._complete(active)
 
     def _fill(self) -> None:
-        """Begin slices while there is room; a slice that ends at once comes back here, so this does not recurse."""
-        if self._is_filling:
+        """Begin a slice if there is room, and the next one when the messages of this one have left.
+
+        All at once, the first slice would wait until the last one is set up. A slice that ends at once comes back here.
+        """
+        if self._is_filling or self._failure is not None:
+            return
+        active = self._order.next()
+        if active is None:
             return
         self._is_filling = True
-        while self._failure is None and (active := self._order.next()) is not None:
-            self._begin_slice(active)
+        self._begin_slice(active)
+        if self._order.has_more:
+            self._clock.call_later(0.0, self._fill_on)
+        else:
+            self._is_filling = False
+
+    def _fill_on(self) -> None:
         self._is_filling = False
+        self._fill()
 
     def _begin_slice(self, active: ActiveCall) -> None:
         run = SliceRun(

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
-from syncline.schedule import Collective, Layout, Schedule, choose
+from syncline.schedule import Collective, Layout, Schedule, choose, lower_bound
 from syncline.topology import Topology
 
 Target = Literal["balanced", "rank_order"]
@@ -25,6 +25,14 @@ def plan_best(topology: Topology, collective: Collective, num_bytes: int, target
     return choose(topology, collective, num_bytes, target=target, root=root)
 
 
+MOST_INFLIGHT_BYTES = 8 << 20
+MIN_INFLIGHT_SLICES = 4
+SLICE_S = 0.020
+MIN_SLICE_BYTES = 512 << 10
+MAX_SLICE_BYTES = 2 << 20
+MESSAGE_BYTES_BETWEEN_MACHINES = 64 << 10
+NUM_RAMP = 2
+"""Slices at either end that are smaller than the others, where links have rates."""
 NUM_SLICES_WITHIN_MACHINE = 4
 """Enough to keep reduction and copying busy at once; more slices only cost messages."""
 MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
@@ -34,19 +42,35 @@ MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
 class Plans:
     """Plans for one topology; any thread may ask.
 
-    Slices are of about ``slice_bytes``, the size that a network wants. Where no link has a rate (ranks of one machine)
-    messages cost time and bytes hardly do, so slices are as large as a few of them per buffer allow.
+    Slices are of about ``slice_bytes``, the size that a network wants; None takes it from the topology: what its
+    links reduce in SLICE_S, and no less than MESSAGE_BYTES_BETWEEN_MACHINES for each rank. Where no link has a rate
+    (ranks of one machine) messages cost time and bytes hardly do, so slices are as large as a few of them per buffer
+    allow.
     """
 
-    def __init__(self, topology: Topology, planner: Planner, *, slice_bytes: int, max_layouts: int = 256) -> None:
+    def __init__(
+        self, topology: Topology, planner: Planner, *, slice_bytes: int | None, max_layouts: int = 256
+    ) -> None:
         self._topology = topology
         self._planner = planner
-        self._slice_bytes = slice_bytes
-        self._largest_slice_bytes = max(slice_bytes, _slice_bytes_without_rates(topology))
+        self.slice_bytes = slice_bytes or _slice_bytes(topology)
+        self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
+        self._num_ramp = NUM_RAMP if _has_rates(topology) else 0
         self._max_layouts = max_layouts
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
         self._layouts: OrderedDict[tuple[str, str, int, int], Layout] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def inflight_bytes(self) -> int:
+        """How much of all slices together is best under way: enough that ranks which are late do not idle the links.
+
+        More makes the first slices wait behind the others on the fast links, before the scarce ones have any work.
+        """
+        if not _has_rates(self._topology):
+            return MOST_INFLIGHT_BYTES
+        num_levels = max(len(self._topology.path(rank)) for rank in range(self._topology.num_ranks)) - 1
+        return max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes
 
     def schedule(
         self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
@@ -62,20 +86,33 @@ class Plans:
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int, *, is_contiguous: bool = False) -> Layout:
         """Return how ``num_elements`` are cut; ``is_contiguous`` keeps each rank's part in one piece."""
         within_machine = min(num_elements * itemsize // NUM_SLICES_WITHIN_MACHINE, self._largest_slice_bytes)
-        slice_elements = max(1, max(self._slice_bytes, within_machine) // itemsize)
+        slice_elements = max(1, max(self.slice_bytes, within_machine) // itemsize)
         key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements)
         with self._lock:
             layout = self._layouts.get(key)
             if layout is None:
-                build = Layout.contiguous if is_contiguous else Layout.build
-                layout = build(schedule, num_elements, slice_elements)
+                if is_contiguous:
+                    layout = Layout.contiguous(schedule, num_elements, slice_elements)
+                else:
+                    layout = Layout.build(schedule, num_elements, slice_elements, num_ramp=self._num_ramp)
                 self._layouts[key] = layout
                 if len(self._layouts) > self._max_layouts:
                     self._layouts.popitem(last=False)
             return layout
 
 
+def _slice_bytes(topology: Topology) -> int:
+    """Return the size of slices between machines; it depends on nothing else than the topology."""
+    seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES) if _has_rates(topology) else math.inf
+    wanted = int(MAX_SLICE_BYTES * min(1.0, SLICE_S / seconds)) if seconds else MAX_SLICE_BYTES
+    return max(wanted, MIN_SLICE_BYTES, MESSAGE_BYTES_BETWEEN_MACHINES * topology.num_ranks)
+
+
 def _slice_bytes_without_rates(topology: Topology) -> int:
     """Return the largest slice for a network whose links do not limit anything; 0 if some do."""
-    rates = [rate for _, link in topology.links() for rate in (link.up_bytes_per_s, link.down_bytes_per_s)]
-    return MESSAGE_BYTES_WITHIN_MACHINE * topology.num_ranks if all(map(math.isinf, rates)) else 0
+    return 0 if _has_rates(topology) else MESSAGE_BYTES_WITHIN_MACHINE * topology.num_ranks
+
+
+def _has_rates(topology: Topology) -> bool:
+    links = [link for _, link in topology.links()]
+    return any(not math.isinf(rate) for link in links for rate in (link.up_bytes_per_s, link.down_bytes_per_s))

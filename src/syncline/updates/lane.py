@@ -11,8 +11,6 @@ from syncline.runtime.communicator import Communicator
 from syncline.schedule import Collective, Layout, Schedule, plan_tree
 from syncline.updates.bucket import BucketPlan
 
-DEFAULT_SLICE_BYTES = 512 * 1024
-
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint element ranges (start, stop)."""
 
@@ -80,9 +78,9 @@ def _plan_lane(
     reduce_scatter, all_gather = halves
     if options.whole_parameters:
         borders = [*(slot.start for slot in plan.slots), plan.num_elements]
-        layout = Layout.aligned(reduce_scatter, borders, _slice_elements(plan, options))
+        layout = Layout.aligned(reduce_scatter, borders, _slice_elements(communicator, plan, options))
     else:
-        layout = Layout.build(reduce_scatter, plan.num_elements, _slice_elements(plan, options))
+        layout = Layout.build(reduce_scatter, plan.num_elements, _slice_elements(communicator, plan, options))
     return Lane(
         stream=stream,
         layout=layout,
@@ -93,10 +91,10 @@ def _plan_lane(
 
 def _plan_whole(communicator: Communicator, plan: BucketPlan, options: LaneOptions, stream: int) -> Lane:
     schedule = communicator.plan(Collective.ALL_REDUCE, plan.num_bytes)
-    layout = Layout.build(schedule, plan.num_elements, _slice_elements(plan, options))
+    layout = Layout.build(schedule, plan.num_elements, _slice_elements(communicator, plan, options))
     owned = ((0, plan.num_elements),)
     return Lane(stream=stream, layout=layout, schedules={Collective.ALL_REDUCE: schedule}, owned=owned)
 
 
-def _slice_elements(plan: BucketPlan, options: LaneOptions) -> int:
-    return max(1, (options.slice_bytes or DEFAULT_SLICE_BYTES) // plan.dtype.itemsize)
+def _slice_elements(communicator: Communicator, plan: BucketPlan, options: LaneOptions) -> int:
+    return max(1, (options.slice_bytes or communicator.slice_bytes) // plan.dtype.itemsize)

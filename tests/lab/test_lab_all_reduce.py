@@ -1,0 +1,51 @@
+"""What a real all-reduce puts on each link of the lab is what the schedule says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncline.lab import Lab
+from syncline.runtime.plans import plan_best
+from syncline.schedule import Collective
+from syncline.topology import Topology
+
+NUM_BYTES = 16 << 20
+MOST_EXCESS = 0.06
+"""Headers, acknowledgements, grants, and what the ranks say to each other before and after."""
+HERE = Path(__file__).parent
+STORE_FOLDER = HERE.parent / "runtime"
+
+
+def all_reduce(lab, folder):
+    """Run it on every rank of the lab, and return what the ranks printed."""
+    path = os.pathsep.join([str(STORE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ranks = [
+        lab.spawn(
+            host.name,
+            [sys.executable, str(HERE / "lab_all_reduce.py"), str(folder), str(rank), host.address, str(NUM_BYTES)],
+            env={"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in lab.plan.hosts
+        for rank in lab.topology.ranks_of(host.name)
+    ]
+    return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+
+
+@pytest.mark.parametrize("name", ["two-racks-5-3", "deep-asymmetric"])
+def test_an_all_reduce_puts_on_each_link_what_its_plan_says(name, tmp_path):
+    topology = Topology.load(name)
+    schedule = plan_best(topology, Collective.ALL_REDUCE, NUM_BYTES, "balanced", 0)
+    with Lab(topology) as lab:
+        before = lab.link_bytes()
+        assert all_reduce(lab, tmp_path) == ["right"] * topology.num_ranks
+        carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
+    planned = schedule.link_bytes(topology, NUM_BYTES)
+    assert carried.keys() <= planned.keys()
+    assert len(carried) >= 2 * len(topology.hosts)
+    for link, num_bytes in carried.items():
+        assert planned[link] <= num_bytes <= planned[link] * (1 + MOST_EXCESS), link
