@@ -5,6 +5,7 @@ import json
 import pytest
 
 from syncline.bench.orders import in_order, interleaved
+from syncline.bench.pace import Pace, Tally
 from syncline.bench.record import collect_facts, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
 from syncline.bench.table import bench_table
@@ -59,10 +60,31 @@ def test_peers_are_all_or_named_or_none():
         choose_peers("collectives", ("ddp",))
 
 
-@pytest.mark.parametrize("wrong", [{"sizes_bytes": (3,)}, {"num_rounds": 0}, {"num_warm_ups": -1}])
-def test_a_task_that_measures_nothing_is_refused(wrong):
+@pytest.mark.parametrize("wrong", [{"num_rounds": 0}, {"num_warm_ups": -1}, {"budget_s": 0.0}])
+def test_a_pace_without_rounds_is_refused(wrong):
+    with pytest.raises(ConfigurationError, match=r"at least 1 round|more than 0 s"):
+        Pace(**wrong)
+
+
+def test_a_task_that_measures_nothing_is_refused():
     with pytest.raises(ConfigurationError, match="at least"):
-        Task(experiment="collectives", order="topology", **wrong)
+        Task(experiment="collectives", order="topology", sizes_bytes=(3,))
+
+
+def run_at(pace, elapsed_s):
+    tally, num_turns = Tally(pace), 0
+    while tally.wants_more:
+        tally.add(elapsed_s / 2, elapsed_s=elapsed_s)
+        num_turns += 1
+    return num_turns - len(tally.seconds), tally.seconds
+
+
+def test_a_fast_method_gets_all_rounds_and_a_slow_one_three():
+    pace = Pace(num_rounds=5, num_warm_ups=2, budget_s=60)
+    assert run_at(pace, 1.0) == (2, [0.5] * 5)
+    assert run_at(pace, 12.0) == (2, [6.0] * 3)
+    assert run_at(pace, 16.0) == (1, [8.0] * 3)
+    assert run_at(Pace(num_rounds=2, num_warm_ups=0), 1000.0) == (0, [500.0] * 2)
 
 
 def test_rows_of_one_order_are_compared_with_the_first_of_ours(tmp_path):
@@ -88,7 +110,7 @@ def test_the_table_leaves_out_columns_that_say_nothing():
 
 
 def test_a_record_says_what_was_run_and_draws_it(tmp_path):
-    facts = collect_facts(["syncline", "bench", "training", "flat-8"], Topology.load("flat-8"), network="in the lab")
+    facts = collect_facts(["syncline", "bench", "training", "flat-8"], [Topology.load("flat-8")], network="in the lab")
     left_out = write_record(tmp_path / "new", ROWS, facts, "the table")
     found = json.loads((tmp_path / "new" / "results.json").read_text())
     assert found["facts"]["command"] == "syncline bench training flat-8"

@@ -106,3 +106,15 @@ def test_impossible_arguments_are_refused():
         predict(schedule, Topology.flat(2), 10, 0)
     with pytest.raises(ScheduleError, match="a payload share in"):
         CostModel(payload_share=0)
+
+
+def test_ranks_that_crowd_on_few_processors_are_slower_but_links_are_not():
+    topology = Topology.flat(8, rate=125e6)
+    schedule = plan_tree(topology, Collective.ALL_REDUCE)
+    alone, crowded = (
+        predict(schedule, topology, 16 * 10**6, cost=CostModel.of_emulated_network(8, processors))
+        for processors in (8, 2)
+    )
+    assert crowded.rank_seconds == pytest.approx(4 * alone.rank_seconds)
+    assert crowded.link_seconds == alone.link_seconds
+    assert crowded.seconds > alone.seconds

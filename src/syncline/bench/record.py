@@ -29,14 +29,14 @@ def default_folder(theme: str) -> Path:
     return next(folder for folder in chain([first], numbered) if not folder.exists())
 
 
-def collect_facts(command: Sequence[str], topology: Topology, *, network: str) -> dict[str, Any]:
+def collect_facts(command: Sequence[str], topologies: Sequence[Topology], *, network: str) -> dict[str, Any]:
     """Return what was run, on what, and with what; the machine's load is that before the run."""
     return {
         "command": shlex.join(command),
         "time": f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M} UTC",
         "network": network,
-        "topology": topology.name,
-        "ranks": topology.num_ranks,
+        "topology": ", ".join(topology.name for topology in topologies),
+        "ranks": ", ".join(str(topology.num_ranks) for topology in topologies),
         "threads_per_rank": 1,
         "processor": _processor(),
         "num_processors": len(os.sched_getaffinity(0)),

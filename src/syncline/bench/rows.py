@@ -19,14 +19,14 @@ class Row:
     """One method in one order of ranks."""
 
     subject: str
-    """``all-reduce`` or ``training step``."""
+    """The name of a collective, or ``training step``."""
     order: Order
     size_bytes: int
     method: str
     seconds: tuple[float, ...]
     """Of each round, that of the slowest rank."""
     bound_s: float
-    """What the wire needs at least for ``size_bytes``, whatever the schedule; 0 if its rates are not emulated."""
+    """What the wire needs at least for ``size_bytes`` of payload, however it is sent; 0 if rates are not emulated."""
     compute_s: float | None = None
     """Median of the same step without any communication."""
     predicted_s: float | None = None
@@ -35,6 +35,10 @@ class Row:
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     """What one run put on each direction of each link, headers included, the one it kept busy longest first; in the
     lab only."""
+    sent_bytes: int = 0
+    """What one run made all hosts together send, headers included; in the lab only."""
+    topology: str = ""
+    """The network's name."""
 
     @property
     def median_s(self) -> float:
@@ -90,7 +94,8 @@ def group_rows(rows: Iterable[Row]) -> tuple[Group, ...]:
     """Put rows together that may be compared, in the order in which they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        title = f"{row.subject}, {_size_in_words(row.size_bytes)}, ranks in {_order_in_words(row.order)}"
+        where = f"{row.topology}: " if row.topology else ""
+        title = f"{where}{row.subject}, {_size_in_words(row.size_bytes)}, ranks in {_order_in_words(row.order)}"
         found.setdefault(title, []).append(row)
     return tuple(Group(title=title, rows=tuple(members)) for title, members in found.items())
 

@@ -39,12 +39,12 @@ class Place:
 def run_orders(
     task: Task, topology: Topology, orders: Sequence[Order], place: Place, *, report: Callable[[str], None]
 ) -> list[Row]:
-    """Run ``task`` in each order of ranks, and return all rows."""
+    """Run ``task`` in each order of ranks, and return all rows, which name the topology."""
     rows = []
     for order in orders:
         report(f"{task.experiment} on {topology.name}, {topology.num_ranks} ranks in {order} order, {place.name}")
         rows += _run(replace(task, order=order), in_order(topology, order), place, report)
-    return rows
+    return [replace(row, topology=topology.name) for row in rows]
 
 
 def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], None]) -> list[Row]:

@@ -34,6 +34,11 @@ def _times(value: float | None) -> str:
     return MISSING if value is None else f"{value:.2f}"
 
 
+def _sent(row: Row) -> str:
+    """Say what all hosts together sent."""
+    return format_size(row.sent_bytes) if row.sent_bytes and row.method != COMPUTE_ALONE else MISSING
+
+
 def _busiest(row: Row) -> str:
     """Name the link that one run kept busy longest, and what it carried."""
     if not row.link_bytes or row.method == COMPUTE_ALONE:
@@ -53,6 +58,7 @@ _COLUMNS: Mapping[str, Callable[[Group, Row], str]] = MappingProxyType(
         "x bound": lambda _, row: _times(row.times_bound),
         "predicted": lambda _, row: _seconds(row.predicted_s),
         "compute": lambda _, row: _seconds(row.compute_s),
+        "all send": lambda _, row: _sent(row),
         "busiest link": lambda _, row: _busiest(row),
     }
 )

@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from syncline.bench.pace import Pace
 from syncline.errors import ConfigurationError
 
 Experiment = Literal["collectives", "training"]
 Order = Literal["topology", "interleaved"]
 
+CollectiveName = Literal["all-reduce", "reduce-scatter", "all-gather"]
+
 ORDERS: tuple[Order, ...] = get_args(Order)
+COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 COLLECTIVE_PEERS = ("gloo",)
 TRAINING_PEERS = ("ddp", "zero", "fsdp2", "post-local-sgd")
 NO_PEERS = "none"
@@ -41,19 +45,15 @@ class Task:
 
     experiment: Experiment
     order: Order
+    collectives: tuple[CollectiveName, ...] = ("all-reduce",)
     sizes_bytes: tuple[int, ...] = ()
-    num_rounds: int = 5
-    num_warm_ups: int = 2
+    pace: Pace = field(default_factory=Pace)
     peers: tuple[str, ...] = ()
     planners: tuple[str, ...] = ()
     """Planners that are measured by name, beside the one that Syncline chooses."""
     shape: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
-        if self.num_rounds < 1 or self.num_warm_ups < 0:
-            raise ConfigurationError(
-                f"a benchmark has at least 1 round and 0 warm-ups, not {self.num_rounds} and {self.num_warm_ups}"
-            )
         if any(size < 4 for size in self.sizes_bytes):
             raise ConfigurationError(
                 f"--bytes must be at least one float32 (4 bytes), got {min(self.sizes_bytes)}; write for instance 16MB"
@@ -67,8 +67,9 @@ class Task:
     def load(cls, path: Path) -> Task:
         """Read what :meth:`save` wrote."""
         values: dict[str, Any] = json.loads(path.read_text())
-        lists = {key: tuple(values[key]) for key in ("sizes_bytes", "peers", "planners")}
-        return cls(**{**values, **lists, "shape": ModelShape(**values["shape"])})
+        lists = {key: tuple(values[key]) for key in ("collectives", "sizes_bytes", "peers", "planners")}
+        parts = {"pace": Pace(**values["pace"]), "shape": ModelShape(**values["shape"])}
+        return cls(**{**values, **lists, **parts})
 
 
 def choose_peers(experiment: Experiment, asked: Iterable[str]) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
 from syncline.bench.record import collect_facts, default_folder, write_record
 from syncline.bench.rows import group_rows
 from syncline.bench.running import Place, run_orders
 from syncline.bench.table import bench_table
-from syncline.bench.task import ORDERS, ModelShape, Order, Task, choose_peers
+from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import has_secret, write_secret
 from syncline.errors import ConfigurationError
@@ -37,12 +38,17 @@ app = typer.Typer(
     help="Measure this library and its peers on an emulated network of this machine, in turns in the same run.",
 )
 
-TopologyArgument = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")]
+TopologyArgument = Annotated[
+    list[str], typer.Argument(metavar="TOPOLOGY...", help="Topology files, or names of shipped ones.")
+]
 OrderOption = Annotated[
     Literal["topology", "interleaved", "both"], typer.Option("--order", help="Ranks as in TOPOLOGY, or dealt to racks.")
 ]
 RoundsOption = Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="Rounds; the median counts.")]
 WarmUpsOption = Annotated[int, typer.Option("--warm-ups", metavar="N", min=0, help="Rounds before, not counted.")]
+BudgetOption = Annotated[
+    float, typer.Option("--budget", metavar="SECONDS", help="A method that has taken so long gets 3 rounds at most.")
+]
 RecordOption = Annotated[
     Path | None,
     typer.Option("--record", metavar="FOLDER", help="[default: benchmarks/records/DATE_THEME]", show_default=False),
@@ -57,8 +63,12 @@ LoopbackOption = Annotated[
 
 @app.command()
 def collectives(
-    topology: TopologyArgument,
+    topologies: TopologyArgument,
     *,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--collective", metavar="NAME", help="Of all-reduce (default), reduce-scatter, all-gather."),
+    ] = None,
     sizes: Annotated[
         list[str] | None,
         typer.Option("--bytes", metavar="SIZE", help="Of the tensor; repeat it.  [default: 16 MiB, 64 MiB]"),
@@ -69,26 +79,27 @@ def collectives(
     order: OrderOption = "both",
     rounds: RoundsOption = 5,
     warm_ups: WarmUpsOption = 2,
+    budget: BudgetOption = DEFAULT_BUDGET_S,
     record: RecordOption = None,
     peers: PeersOption = None,
     loopback: LoopbackOption = False,
 ) -> None:
-    """All-reduce: Syncline and gloo."""
+    """All-reduce, reduce-scatter and all-gather: Syncline and gloo."""
     task = Task(
         experiment="collectives",
         order="topology",
+        collectives=_check_collectives(names or ()),
         sizes_bytes=tuple(parse_size(text) for text in sizes or DEFAULT_SIZES),
-        num_rounds=rounds,
-        num_warm_ups=warm_ups,
+        pace=Pace(num_rounds=rounds, num_warm_ups=warm_ups, budget_s=budget),
         peers=choose_peers("collectives", peers or ()),
         planners=_check_planners(planners or ()),
     )
-    measure(task, Topology.load(topology), order, record, is_on_loopback=loopback)
+    measure(task, _load(topologies), order, record, is_on_loopback=loopback)
 
 
 @app.command()
 def training(
-    topology: TopologyArgument,
+    topologies: TopologyArgument,
     *,
     blocks: Annotated[int, typer.Option(metavar="N", min=1, help="Residual blocks of the model.")] = 8,
     width: Annotated[int, typer.Option(metavar="N", min=1, help="Width of the model.")] = 256,
@@ -96,6 +107,7 @@ def training(
     order: OrderOption = "both",
     rounds: RoundsOption = 5,
     warm_ups: WarmUpsOption = 2,
+    budget: BudgetOption = DEFAULT_BUDGET_S,
     record: RecordOption = None,
     peers: PeersOption = None,
     loopback: LoopbackOption = False,
@@ -104,28 +116,27 @@ def training(
     task = Task(
         experiment="training",
         order="topology",
-        num_rounds=rounds,
-        num_warm_ups=warm_ups,
+        pace=Pace(num_rounds=rounds, num_warm_ups=warm_ups, budget_s=budget),
         peers=choose_peers("training", peers or ()),
         shape=ModelShape(num_blocks=blocks, width=width, batch_size=batch),
     )
-    measure(task, Topology.load(topology), order, record, is_on_loopback=loopback)
+    measure(task, _load(topologies), order, record, is_on_loopback=loopback)
 
 
 def measure(
-    task: Task, topology: Topology, order: Literal[Order, "both"], record: Path | None, *, is_on_loopback: bool
+    task: Task, topologies: list[Topology], order: Literal[Order, "both"], record: Path | None, *, is_on_loopback: bool
 ) -> None:
     """Run the task in the orders that are asked for, print the table and write the record."""
     orders = ORDERS if order == "both" else (order,)
     with choose_place(is_on_loopback=is_on_loopback) as place:
-        facts = collect_facts(["syncline", *sys.argv[1:]], topology, network=place.name)
-        rows = run_orders(task, topology, orders, place, report=_report)
+        facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
+        rows = [row for topology in topologies for row in run_orders(task, topology, orders, place, report=_report)]
     facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     tables = [bench_table(group) for group in group_rows(rows)]
     written = io.StringIO()
     Console(file=written, width=WIDTH).print(*tables, sep="\n")
     Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
-    folder = record or default_folder(f"{task.experiment}-{topology.name}")
+    folder = record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
     for note in write_record(folder, rows, facts, _without_trailing_blanks(written.getvalue())):
         _report(note)
     _report(f"record: {folder}")
@@ -146,6 +157,16 @@ def choose_place(*, is_on_loopback: bool) -> Iterator[Place]:
 
 def _launch(command: tuple[str, ...], topology_file: str) -> int:
     return launch(Request(command=command, topology=topology_file))
+
+
+def _load(names: list[str]) -> list[Topology]:
+    return [Topology.load(name) for name in names]
+
+
+def _check_collectives(names: list[str] | tuple[str, ...]) -> tuple[CollectiveName, ...]:
+    if unknown := [name for name in names if name not in COLLECTIVES]:
+        raise ConfigurationError(f"--collective must be of {', '.join(COLLECTIVES)}, got {', '.join(unknown)}")
+    return tuple(name for name in COLLECTIVES if name in names) or COLLECTIVES[:1]
 
 
 def _check_planners(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:

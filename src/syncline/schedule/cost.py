@@ -52,6 +52,16 @@ class CostModel:
         """Return a model in which links cost what their rates say and nothing else costs anything."""
         return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf)
 
+    @classmethod
+    def of_emulated_network(cls, num_ranks: int, num_processors: int) -> CostModel:
+        """Return a model of ranks that share one machine's processors with each other and with the network itself.
+
+        A rank then does what its share of a processor allows, the kernel's forwarding included, and what it receives is
+        acknowledged on links that are as busy the other way. The constants were measured (docs/decisions/0007).
+        """
+        crowd = max(1.0, num_ranks / num_processors)
+        return cls(message_overhead_s=1e-4 * crowd, payload_share=0.942, rank_bytes_per_s=2e9 / crowd)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:

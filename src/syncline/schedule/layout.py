@@ -12,7 +12,7 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from syncline.errors import ScheduleError
 from syncline.schedule.schedule import Schedule
@@ -32,11 +32,14 @@ class Layout:
     num_elements: int
 
     @classmethod
-    def build(cls, schedule: Schedule, num_elements: int, slice_elements: int) -> Layout:
-        """Cut the buffer into even slices of at most ``slice_elements``, each divided like the whole."""
+    def build(cls, schedule: Schedule, num_elements: int, slice_elements: int, *, num_ramp: int = 0) -> Layout:
+        """Cut the buffer into even slices of at most ``slice_elements``, each divided like the whole.
+
+        The first ``num_ramp`` slices, and the last, are smaller: ... 1/4, 1/2 of a slice, and back. So the scarce links
+        are busy soon after the beginning, and until shortly before the end. Short buffers are cut evenly.
+        """
         _check_sizes(num_elements, slice_elements)
-        num_slices = max(1, -(-num_elements // slice_elements))
-        bounds = [num_elements * number // num_slices for number in range(num_slices + 1)]
+        bounds = _bounds(num_elements, slice_elements, num_ramp)
         within = {stop - start: schedule.offsets(stop - start) for start, stop in pairwise(bounds)}
         slices = tuple(
             tuple(start + offset for offset in within[stop - start]) if start else within[stop - start]
@@ -105,6 +108,17 @@ def _check_sizes(num_elements: int, slice_elements: int) -> None:
         raise ScheduleError(
             f"a buffer has at least 0 elements and a slice at least 1, not {num_elements} and {slice_elements}"
         )
+
+
+def _bounds(num_elements: int, slice_elements: int, num_ramp: int) -> list[int]:
+    """Return where slices begin, and where the last ends."""
+    rising = list(accumulate((slice_elements >> place for place in range(num_ramp, 0, -1)), initial=0))
+    between = num_elements - 2 * rising[-1]
+    if between < 2 * slice_elements:
+        rising, between = [0], num_elements
+    num_slices = max(1, -(-between // slice_elements))
+    even = [rising[-1] + between * number // num_slices for number in range(num_slices + 1)]
+    return [*rising[:-1], *even, *(num_elements - size for size in rising[-2::-1])]
 
 
 def _nearest(boundaries: Sequence[int], offset: int) -> int:

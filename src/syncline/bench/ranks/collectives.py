@@ -1,98 +1,146 @@
-"""All-reduce of float32 tensors in place: Syncline's choice, planners by name, and gloo."""
+"""Collectives of float32 tensors: Syncline's choice, planners by name for an all-reduce, and gloo."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from syncline import Fleet
+from syncline.bench.ranks.bounds import predicted_s, wire_bound_s
 from syncline.bench.ranks.link_meter import LinkMeter
 from syncline.bench.ranks.timing import Timed, measure_rounds
 from syncline.bench.rows import Row
-from syncline.bench.task import Task
+from syncline.bench.task import CollectiveName, Task
 from syncline.errors import MismatchError
 from syncline.runtime.call import CollectiveCall
-from syncline.runtime.communicator import DEFAULT_SLICE_BYTES
-from syncline.schedule import PLANNERS, Collective, Layout, Schedule, lower_bound, predict
+from syncline.schedule import PLANNERS, Collective, Schedule
+from syncline.schedule.ownership import Target
 from syncline.updates.memory import bytes_of, reduction_for
 
 CHOSEN = "Syncline"
 
-Reduce = Callable[[torch.Tensor], object]
+Run = Callable[[torch.Tensor, torch.Tensor], object]
+"""Works on the whole tensor and on this rank's part of it, of which one is the source and the other the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A collective, and how this library and gloo are asked for it."""
+
+    collective: Collective
+    target: Target
+    """Who must own what: PyTorch's collectives of equal chunks want them in rank order."""
+    ours: Callable[[Fleet], Run]
+    gloo: Run
+
+
+SUBJECTS: Mapping[CollectiveName, Subject] = MappingProxyType(
+    {
+        "all-reduce": Subject(
+            collective=Collective.ALL_REDUCE,
+            target="balanced",
+            ours=lambda fleet: lambda whole, _: fleet.all_reduce(whole),
+            gloo=lambda whole, _: dist.all_reduce(whole),
+        ),
+        "reduce-scatter": Subject(
+            collective=Collective.REDUCE_SCATTER,
+            target="rank_order",
+            ours=lambda fleet: lambda whole, part: fleet.reduce_scatter(part, whole),
+            gloo=lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+        ),
+        "all-gather": Subject(
+            collective=Collective.ALL_GATHER,
+            target="rank_order",
+            ours=lambda fleet: fleet.all_gather,
+            gloo=dist.all_gather_into_tensor,
+        ),
+    }
+)
 
 
 def measure_collectives(task: Task, fleet: Fleet) -> list[Row]:
-    """Measure every size; the rows are complete on rank 0."""
+    """Measure every collective in every size; the rows are complete on rank 0."""
     meter = LinkMeter(fleet.rank)
-    return [row for size in task.sizes_bytes for row in _measure_size(task, fleet, meter, size // 4)]
+    pairs = [(name, size) for name in task.collectives for size in task.sizes_bytes]
+    return [row for name, size in pairs for row in _measure(task, fleet, meter, name, size)]
 
 
-def _measure_size(task: Task, fleet: Fleet, meter: LinkMeter, num_elements: int) -> list[Row]:
-    num_bytes = 4 * num_elements
-    chosen = fleet.communicator.plan(Collective.ALL_REDUCE, num_bytes)
-    named = {f"{CHOSEN} {name}": PLANNERS[name].plan(fleet.topology, Collective.ALL_REDUCE) for name in task.planners}
-    methods: dict[str, Reduce] = {CHOSEN: fleet.all_reduce}
-    methods |= {name: partial(_reduce_by, fleet, schedule) for name, schedule in named.items()}
-    methods |= dict.fromkeys(task.peers, dist.all_reduce)
-    tensor = torch.empty(num_elements)
-    for name, reduce in methods.items():
-        _check(name, reduce, tensor, fleet)
-    tensor.zero_()  # its sums stay finite in any number of rounds
-    timed: dict[str, Timed] = {name: partial(_time, reduce, tensor) for name, reduce in methods.items()}
-    seconds = measure_rounds(timed, num_rounds=task.num_rounds, num_warm_ups=task.num_warm_ups)
-    link_bytes = {name: meter.measure(partial(reduce, tensor)) for name, reduce in methods.items()}
+def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, size_bytes: int) -> list[Row]:
+    subject = SUBJECTS[name]
+    whole = torch.empty(max(1, size_bytes // 4 // fleet.world_size) * fleet.world_size)
+    part = torch.empty(whole.numel() // fleet.world_size)
+    num_bytes = 4 * whole.numel()
+    chosen = fleet.communicator.plan(subject.collective, num_bytes, target=subject.target)
+    named = _named_schedules(task, fleet, name)
+    methods: dict[str, Run] = {CHOSEN: subject.ours(fleet)}
+    methods |= {method: partial(_reduce_by, fleet, schedule) for method, schedule in named.items()}
+    methods |= dict.fromkeys(task.peers, subject.gloo)
+    carried = {
+        method: meter.measure(partial(_check, f"{name} by {method}", run, whole, part, fleet))
+        for method, run in methods.items()
+    }
+    whole.zero_()  # its sums stay finite in any number of rounds
+    part.zero_()
+    timed: dict[str, Timed] = {method: partial(_time, run, whole, part) for method, run in methods.items()}
+    seconds = measure_rounds(timed, pace=task.pace)
     schedules = {CHOSEN: chosen, **named}
+    bound_s = wire_bound_s(fleet, subject.collective, num_bytes, target=subject.target)
     return [
         Row(
-            subject="all-reduce",
+            subject=name,
             order=task.order,
             size_bytes=num_bytes,
-            method=name,
-            seconds=seconds[name],
-            bound_s=lower_bound(fleet.topology, Collective.ALL_REDUCE, num_bytes),
-            predicted_s=_predict(schedules.get(name), fleet, num_bytes),
-            planner=chosen.planner if name == CHOSEN else "",
-            link_bytes=link_bytes[name],
+            method=method,
+            seconds=seconds[method],
+            bound_s=bound_s,
+            predicted_s=predicted_s(fleet, schedules[method], num_bytes) if method in schedules else None,
+            planner=chosen.planner if method == CHOSEN else "",
+            link_bytes=carried[method].link_bytes,
+            sent_bytes=carried[method].sent_bytes,
         )
-        for name in methods
+        for method in methods
     ]
 
 
-def _time(reduce: Reduce, tensor: torch.Tensor) -> float:
+def _named_schedules(task: Task, fleet: Fleet, name: CollectiveName) -> dict[str, Schedule]:
+    if name != "all-reduce":
+        return {}
+    return {f"{CHOSEN} {each}": PLANNERS[each].plan(fleet.topology, Collective.ALL_REDUCE) for each in task.planners}
+
+
+def _time(run: Run, whole: torch.Tensor, part: torch.Tensor) -> float:
     start = time.perf_counter()
-    reduce(tensor)
+    run(whole, part)
     return time.perf_counter() - start
 
 
-def _check(name: str, reduce: Reduce, tensor: torch.Tensor, fleet: Fleet) -> None:
-    """Raise if the sums are wrong: then the method has no speed."""
-    tensor.fill_(fleet.rank + 1)
-    reduce(tensor)
-    expected = fleet.world_size * (fleet.world_size + 1) / 2
-    if not bool((tensor == expected).all()):
-        raise MismatchError(f"all-reduce by {name} must give {expected:g} everywhere; rank {fleet.rank} got {tensor}")
+def _check(name: str, run: Run, whole: torch.Tensor, part: torch.Tensor, fleet: Fleet) -> None:
+    """Raise if the result is wrong: then the method has no speed. One that only gathers is given the sums."""
+    total = fleet.world_size * (fleet.world_size + 1) / 2
+    whole.fill_(fleet.rank + 1)
+    part.fill_(total)
+    run(whole, part)
+    result = part if name.startswith("reduce-scatter") else whole
+    if not bool((result == total).all()):
+        raise MismatchError(f"{name} must give {total:g} everywhere; rank {fleet.rank} got {result}")
 
 
-def _reduce_by(fleet: Fleet, schedule: Schedule, tensor: torch.Tensor) -> None:
+def _reduce_by(fleet: Fleet, schedule: Schedule, whole: torch.Tensor, _: torch.Tensor) -> None:
     """All-reduce by this schedule, in slices as the runtime would cut them."""
-    reduction = reduction_for(tensor.dtype)
+    reduction = reduction_for(whole.dtype)
     call = CollectiveCall(
         stream=0,
         schedule=schedule,
-        layout=Layout.build(schedule, tensor.numel(), DEFAULT_SLICE_BYTES // reduction.itemsize),
-        buffer=bytes_of(tensor),
+        layout=fleet.communicator.layout(schedule, whole.numel(), reduction.itemsize),
+        buffer=bytes_of(whole),
         reduction=reduction,
         label=f"all_reduce by {schedule.planner}",
         timeout_s=fleet.timeout_s,
     )
     fleet.communicator.submit(call).wait()
-
-
-def _predict(schedule: Schedule | None, fleet: Fleet, num_bytes: int) -> float | None:
-    if schedule is None:
-        return None
-    return predict(schedule, fleet.topology, num_bytes, DEFAULT_SLICE_BYTES).seconds

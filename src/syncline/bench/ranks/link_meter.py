@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 import torch.distributed as dist
@@ -13,6 +14,21 @@ from syncline.lab.records import find_record
 from syncline.topology import DirectedLink, Direction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What one run put on the links, headers included."""
+
+    link_bytes: Mapping[str, int]
+    """Each direction of each link, the one that was kept busy longest first."""
+    sent_bytes: int
+    """What all hosts together sent."""
+
+    def per_step(self, num_steps: int) -> Carried:
+        """Divide what ``num_steps`` steps in a row carried."""
+        shares = {link: num_bytes // num_steps for link, num_bytes in self.link_bytes.items()}
+        return Carried(link_bytes=shares, sent_bytes=self.sent_bytes // num_steps)
+
+
 class LinkMeter:
     """Counts bytes per link, headers included; nothing outside the lab, and on other ranks than 0."""
 
@@ -20,12 +36,13 @@ class LinkMeter:
         lab_id = os.environ.get("SYNCLINE_LAB")
         self._lab = Lab.attach(find_record(lab_id)) if lab_id and rank == 0 else None
         links = () if self._lab is None else self._lab.plan.links
+        self._host_links = {DirectedLink(each.child, "up") for each in links if each.lower_bridge is None}
         self._rates = {
             DirectedLink(each.child, way): each.link.bytes_per_s(way) for each in links for way in get_args(Direction)
         }
 
-    def measure(self, run: Callable[[], object]) -> dict[str, int]:
-        """Run it once, on all ranks; return what each direction of each link carried for it, the busiest first."""
+    def measure(self, run: Callable[[], object]) -> Carried:
+        """Run it once, on all ranks; return what the links carried for it."""
         dist.barrier()
         before = self._read()
         dist.barrier()
@@ -34,7 +51,10 @@ class LinkMeter:
         after = self._read()
         carried = {link: count - before[link] for link, count in after.items()}
         busiest_first = sorted(carried, key=lambda link: carried[link] / self._rates[link], reverse=True)
-        return {f"{link.child} {link.direction}": carried[link] for link in busiest_first}
+        return Carried(
+            link_bytes={f"{link.child} {link.direction}": carried[link] for link in busiest_first},
+            sent_bytes=sum(count for link, count in carried.items() if link in self._host_links),
+        )
 
     def _read(self) -> dict[DirectedLink, int]:
         return {} if self._lab is None else self._lab.link_bytes()

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from syncline.bench.pace import Pace, Tally
+
 Timed = Callable[[], float]
 """Does the work once and returns the seconds that this rank needed."""
 
 
-def measure_rounds(methods: Mapping[str, Timed], *, num_rounds: int, num_warm_ups: int) -> dict[str, tuple[float, ...]]:
-    """Return, for each method, the slowest rank's seconds in each round; the warm-ups do not count.
+def measure_rounds(methods: Mapping[str, Timed], *, pace: Pace) -> dict[str, tuple[float, ...]]:
+    """Return, for each method, the slowest rank's seconds in each round that counts.
 
-    The methods take turns within each round, so that whatever else the machine does befalls them alike. The ranks tell
-    each other their times when all is over.
+    The methods take turns within each round, so that whatever else the machine does befalls them alike. After each the
+    ranks tell each other their times, so that all agree on who needs another.
     """
-    own = torch.zeros(len(methods), num_rounds, dtype=torch.float64)
-    for turn in range(num_warm_ups + num_rounds):
-        for number, run in enumerate(methods.values()):
+    tallies = {name: Tally(pace) for name in methods}
+    while due := [name for name, tally in tallies.items() if tally.wants_more]:
+        for name in due:
             dist.barrier()
-            seconds = run()
-            if turn >= num_warm_ups:
-                own[number, turn - num_warm_ups] = seconds
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
-    return {name: tuple(own[number].tolist()) for number, name in enumerate(methods)}
+            start = time.perf_counter()
+            measured_s = methods[name]()
+            slowest = torch.tensor([measured_s, time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            measured_s, elapsed_s = slowest.tolist()
+            tallies[name].add(measured_s, elapsed_s=elapsed_s)
+    return {name: tuple(tally.seconds) for name, tally in tallies.items()}

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 from syncline import Fleet
-from syncline.bench.ranks.link_meter import LinkMeter
+from syncline.bench.ranks.bounds import predicted_s, wire_bound_s
+from syncline.bench.ranks.link_meter import Carried, LinkMeter
 from syncline.bench.ranks.methods import OWN, PEERS, PERIOD, Trainee
 from syncline.bench.ranks.model import build_batch
 from syncline.bench.ranks.timing import measure_rounds
 from syncline.bench.rows import COMPUTE_ALONE, Row
 from syncline.bench.task import Task
-from syncline.runtime.communicator import DEFAULT_SLICE_BYTES
-from syncline.schedule import Collective, lower_bound, predict
+from syncline.schedule import Collective
 
 NUM_STEPS = PERIOD
 """Steps that are timed in a row: with one averaging of PostLocalSGD among them, wherever they begin."""
@@ -35,7 +35,7 @@ def measure_training(task: Task, fleet: Fleet) -> list[Row]:
     trainees = {name: build(task.shape) for name, build in OWN.items()}
     trainees |= {PEERS[peer][0]: PEERS[peer][1](task.shape) for peer in task.peers}
     timed = {name: partial(_time_steps, trainee, batch) for name, trainee in trainees.items()}
-    seconds = measure_rounds(timed, num_rounds=task.num_rounds, num_warm_ups=task.num_warm_ups)
+    seconds = measure_rounds(timed, pace=task.pace)
     meter = LinkMeter(fleet.rank)
     carried = {name: meter.measure(partial(_run_steps, trainee, batch)) for name, trainee in trainees.items()}
     rows = [_row(task, fleet, name, seconds[name], carried[name]) for name in trainees]
@@ -43,17 +43,19 @@ def measure_training(task: Task, fleet: Fleet) -> list[Row]:
     return [_with_compute(row, median_s) for row in rows]
 
 
-def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carried: dict[str, int]) -> Row:
+def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carried: Carried) -> Row:
     num_bytes = 4 * task.shape.num_parameters
+    per_step = carried.per_step(NUM_STEPS)
     return Row(
         subject="training step",
         order=task.order,
         size_bytes=num_bytes,
         method=name,
         seconds=seconds,
-        bound_s=lower_bound(fleet.topology, Collective.ALL_REDUCE, num_bytes),
+        bound_s=wire_bound_s(fleet, Collective.ALL_REDUCE, num_bytes),
         predicted_s=_predict_wire(fleet, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
-        link_bytes={link: num_bytes // NUM_STEPS for link, num_bytes in carried.items()},
+        link_bytes=per_step.link_bytes,
+        sent_bytes=per_step.sent_bytes,
     )
 
 
@@ -64,7 +66,7 @@ def _with_compute(row: Row, compute_s: float) -> Row:
 def _predict_wire(fleet: Fleet, num_bytes: int) -> float:
     """Predict the communication of one step alone, as if its buckets were one."""
     schedule = fleet.communicator.plan(Collective.ALL_REDUCE, num_bytes)
-    return predict(schedule, fleet.topology, num_bytes, DEFAULT_SLICE_BYTES).seconds
+    return predicted_s(fleet, schedule, num_bytes)
 
 
 def _time_steps(trainee: Trainee, batch: Batch) -> float:

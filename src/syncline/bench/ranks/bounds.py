@@ -1,0 +1,20 @@
+"""What stands beside a measured time: the wire's bound, and what the cost model predicts."""
+
+from __future__ import annotations
+
+import os
+
+from syncline import Fleet
+from syncline.schedule import Collective, CostModel, Schedule, lower_bound, predict
+from syncline.schedule.ownership import Target
+
+
+def wire_bound_s(fleet: Fleet, collective: Collective, num_bytes: int, *, target: Target = "balanced") -> float:
+    """Return the least seconds on this topology's links, at what TCP/IP and Ethernet headers leave of their rates."""
+    return lower_bound(fleet.topology, collective, num_bytes, target=target) / CostModel().payload_share
+
+
+def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
+    """Return what ``predict`` says of ``schedule`` in the runtime's slices, on this machine's processors."""
+    cost = CostModel.of_emulated_network(fleet.world_size, len(os.sched_getaffinity(0)))
+    return predict(schedule, fleet.topology, num_bytes, fleet.communicator.slice_bytes, cost=cost).seconds
