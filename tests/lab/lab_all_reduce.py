@@ -7,8 +7,8 @@ import os
 import sys
 
 import numpy as np
-from rank_process import FolderStore
 
+from meeting_stores import DirectoryStore
 from syncline.fabric import FabricOptions
 from syncline.runtime import Communicator, numpy_reduction
 from syncline.topology import Topology
@@ -20,7 +20,7 @@ def main():
     options = FabricOptions(address=address, insecure=True)
     world_size = topology.num_ranks
     place = {"rank": rank, "world_size": world_size, "topology": topology, "options": options}
-    with Communicator.connect(store=FolderStore(folder), **place) as communicator:
+    with Communicator.connect(store=DirectoryStore(folder), **place) as communicator:
         numbers = np.full(num_bytes // 4, rank + 1, np.float32)
         communicator.all_reduce(memoryview(numbers).cast("B"), numpy_reduction("float32")).wait()
         print("right" if (numbers == world_size * (world_size + 1) / 2).all() else "wrong")

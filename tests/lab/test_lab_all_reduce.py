@@ -1,12 +1,12 @@
 """What a real all-reduce puts on each link of the lab is what the schedule says."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rank_scripts import script_environment
 from syncline.lab import Lab
 from syncline.runtime.plans import plan_best
 from syncline.schedule import Collective
@@ -16,12 +16,11 @@ NUM_BYTES = 16 << 20
 MOST_EXCESS = 0.06
 """Headers, acknowledgements, grants, and what the ranks say to each other before and after."""
 HERE = Path(__file__).parent
-STORE_FOLDER = HERE.parent / "runtime"
 
 
 def all_reduce(lab, folder):
     """Run it on every rank of the lab, and return what the ranks printed."""
-    path = os.pathsep.join([str(STORE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = script_environment()["PYTHONPATH"]
     ranks = [
         lab.spawn(
             host.name,
