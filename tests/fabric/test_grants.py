@@ -214,12 +214,12 @@ def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
     one.wish(1, 1, num_bytes=300, urgency=0)
     one.wish(2, 2, num_bytes=300, urgency=0)
     one.wish(3, 3, num_bytes=60, urgency=0)
-    assert one.grants() == [*(grant(1, 1, 10 * k) for k in (1, 2, 3, 4)), grant(3, 3, 50), grant(3, 3, 60)]
+    assert one.grants() == [grant(1, 1, 20), grant(1, 1, 40), grant(3, 3, 50), grant(3, 3, 60)]
     assert one.grants() == []
-    one.arrived(1, num_bytes=10, urgency=0)
-    assert one.grants() == [grant(1, 1, 50)]
+    one.arrived(1, num_bytes=20, urgency=0)
+    assert one.grants() == [grant(1, 1, 60)]
     one.forget_peer(1, underway={0: 40})
-    assert one.grants() == [grant(2, 2, 10 * k) for k in (1, 2, 3, 4)], "what a lost peer held is free for the others"
+    assert one.grants() == [grant(2, 2, 20), grant(2, 2, 40)], "what a lost peer held is free for the others"
     assert link.underway_bytes == 40
 
 

@@ -20,7 +20,7 @@ def test_a_share_grows_while_arrivals_are_quick_up_to_the_whole_window():
     for _ in range(20):
         round_trip(share, 0.01)
         limits.append(share.limit_bytes)
-    assert 110 < limits[0] < 130, "about a quantum for each round trip"
+    assert 140 < limits[0] < 160, "about a quantum for each round trip"
     assert limits == sorted(limits)
     assert limits[-1] == 300
     assert share.underway_bytes == 0

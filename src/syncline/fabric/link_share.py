@@ -33,8 +33,8 @@ class LinkShare:
 
     @property
     def quantum_bytes(self) -> int:
-        """What one grant takes of it at most."""
-        return max(1, self.part_bytes // 4)
+        """What one grant takes of it at most: smaller grants cost the ranks more than a shorter queue gains."""
+        return max(1, self.part_bytes // 2)
 
     @property
     def is_used_up(self) -> bool:
