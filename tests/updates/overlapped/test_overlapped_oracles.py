@@ -6,7 +6,7 @@ from overlapped_training import one_step, size_of, start, train_alone
 
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
-from syncline.updates import Overlapped
+from syncline.updates import Nesterov, Overlapped
 from syncline.updates.overlapped.replay import Replica, replay
 from thread_fleets import run_fleets
 
@@ -50,12 +50,23 @@ def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
                 tensor.grad = bucket.gradient(slot)
 
     with torch.no_grad():
-        return Replica(rank=rank, buckets=buckets, backward=backward, step=optimizer.step)
+        return Replica(rank=rank, buckets=buckets, optimizer=optimizer, backward=backward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"quorum": 2}, {"quorum": 1, "rule": "additive"}, {"push": "previous"}, {"spread": False}]
+    "options",
+    [
+        {},
+        {"quorum": 2},
+        {"quorum": 1, "rule": "additive"},
+        {"push": "previous"},
+        {"spread": False},
+        {"rule": "rebase"},
+        {"rule": "rebase", "quorum": 2, "push": "previous"},
+        {"outer": Nesterov()},
+        {"rule": "rebase", "outer": Nesterov(learning_rate=0.5), "average_state": True},
+    ],
 )
 def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype: torch.dtype) -> None:
     """Whatever the threads and the network did."""
@@ -74,7 +85,7 @@ def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype:
     results = run_fleets(3, body, seed=5)
     recorders = [recorder for _, recorder in results]
     replicas = [make_replica(rank, 128, dtype) for rank in range(3)]
-    replay(recorders, replicas, should_spread=rule.spread)
+    replay(recorders, replicas, rule)
     final = [torch.cat([bucket.parameters for bucket in replica.buckets]) for replica in replicas]
     for (model, _), mine in zip(results, final, strict=True):
         assert torch.equal(parameters_of(model), mine)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.exchange import Exchange
 from syncline.updates.overlapped.outer import VELOCITY, Nesterov, OuterStep
 from syncline.updates.state import is_elementwise
+
+Parts = Sequence[Sequence[torch.Tensor]]
 
 
 class EndOfPeriod:
@@ -27,22 +28,26 @@ class EndOfPeriod:
         self._optimizer = optimizer
         self._outer = [] if outer is None else [OuterStep(bucket, optimizer, outer) for bucket in buckets]
         self._should_average_state = should_average_state
+        self._states: list[dict[str, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Take note of what the parameters are at the start."""
         for outer in self._outer:
             outer.begin()
 
-    def run(self, exchange: Exchange) -> None:
-        """Average over all workers; waits for them."""
-        states = [self._gather_state(bucket) for bucket in self._buckets]
-        parts = [[bucket.parameters, *state.values()] for bucket, state in zip(self._buckets, states, strict=True)]
-        with torch.no_grad():
-            averaged = exchange.end_period(parts)
-            for bucket, state, has_come in zip(self._buckets, states, averaged, strict=True):
-                self._spread_states(bucket, state, has_come[1:])
-            for outer in self._outer:
-                outer.apply()
+    @torch.no_grad()
+    def gather(self) -> Parts:
+        """Return what is to be averaged: for each bucket its parameters, then its states; to be overwritten."""
+        self._states = [self._gather_state(bucket) for bucket in self._buckets]
+        return [[bucket.parameters, *state.values()] for bucket, state in zip(self._buckets, self._states, strict=True)]
+
+    @torch.no_grad()
+    def finish(self, has_come: Sequence[Sequence[bool]]) -> None:
+        """Go on from the averages, which are where :meth:`gather` said; ``has_come`` tells which."""
+        for bucket, state, (_, *is_new) in zip(self._buckets, self._states, has_come, strict=True):
+            self._spread_states(bucket, state, is_new)
+        for outer in self._outer:
+            outer.apply()
 
     def _gather_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Return each kind of state that has one value for each element, flat; zeros where a parameter has none."""

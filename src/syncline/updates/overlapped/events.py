@@ -179,4 +179,12 @@ class Use:
     """Iterations of the fleet that all that is new stands for."""
 
 
-WorkerInstruction = Keep | Send | Use
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redo:
+    """Step once more on what lies at these places: own gradients for which no global one has come (rule "rebase")."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Place, and of how many iterations what lies there is the sum."""
+
+
+WorkerInstruction = Keep | Send | Use | Redo

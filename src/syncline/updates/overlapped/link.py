@@ -16,7 +16,7 @@ import torch
 
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed, correction
-from syncline.updates.overlapped.events import Keep, Reply, Send, WorkerInstruction
+from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
@@ -122,6 +122,7 @@ class WorkerLink:
         self._ends += [self.bucket.make_up() for _ in parts[len(self._ends) :]]
         del self._ends[len(parts) :]
         for part, (message, values) in enumerate(zip(self._ends, parts, strict=True)):
+        self._note(Redo(runs=tuple(runs)))
             message.values.copy_(values)
             header = UpHeader(
                 kind=Kind.END, period=self.machine.period, turn=part, iteration=len(parts) - 1, weight=weight

@@ -3,7 +3,7 @@
 Every rank records what its worker was told to do in each step, and who was in the global gradients of the shards that
 it hosted (``Overlapped(should_record=True)``). That is all that arrivals ever decide; with the same data, the rest
 follows. Workers are carried on in turn, each as far as what it used then exists. Runs in which a rank was lost cannot
-be replayed, nor can averaged states and outer steps.
+be replayed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ import torch
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, sum_dtype
-from syncline.updates.overlapped.events import Keep, Send, Use, WorkerInstruction
+from syncline.updates.overlapped.average import EndOfPeriod, Parts
+from syncline.updates.overlapped.events import Keep, Redo, Send, Use, WorkerInstruction
+from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.recording import Recorder, ServerNote
+from syncline.updates.overlapped.rule import Overlapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A worker to be carried on: its model's buckets, and how it makes a step."""
+    """A worker to be carried on: its model's buckets, its optimizer, and where its gradients come from."""
 
     rank: int
     buckets: Sequence[Bucket]
+    optimizer: torch.optim.Optimizer
     backward: Callable[[int], None]
     """Leave the gradients of step k in the buckets."""
-    step: Callable[[], None]
-    """Step the optimizer."""
 
 
-def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], *, should_spread: bool = True) -> None:
-    """Carry ``replicas`` through what the ``recorders`` of all ranks (in rank order) hold; they end as in the run."""
+def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], rule: Overlapped) -> None:
+    """Carry ``replicas`` through what the ``recorders`` of all ranks (in rank order) hold; they end as in the run.
+
+    ``rule`` is the one of the run.
+    """
     ledger = _Ledger([note for recorder in recorders for note in recorder.servers], replicas)
-    running = [
-        _carry(recorders[replica.rank], _Hands(replica, ledger, should_spread=should_spread)) for replica in replicas
-    ]
+    running = [_carry(recorders[replica.rank], _Hands(replica, ledger, rule)) for replica in replicas]
     while running:
         before = ledger.num_events
         running = [worker for worker in running if next(worker, "ended") != "ended"]
@@ -52,18 +55,20 @@ class _Ledger:
 
     def __init__(self, notes: Sequence[ServerNote], replicas: Sequence[Replica]) -> None:
         self._folds = {(note.bucket, note.period, note.number): note.members for note in notes if note.what == "fold"}
-        self._averages = {(note.bucket, note.period): note.members for note in notes if note.what == "average"}
+        self._averages = {
+            (note.bucket, note.period, note.number): note.members for note in notes if note.what == "average"
+        }
         self._plans = [bucket.plan for bucket in replicas[0].buckets]
         self._pushes: dict[tuple[int, int, int, int], torch.Tensor] = {}
-        self._ends: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._ends: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
         self.num_events = 0
 
     def push(self, bucket: int, period: int, turn: int, worker: int, values: torch.Tensor) -> None:
         self._pushes[bucket, period, turn, worker] = values.clone()
 
-    def end(self, bucket: int, period: int, worker: int, values: torch.Tensor) -> None:
-        self._ends[bucket, period, worker] = values.clone()
+    def end(self, bucket: int, period: int, part: int, worker: int, values: torch.Tensor) -> None:
+        self._ends[bucket, period, part, worker] = values.clone()
 
     def sum(self, bucket: int, period: int, closed: int) -> torch.Tensor | None:
         """Return C(closed), if all that is in it was pushed."""
@@ -84,10 +89,10 @@ class _Ledger:
         self._sums[bucket, period, closed] = result
         return result
 
-    def average(self, bucket: int, period: int) -> torch.Tensor | None:
+    def average(self, bucket: int, period: int, part: int) -> torch.Tensor | None:
         """Return the average that ended ``period``, if all have sent what they had."""
-        members = self._averages[bucket, period]
-        given = [self._ends.get((bucket, period, worker)) for worker, _ in members]
+        members = self._averages[bucket, period, part]
+        given = [self._ends.get((bucket, period, part, worker)) for worker, _ in members]
         if any(values is None for values in given):
             return None
         plan = self._plans[bucket]
@@ -105,24 +110,27 @@ def _carry(recorder: Recorder, hands: _Hands) -> Iterator[str]:
             while not hands.obey(bucket, instruction):
                 yield "waits for a global gradient"
             ledger.num_events += 1
-        hands.finish_step()
-        replica.step()
+        hands.step()
         if number + 1 in recorder.ends:
-            for index, bucket_memory in enumerate(replica.buckets):
-                ledger.end(index, hands.period, replica.rank, bucket_memory.parameters)
+            parts = hands.send_end()
             ledger.num_events += 1
-            while not hands.end_period():
+            while not hands.end_period(parts):
                 yield "waits for the end of the period"
 
 
 class _Hands:
     """What a worker holds between its instructions."""
 
-    def __init__(self, replica: Replica, ledger: _Ledger, *, should_spread: bool) -> None:
+    def __init__(self, replica: Replica, ledger: _Ledger, rule: Overlapped) -> None:
         self.period = 0
         self.replica = replica
         self.ledger = ledger
-        self._feeds = [Feed(should_spread=should_spread) for _ in replica.buckets]
+        buckets, optimizer = replica.buckets, replica.optimizer
+        self._end = EndOfPeriod(buckets, optimizer, outer=rule.outer, should_average_state=rule.average_state)
+        self._feeds = [Feed(should_spread=rule.spread) for _ in buckets]
+        self._rebase = Rebase(buckets, optimizer) if rule.rule == "rebase" else None
+        self._collects = [Collect() for _ in buckets]
+        self._own: list[Runs] = [[] for _ in buckets]
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._used = [0] * len(replica.buckets)
 
@@ -131,6 +139,9 @@ class _Hands:
         gradient = self.replica.buckets[bucket].gradients
         if isinstance(instruction, Use):
             return self._use(bucket, instruction, gradient)
+        if isinstance(instruction, Redo):
+            self._own[bucket] = [(self._places[bucket, place], count) for place, count in instruction.runs]
+            return True
         key = (bucket, instruction.place)
         if isinstance(instruction, Send):
             self.ledger.push(bucket, self.period, instruction.turn, self.replica.rank, self._places[key])
@@ -150,26 +161,44 @@ class _Hands:
             base=self.ledger.sum(bucket, self.period, used) if used else None,
             subtract=[self._places[bucket, place] for place in use.subtract],
         )
-        self._feeds[bucket].take(gradient, change, use)
+        taker = self._feeds[bucket] if self._rebase is None else self._collects[bucket]
+        taker.take(gradient, change, use)
         self._used[bucket] = use.closed
         return True
 
-    def finish_step(self) -> None:
-        """Add what is left of earlier corrections."""
+    def step(self) -> None:
+        """Step the optimizer on what the gradients have become, or on what was pulled and the own ones again."""
+        if self._rebase is not None:
+            self._rebase.step([collect.collected() for collect in self._collects], self._own)
+            return
         for feed, memory in zip(self._feeds, self.replica.buckets, strict=True):
             feed.finish(memory.gradients)
+        self.replica.optimizer.step()
 
-    def end_period(self) -> bool:
+    def send_end(self) -> Parts:
+        """Hand in what the period ends with."""
+        if self._rebase is not None:
+            self._rebase.take_back_state()
+        parts = self._end.gather()
+        for bucket, values in enumerate(parts):
+            for part, value in enumerate(values):
+                self.ledger.end(bucket, self.period, part, self.replica.rank, value)
+        return parts
+
+    def end_period(self, parts: Parts) -> bool:
         """Take the averages; False if they do not exist yet."""
-        indices = range(len(self.replica.buckets))
-        averages = [self.ledger.average(index, self.period) for index in indices]
+        places = [(bucket, part, value) for bucket, values in enumerate(parts) for part, value in enumerate(values)]
+        averages = [self.ledger.average(bucket, self.period, part) for bucket, part, _ in places]
         if any(values is None for values in averages):
             return False
-        for memory, values in zip(self.replica.buckets, averages, strict=True):
-            if values is not None:
-                memory.parameters.copy_(values)
+        for (_, _, value), average_of_it in zip(places, averages, strict=True):
+            assert average_of_it is not None, "all are there"
+            value.copy_(average_of_it)
+        self._end.finish([[True for _ in values] for values in parts])
+        if self._rebase is not None:
+            self._rebase.begin()
         for feed in self._feeds:
             feed.clear()
         self.period += 1
-        self._used = [0 for _ in indices]
+        self._used = [0 for _ in parts]
         return True

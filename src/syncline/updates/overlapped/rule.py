@@ -223,7 +223,7 @@ class OverlappedUpdater(WholeUpdater):
         if self._rebase is not None:
             self._rebase.take_back_state()
         with self._rescue_if_needed():
-            self._end_of_period.run(self.exchange)
+            self._end_of_period.finish(self.exchange.end_period(self._end_of_period.gather()))
         if self._rebase is not None:
             self._rebase.begin()
 
