@@ -105,6 +105,19 @@ def test_spans_of_one_row_of_the_trace_lie_one_after_another_or_one_in_another(t
             open_ends.append(end)
 
 
+@pytest.mark.parametrize(
+    ("update", "said"), [("overlapped", "stale"), ("clustered", "temporary server"), ("allreduce", "all step")]
+)
+def test_the_demo_shows_every_update_rule(update, said, tmp_path):
+    """With the overlapped one, the line of progress tells its staleness; its checkpoint is at a period's end."""
+    shown = run_demo("--update", update, "--ranks", 2, "--steps", 3, "--output", tmp_path)
+    assert "step 3/3" in shown
+    assert said in shown
+    assert "All 2 ranks hold the same parameters" in shown
+    if update == "overlapped":
+        assert "step 4/4" in run_demo("--resume", "--ranks", 2, "--steps", 4, "--output", tmp_path)
+
+
 def test_the_demo_goes_on_with_another_number_of_ranks(first_run, tmp_path):
     output, _ = first_run
     shown = run_demo("--resume", "--ranks", 2, "--steps", 8, "--output", output)

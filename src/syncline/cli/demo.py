@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from syncline.cli.launcher.launch import Request, launch
-from syncline.demo import CHECKPOINT, DEFAULT_STEPS
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
 from syncline.errors import CheckpointError, ConfigurationError
 from syncline.pytorch.checkpoint_folder import find, read_manifest
 from syncline.topology import Topology
@@ -19,6 +20,14 @@ from syncline.topology import Topology
 DEMO_TOPOLOGY = "demo-1-3"
 DEMO_RANKS = 4
 MAX_WIDTH = 100
+
+
+HOW = {
+    Update.SHARDED: "updates its own shard of the parameters, and gets the rest from the others while it goes on",
+    Update.ALLREDUCE: "and all step on the mean of their gradients",
+    Update.OVERLAPPED: "steps on its own gradient at once, and folds in the mean of all when it comes",
+    Update.CLUSTERED: "and a temporary server in each cluster of like machines makes the mean of their gradients",
+}
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -33,6 +42,7 @@ def demo(
         int | None, typer.Option(metavar="N", help=f"Number of ranks, on one switch if not {DEMO_RANKS}.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = DEFAULT_STEPS,
+    update: Annotated[Update, typer.Option(help="How parameters change from gradients.")] = Update.SHARDED,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the checkpoint goes.")] = Path("syncline-demo"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in DIR.")] = False,
     trace: Annotated[
@@ -47,8 +57,9 @@ def demo(
         check_resumable(output, num_steps=steps)
     make_folder(output)
     chosen, num_ranks = choose_network(topology, ranks)
-    explain(chosen, num_ranks, output)
-    command = [sys.executable, "-m", "syncline.demo", "--steps", str(steps), "--output", str(output)]
+    explain(chosen, num_ranks, update, output)
+    names = {"--steps": str(steps), "--update": update.value, "--output": str(output)}
+    command = [sys.executable, "-m", "syncline.demo", *chain.from_iterable(names.items())]
     request = Request(
         command=(*command, *(["--resume"] if resume else [])),
         topology=chosen,
@@ -92,7 +103,7 @@ def choose_network(topology: str | None, num_ranks: int | None) -> tuple[str | N
     return topology, num_ranks
 
 
-def explain(topology: str | None, num_ranks: int | None, output: Path) -> None:
+def explain(topology: str | None, num_ranks: int | None, update: Update, output: Path) -> None:
     """Say what is about to happen."""
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
@@ -104,6 +115,5 @@ def explain(topology: str | None, num_ranks: int | None, output: Path) -> None:
     )
     console.print(network.render(), style="cyan", markup=False)
     console.print(
-        "\nEach rank takes a part of every batch, updates its own shard of the parameters, and gets the rest from the "
-        f"others while it goes on. Ctrl-C ends it with a checkpoint in {output}.\n"
+        f"\nEach rank takes a part of every batch, {HOW[update]}. Ctrl-C ends it with a checkpoint in {output}.\n"
     )

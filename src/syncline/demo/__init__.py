@@ -4,6 +4,17 @@
 and ``display`` what is shown while it runs. ``syncline demo`` starts it; ``examples/train_gpt.py`` is a link to it.
 """
 
+from enum import StrEnum
+
 DEFAULT_STEPS = 400
 CHECKPOINT = "checkpoint"
 """Name of the checkpoint in the output folder."""
+
+
+class Update(StrEnum):
+    """The update rules that the demo can show."""
+
+    SHARDED = "sharded"
+    ALLREDUCE = "allreduce"
+    OVERLAPPED = "overlapped"
+    CLUSTERED = "clustered"

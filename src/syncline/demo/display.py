@@ -24,6 +24,8 @@ class Moment:
     tokens_per_s: float
     waiting: float
     """Share of the time, from 0 to 1, that this rank waited for the network."""
+    update: str = ""
+    """How the update rule fares, if it has anything to say."""
 
 
 class Display(Protocol):
@@ -69,12 +71,15 @@ class Bar:
             TextColumn("loss [bold]{task.fields[loss]}[/]"),
             TextColumn("{task.fields[rate]} tokens/s"),
             TextColumn("waiting {task.fields[waiting]}"),
+            TextColumn("{task.fields[update]}"),
             TimeRemainingColumn(),
             console=Console(),
             expand=True,
             refresh_per_second=2,  # drawing takes time from the training
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=first_step, loss="-", rate="-", waiting="-")
+        self._task = self._progress.add_task(
+            "", total=num_steps, completed=first_step, loss="-", rate="-", waiting="-", update=""
+        )
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -91,6 +96,7 @@ class Bar:
             loss=f"{moment.loss:.3f}",
             rate=f"{moment.tokens_per_s:,.0f}",
             waiting=f"{moment.waiting:.0%}",
+            update=moment.update,
         )
 
     def note(self, text: str) -> None:
@@ -130,7 +136,7 @@ class Lines:
         left_s = (now_s - self._began_s) / (moment.step - self._first_step) * (self._num_steps - moment.step)
         self._write(
             f"step {moment.step}/{self._num_steps}  loss {moment.loss:.3f}  {moment.tokens_per_s:,.0f} tokens/s  "
-            f"waiting {moment.waiting:.0%}  {left_s:.0f} s left"
+            f"waiting {moment.waiting:.0%}  {moment.update + '  ' if moment.update else ''}{left_s:.0f} s left"
         )
 
     def note(self, text: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 import syncline
-from syncline.demo import CHECKPOINT, DEFAULT_STEPS
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
 from syncline.demo.closing import Closing, fleet_link_bytes, parameter_digests, show_closing
 from syncline.demo.corpus import Corpus, load_corpus
 from syncline.demo.display import Display, Moment, choose_display
 from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
 from syncline.errors import ConfigurationError
+from syncline.updates import UpdateRule
 
 NUM_SEQUENCES = 32
 """In one batch, over all ranks: whatever their number, step k trains on the same text."""
@@ -34,6 +35,12 @@ NUM_VALIDATION_SEQUENCES = 128
 REPORT_EVERY = 5
 """Steps between two exchanges of the loss and of the wish to stop."""
 SAVE_EVERY = 100
+UPDATES: Mapping[Update, Callable[[], UpdateRule]] = {
+    Update.SHARDED: syncline.Sharded,
+    Update.ALLREDUCE: syncline.AllReduce,
+    Update.OVERLAPPED: lambda: syncline.Overlapped(rule="rebase", period=50),
+    Update.CLUSTERED: syncline.Clustered,
+}
 NUM_STEPS_BEFORE_FORECAST = 20
 SLOW_S = 240.0
 
@@ -43,6 +50,7 @@ class Options:
     """What can be chosen on the command line."""
 
     num_steps: int
+    update: Update
     output: Path
     is_resumed: bool
     learning_rate: float
@@ -68,7 +76,7 @@ class Training:
     fleet: syncline.Fleet
     corpus: Corpus
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizer: syncline.DistributedOptimizer
     step: int = 0
     """Number of steps done."""
     losses: dict[int, float] = field(default_factory=dict)
@@ -83,10 +91,8 @@ def build(options: Options, fleet: syncline.Fleet) -> Training:
         )
     torch.manual_seed(options.seed)
     model = GPT(GPTShape())
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
-    model, optimizer = syncline.distribute(model, optimizer, update=syncline.Sharded())
+    adamw = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    model, optimizer = syncline.distribute(model, adamw, update=UPDATES[options.update]())
     return Training(options=options, fleet=fleet, corpus=load_corpus(), model=model, optimizer=optimizer)
 
 
@@ -131,6 +137,7 @@ class Pace:
             loss=training.losses[training.step],
             tokens_per_s=num_tokens / elapsed_s,
             waiting=min(1.0, (self._waited_s() - self._waited_before_s) / elapsed_s),
+            update=training.optimizer.progress(),
         )
 
     def warn_once(self) -> str:
@@ -190,6 +197,7 @@ def validate(training: Training) -> float:
 
 def save(training: Training) -> None:
     """Write a checkpoint; any number of ranks on any topology can go on from it."""
+    training.optimizer.end_period()
     progress = {"step": training.step, "losses": list(training.losses.items())}
     path = training.options.output / CHECKPOINT
     syncline.save_checkpoint(path, training.model, training.optimizer, extra=progress)
@@ -234,6 +242,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps to train in all")
+    parser.add_argument("--update", type=Update, default=Update.SHARDED, help="the update rule")
     parser.add_argument("--output", type=Path, default=Path("syncline-demo"), help="where the checkpoint goes")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -241,6 +250,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     chosen = parser.parse_args(arguments)
     return Options(
         num_steps=chosen.steps,
+        update=chosen.update,
         output=chosen.output,
         is_resumed=chosen.resume,
         learning_rate=chosen.learning_rate,

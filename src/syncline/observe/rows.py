@@ -1,7 +1,8 @@
 """The rows of a trace: each category is one, and spans that overlap get rows of their own.
 
 Perfetto draws the spans of one row as a stack of calls, so two that overlap without nesting would be drawn wrong.
-Collectives do overlap: ``communication`` therefore has as many rows as there were collectives at once.
+Collectives do overlap: ``communication`` therefore has as many rows as there were collectives at once, and so have the
+pushes and pulls of the buckets of an overlapped update.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 FIRST_ROWS = ("compute", "wait", "update", "communication")
 """In the order in which they are shown; other categories follow as they come."""
 
-_LANED = frozenset({"communication"})
+_LANED = frozenset({"communication", "push", "pull"})
 
 
 class Rows:

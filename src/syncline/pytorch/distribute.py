@@ -66,6 +66,7 @@ def distribute(
     updater = training.updater
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     fleet.on_close(partial(_end, training))
+    fleet.add_update(updater.statistics)
     return model, DistributedOptimizer(training)
 
 

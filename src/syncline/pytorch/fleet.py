@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ class Fleet:
         self._collectives = TensorCollectives(communicator)
         self._next_stream = 1
         self._on_close: list[Callable[[bool], None]] = []
+        self._count_updates: list[Callable[[], object | None]] = []
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -108,8 +110,13 @@ class Fleet:
         self.communicator.barrier().wait()
 
     def statistics(self) -> FleetStatistics:
-        """Return a frozen record of what was moved and how long was waited."""
-        return self.communicator.statistics()
+        """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts."""
+        counted = [count() for count in self._count_updates]
+        return replace(self.communicator.statistics(), updates=tuple(one for one in counted if one is not None))
+
+    def add_update(self, count: Callable[[], object | None]) -> None:
+        """Let :meth:`statistics` also tell what ``count`` returns, unless it is None."""
+        self._count_updates.append(count)
 
     def reserve_streams(self, number: int) -> range:
         """Take streams for the calls of a model; every rank takes as many, in the same order."""

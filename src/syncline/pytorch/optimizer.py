@@ -91,8 +91,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return what the update rule counts, such as staleness; None if it counts nothing of its own."""
         return self.training.updater.statistics()
 
+    def progress(self) -> str:
+        """Say in a few words how the update rule fares, for a line of progress; empty if there is nothing to say."""
+        return self.training.updater.progress()
+
     def end_period(self) -> None:
-        """Average the parameters over all ranks now, with a rule that works in periods; every rank calls it."""
+        """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""
         self.training.updater.end_period()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

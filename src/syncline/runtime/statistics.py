@@ -29,6 +29,8 @@ class FleetStatistics:
     """Bytes of the slices under way, now."""
     temporary_bytes: int
     """Memory of temporaries, in use or kept for reuse, now."""
+    updates: tuple[object, ...] = ()
+    """What the update rule of each model counts (:class:`OverlappedStatistics` ...), for rules that count anything."""
 
     @property
     def queued_bytes(self) -> int:

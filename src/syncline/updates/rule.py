@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.channel import Channel
 from syncline.updates.divided import DividedGradients
@@ -97,9 +96,8 @@ class Updater(ABC):
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the combined gradients to a global norm of at most ``max_norm``; return what the norm was."""
 
-    def end_period(self) -> None:
-        """Average the parameters over all ranks now, for rules that work in periods; every rank calls it."""
-        raise UpdateError(f"{type(self).__name__} has no periods: all ranks have the same parameters after every step")
+    def end_period(self) -> None:  # noqa: B027 - with most rules all ranks have the same parameters after every step
+        """Make the parameters of all ranks equal now, for rules that let them differ; every rank calls it."""
 
     def finish(self) -> None:  # noqa: B027 - most rules have nothing to do
         """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""
@@ -112,6 +110,10 @@ class Updater(ABC):
     def statistics(self) -> object | None:
         """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""
         return None
+
+    def progress(self) -> str:
+        """Say in a few words how this rule fares, for a line of progress; empty if there is nothing to say."""
+        return ""
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:

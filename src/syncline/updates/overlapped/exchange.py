@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, UpdateError
+from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.clock import PeriodClock
@@ -48,6 +49,7 @@ class Exchange:
         make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
         note_wait: NoteWait,
+        trace: Trace,
         recorder: Recorder | None = None,
     ) -> None:
         self.terms = terms
@@ -74,6 +76,7 @@ class Exchange:
                 changed=self._changed,
                 is_additive=is_additive,
                 feed=make_feed(),
+                trace=trace,
                 recorder=recorder,
             )
             for bucket, server in zip(buckets, placement, strict=True)

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed, correction
 from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
@@ -38,6 +39,7 @@ class WorkerLink:
         changed: threading.Condition,
         is_additive: bool,
         feed: Feed | Collect,
+        trace: Trace,
         recorder: Recorder | None,
     ) -> None:
         self.bucket = bucket
@@ -54,6 +56,7 @@ class WorkerLink:
         self._changed = changed
         self._is_additive = is_additive
         self._feed = feed
+        self._trace = trace
         self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
@@ -96,6 +99,7 @@ class WorkerLink:
                 use = replace(use, subtract=(), replaces=False)
             newest, base = self._pulls.take()
         self._note(use)
+        start_ns = self._trace.now_ns()
         change = correction(
             newest=newest.values,
             base=None if base is None else base.values,
@@ -104,6 +108,9 @@ class WorkerLink:
         self._feed.take(gradient, change, use)
         with self._changed:
             self._pulls.give_back()
+        self._trace.span(
+            f"fold into bucket {self.bucket.index}", "fold", start_ns, self._trace.now_ns(), turn=use.closed
+        )
         self._port.call_soon(self.on_room)
         return use.closed - used
 
@@ -115,6 +122,7 @@ class WorkerLink:
         """Return the own gradients for which no global one was used yet, as sums over runs."""
         with self._changed:
             runs = self.machine.unsettled
+        self._note(Redo(runs=tuple(runs)))
         return [(self._places[place].values, count) for place, count in runs]
 
     def end(self, parts: Sequence[torch.Tensor], *, weight: float) -> None:
@@ -122,7 +130,6 @@ class WorkerLink:
         self._ends += [self.bucket.make_up() for _ in parts[len(self._ends) :]]
         del self._ends[len(parts) :]
         for part, (message, values) in enumerate(zip(self._ends, parts, strict=True)):
-        self._note(Redo(runs=tuple(runs)))
             message.values.copy_(values)
             header = UpHeader(
                 kind=Kind.END, period=self.machine.period, turn=part, iteration=len(parts) - 1, weight=weight
@@ -133,7 +140,7 @@ class WorkerLink:
             self._pulls.reset()  # the sums of this period are of no use any more; the averages need the room
             epoch = self.epoch
         for message in self._ends:
-            self._port.call_soon(self._transmit, message, epoch, False)
+            self._port.call_soon(self._transmit, message, epoch)
         self._port.call_soon(self.on_room)
 
     def has_average(self) -> bool:
@@ -184,7 +191,7 @@ class WorkerLink:
             kind=Kind.PUSH, period=send.period, turn=send.turn, iteration=send.iteration, weight=send.weight
         )
         header.encode(message.memory)
-        self._port.call_soon(self._transmit, message, epoch, True)
+        self._port.call_soon(self._transmit, message, epoch, send.turn)
 
     def _note(self, instruction: WorkerInstruction) -> None:
         if self._recorder is not None:
@@ -203,7 +210,7 @@ class WorkerLink:
             tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch),
             message.memory,
             urgency=self.bucket.index,
-            on_received=partial(self._on_reply, self.epoch),
+            on_received=partial(self._on_reply, self.epoch, self._trace.now_ns()),
         )
 
     def ask(self) -> None:
@@ -238,11 +245,12 @@ class WorkerLink:
         self.on_room()
         if self._start is not None:
             UpHeader(kind=Kind.HELLO, period=self._start_period).encode(self._start.memory)
-            self._transmit(self._start, self.epoch, False)
+            self._transmit(self._start, self.epoch)
         for message in self._ends if is_waiting else ():
-            self._transmit(message, self.epoch, False)
+            self._transmit(message, self.epoch)
 
-    def _transmit(self, message: Message, epoch: int, is_push: bool) -> None:
+    def _transmit(self, message: Message, epoch: int, turn: int | None = None) -> None:
+        """Send ``message``; with ``turn`` it is a push, and the machine is told when it has left."""
         if epoch != self.epoch:
             return  # it was for a server that is dead; what is to be said to its successor was said in move()
         number, self._up_number = self._up_number, self._up_number + 1
@@ -252,10 +260,11 @@ class WorkerLink:
             message.memory,
             urgency=self.bucket.index,
             connection_class=self.bucket.connection_class,
-            on_sent=partial(self._on_sent, epoch) if is_push else None,
+            on_sent=partial(self._on_sent, epoch, turn, self._trace.now_ns()) if turn is not None else None,
         )
 
-    def _on_sent(self, epoch: int) -> None:
+    def _on_sent(self, epoch: int, turn: int, start_ns: int) -> None:
+        self._trace.span(f"push of bucket {self.bucket.index}", "push", start_ns, self._trace.now_ns(), turn=turn)
         with self._changed:
             if epoch == self.epoch:
                 self.machine.sent()
@@ -264,9 +273,10 @@ class WorkerLink:
     def _on_answer(self, question: Question) -> None:
         self.awaited = question.decode_answer()
 
-    def _on_reply(self, epoch: int) -> None:
+    def _on_reply(self, epoch: int, start_ns: int) -> None:
         if epoch != self.epoch:
             return
+        self._trace.span(f"pull of bucket {self.bucket.index}", "pull", start_ns, self._trace.now_ns())
         with self._changed:
             self._down_number += 1
             message = self._pulls.landed()

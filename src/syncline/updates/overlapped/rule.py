@@ -40,13 +40,14 @@ class Overlapped:
     workers' gradients make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
     spread by what their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()``
     serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
-    global one, ``"additive"`` uses both, the literal form, ``"rebase"`` redoes own steps on top of the global ones (for
-    Adam and its like; see :mod:`.rebase`). ``push``: the gradient of the current or of the previous
-    iteration. ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()``
-    waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than the workers, a
-    global gradient stands for a run of iterations; feed it to the optimizer over as many steps. ``average_state``:
-    average the optimizer's state too. ``outer``: what a period's averaged difference does (default: the average is the
-    next period's start).
+    global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
+    global ones: choose it with Adam and its like, whose steps ``"swap"`` makes too short (see :mod:`.rebase`);
+    ``"additive"`` uses both, the literal form, and counts own gradients twice. ``push``: the gradient of the current or
+    of the previous iteration. ``max_staleness``: with more own iterations than that for which no global gradient has
+    come, ``step()`` waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than
+    the workers, a global gradient stands for a run of iterations; feed it to the optimizer over as many steps.
+    ``average_state``: average the optimizer's state too. ``outer``: what a period's averaged difference does (default:
+    the average is the next period's start).
     ``rescue``: when fewer workers live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of
     them first writes a checkpoint of what it has to this path. ``should_record``: keep all decisions, to replay them.
 
@@ -158,6 +159,7 @@ class OverlappedUpdater(WholeUpdater):
             make_feed=self._make_feed,
             timeout_s=self.channel.timeout_s,
             note_wait=self.channel.note_wait,
+            trace=self.channel.trace,
             recorder=self.recorder,
         )
         self._end_of_period = EndOfPeriod(
@@ -203,6 +205,8 @@ class OverlappedUpdater(WholeUpdater):
 
     def step(self) -> None:
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
+        trace = self.channel.trace
+        start_ns = trace.now_ns()
         with self._rescue_if_needed():
             self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
@@ -212,6 +216,7 @@ class OverlappedUpdater(WholeUpdater):
             own = [link.unsettled() for link in self.exchange.links]
             self._rebase.step([feed.collected() for feed in self._feeds], own)
         self._weight = 0.0
+        trace.span("local step", "update", start_ns, trace.now_ns(), step=self.step_number)
         self.step_number += 1
         if self.exchange.clock.is_last:
             self.end_period()
@@ -222,14 +227,21 @@ class OverlappedUpdater(WholeUpdater):
             return
         if self._rebase is not None:
             self._rebase.take_back_state()
+        trace = self.channel.trace
+        start_ns, number = trace.now_ns(), self.exchange.counts.num_periods
         with self._rescue_if_needed():
             self._end_of_period.finish(self.exchange.end_period(self._end_of_period.gather()))
         if self._rebase is not None:
             self._rebase.begin()
+        trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
         return self.exchange.statistics()
+
+    def progress(self) -> str:
+        """Say how stale, how often global, what was dropped and how long was waited."""
+        return self.exchange.statistics().progress()
 
     def finish(self) -> None:
         """End the period that is under way: after a close, all ranks have the same parameters."""

@@ -1,0 +1,66 @@
+"""What a user is told of an overlapped update: statistics, the line of progress, and the trace."""
+
+import json
+from collections import Counter
+
+from overlapped_training import make_adam, one_step, run_fleets, start
+
+from syncline.observe import Trace
+from syncline.updates import Overlapped
+from syncline.updates.overlapped.statistics import OverlappedStatistics
+
+NUM_RANKS, NUM_STEPS, PERIOD = 3, 16, 8
+
+
+def train(fleet):
+    model, optimizer = start(fleet, Overlapped(period=PERIOD, max_staleness=1), make_adam)
+    for step in range(NUM_STEPS):
+        one_step(model, optimizer, fleet.rank, step)
+    told = fleet.statistics(), optimizer.statistics(), optimizer.progress()
+    fleet.barrier()  # a rank that leaves is counted
+    return told
+
+
+def test_the_fleet_tells_what_the_update_counted():
+    for fleet_counts, counted, progress in run_fleets(NUM_RANKS, train):
+        assert fleet_counts.updates == (counted,)
+        assert counted.num_steps == NUM_STEPS
+        assert counted.num_periods == NUM_STEPS // PERIOD
+        assert 0 <= counted.mean_staleness <= counted.max_staleness <= 1
+        assert 0 < counted.share_with_global <= 1
+        assert counted.dropped == (0, 0, 0)
+        assert fleet_counts.waited_s.get("period", 0.0) >= counted.waited_period_s * 0.5
+        assert progress == counted.progress()
+
+
+def test_the_trace_shows_each_part_of_a_step(tmp_path):
+    trace = Trace()
+    results = run_fleets(NUM_RANKS, train, trace=trace)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    spans = Counter(event["name"].split(" of ")[0].split(" into ")[0] for event in events if event["ph"] == "X")
+    assert spans["local step"] == NUM_RANKS * NUM_STEPS
+    assert spans["period end"] == NUM_RANKS * NUM_STEPS // PERIOD
+    num_folds = sum(round(counted.share_with_global * counted.num_steps) for _, counted, _ in results)
+    assert spans["fold"] >= num_folds > 0
+    assert spans["push"] > 0
+    assert spans["pull"] >= num_folds
+
+
+def test_progress_names_whose_gradients_were_dropped():
+    counted = OverlappedStatistics(
+        num_steps=40,
+        num_periods=2,
+        iteration=8,
+        mean_staleness=1.25,
+        max_staleness=4,
+        share_with_global=0.9,
+        dropped=(0, 3, 0, 7),
+        num_forgotten=0,
+        waited_staleness_s=0.0,
+        waited_period_s=0.42,
+        waited_for={},
+        lost=(),
+    )
+    assert counted.progress() == "stale 1.2, at most 4  global 90%  dropped 3 of rank 1, 7 of rank 3  waited 0.0+0.4 s"
+    assert "10 dropped (3 of rank 1, 7 of rank 3)" in str(counted)
