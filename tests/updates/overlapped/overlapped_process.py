@@ -1,11 +1,15 @@
-"""One rank as a process of its own, over loopback TCP: trains, and is killed if it is rank 1."""
+"""A user's script with the overlapped update: trains a small model, saves when periods end, and can be killed.
+
+Prints the ``hash`` of the parameters, who is ``lost``, and how many ``periods`` have ended.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import os
 import signal
-import sys
 
 import torch
 from overlapped_training import one_step
@@ -14,22 +18,38 @@ import syncline
 from small_regression import make_adam, make_model, parameters_of
 
 
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rule", type=json.loads, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--victims", type=int, nargs="*", default=[], help="ranks that kill themselves")
+    parser.add_argument("--deadly-step", type=int, default=-1)
+    parser.add_argument("--save", help="write a checkpoint each time a period has ended")
+    parser.add_argument("--resume", help="begin with this checkpoint")
+    return parser.parse_args()
+
+
 def main() -> None:
-    deadly_step, period, num_iterations = (int(argument) for argument in sys.argv[1:4])
+    options = parse()
     torch.set_num_threads(1)
-    with syncline.init() as fleet:
-        rule = syncline.Overlapped(period=period, quorum=2, bucket_bytes=256, max_staleness=8)
+    with syncline.init(timeout=30.0) as fleet:
         model = make_model()
+        rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
         model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule)
+        done = syncline.load_checkpoint(options.resume, model, optimizer)["iteration"] if options.resume else 0
+        first = done
         step = 0
-        while optimizer.iteration < num_iterations:
-            if fleet.rank == 1 and step == deadly_step:
+        while done < options.iterations:
+            if fleet.rank in options.victims and step == options.deadly_step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            one_step(model, optimizer, fleet.rank, step)
+            one_step(model, optimizer, fleet.rank, first + step)
             step += 1
+            done = first + optimizer.iteration
+            if options.save and optimizer.training.updater.is_at_period_start:
+                syncline.save_checkpoint(options.save, model, optimizer, extra={"iteration": done})
         optimizer.end_period()
         digest = hashlib.blake2b(parameters_of(model).numpy().tobytes()).hexdigest()
-        counted = optimizer.statistics()
+        (counted,) = fleet.statistics().updates
         print(f"hash {digest} lost {counted.lost} periods {counted.num_periods}", flush=True)
 
 

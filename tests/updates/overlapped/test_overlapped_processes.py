@@ -1,25 +1,91 @@
-"""Ranks as processes over TCP; one of them is killed."""
+"""Ranks as processes over TCP, as a user has them: some are killed, some only serve, some begin with a checkpoint."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from overlapped_training import make_adam, make_model, parameters_of
 
-from rank_scripts import run_script
+import syncline
+from rank_scripts import DEADLINE_S, run_script, script_environment
 
 SCRIPT = Path(__file__).with_name("overlapped_process.py")
+SAID = re.compile(r"hash (\w+) lost (\(.*?\)) periods (\d+)")
+
+
+def arguments(rule: dict, num_iterations: int, *options: str) -> list[str]:
+    return ["--rule", json.dumps(rule), "--iterations", str(num_iterations), *options]
+
+
+def launch(num_ranks: int, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Start the script with ``syncline run``."""
+    command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", str(num_ranks), str(SCRIPT), *options]
+    return subprocess.run(
+        command,
+        env=script_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
 
 
 @pytest.mark.parametrize("deadly_step", [-1, 37])
 def test_a_killed_worker_does_not_stop_the_others(deadly_step: int) -> None:
     """Periods of 16 iterations, so step 37 is in the third; rank 1 hosts shards."""
-    results = run_script(SCRIPT, 3, str(deadly_step), "16", "96")
+    rule = {"period": 16, "quorum": 2}
+    results = run_script(SCRIPT, 3, *arguments(rule, 96, "--victims", "1", "--deadly-step", str(deadly_step)))
     survivors = [rank for rank in range(3) if rank != 1 or deadly_step < 0]
-    said = [results[rank][1].strip().splitlines()[-1].split() for rank in survivors]
+    said = [SAID.search(results[rank][1]) for rank in survivors]
     for rank, words in zip(survivors, said, strict=True):
         assert results[rank][0] == 0, results[rank][1]
-        assert words[0] == "hash", results[rank][1]
+        assert words is not None, results[rank][1]
         assert words[1] == said[0][1], "parameters differ"
-        assert words[-1] == "6"
-        assert deadly_step < 0 or "1" in results[rank][1].split("lost")[1].split("periods")[0]
+        assert words[3] == "6"
+        assert deadly_step < 0 or "1" in words[2]
+
+
+def test_too_few_left_end_with_who_is_missing_and_a_checkpoint(tmp_path) -> None:
+    """Three of four suffice; two die, and rank 0, the lowest that lives, writes what it has."""
+    rule = {"period": 16, "quorum": 3, "rescue": str(tmp_path / "rescued")}
+    results = run_script(SCRIPT, 4, *arguments(rule, 10_000, "--victims", "1", "2", "--deadly-step", "21"))
+    for rank in (0, 3):
+        status, output = results[rank]
+        assert status == 1, output
+        assert "QuorumLostError: A global gradient needs 3 of 4 workers, but 2 are left: rank 1 (" in output
+        assert " and rank 2 (" in output
+    assert f"rank 0 has written a checkpoint of what it had to {tmp_path}" in results[0][1]
+    model = make_model()
+    progress = syncline.load_checkpoint(tmp_path / "rescued", model, make_adam(model.parameters()))
+    assert progress["iteration"] >= 16
+
+
+def test_training_that_was_killed_goes_on_with_another_number_of_workers(tmp_path) -> None:
+    """Three workers save at each period's end and are all killed in the third period; two go on from iteration 32."""
+    path = str(tmp_path / "checkpoint")
+    script = arguments({"period": 16, "rule": "rebase"}, 64)
+    killed = launch(3, [*script, "--save", path, "--victims", "0", "1", "2", "--deadly-step", "37"])
+    assert killed.returncode != 0, killed.stdout
+    saved = make_model()
+    assert syncline.load_checkpoint(path, saved, make_adam(saved.parameters()))["iteration"] == 32
+    resumed = launch(2, [*script, "--resume", path])
+    assert resumed.returncode == 0, resumed.stdout
+    said = SAID.findall(resumed.stdout)
+    assert [periods for _, _, periods in said] == ["2", "2"]
+    assert len({digest for digest, _, _ in said}) == 1
+    assert not parameters_of(saved).equal(parameters_of(make_model()))
+
+
+def test_dedicated_servers_end_when_the_workers_have_left() -> None:
+    """Ranks 3 and 4 only serve; each push is of the iteration before."""
+    done = launch(5, arguments({"period": 16, "servers": "dedicated:2", "push": "previous"}, 48))
+    assert done.returncode == 0, done.stdout
+    said = SAID.findall(done.stdout)
+    assert [periods for _, _, periods in said] == ["3", "3", "3"]
+    assert len({digest for digest, _, _ in said}) == 1
