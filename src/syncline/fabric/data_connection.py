@@ -29,6 +29,9 @@ from syncline.fabric.frames import (
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
 
+WAKE_BYTES = 32 << 10
+"""In the middle of a chunk, the kernel wakes us for no less, or for the rest if that is less: a slow link delivers a
+packet at a time, and the processor belongs to the training."""
 MAX_FRAMES_AT_ONCE = 64
 """Small messages that one ``sendmsg`` takes together."""
 
@@ -97,6 +100,7 @@ class DataConnection(Connection):
         self._chunk = memoryview(b"")
         self._num_chunk_bytes = 0
         self._crc_before = 0
+        self._wakes_at_bytes = 1
         self._scratch: memoryview | None = None
         self.sent_bytes = 0
         self.sent_messages = 0
@@ -180,6 +184,13 @@ class DataConnection(Connection):
             self._on_message_sent(message)
 
     def _read(self) -> None:
+        try:
+            self._read_within_budget()
+        finally:
+            if not self.is_closed:
+                self._choose_wake_up()
+
+    def _read_within_budget(self) -> None:
         budget = BUDGET_BYTES
         while budget > 0 and not self.is_closed:
             wanted, num_bytes = self._receive_once()
@@ -192,6 +203,14 @@ class DataConnection(Connection):
                 self._begin_chunk()
             if num_bytes < wanted:
                 return
+
+    def _choose_wake_up(self) -> None:
+        """Sleep until a good part of the chunk is there; a header is waited for by the byte."""
+        rest = len(self._chunk) - self._num_chunk_bytes if self._frame is not None else 1
+        wakes_at_bytes = max(1, min(rest, WAKE_BYTES))
+        if wakes_at_bytes != self._wakes_at_bytes:
+            self._wakes_at_bytes = wakes_at_bytes
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at_bytes)
 
     def _receive_once(self) -> tuple[int, int]:
         """Read into the rest of the payload and the header behind it; return what was asked for and what came."""
