@@ -28,8 +28,10 @@ from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
 
-MAX_WINDOW = 32
-"""Pushes of one worker that may be out, where staleness has no bound or a large one."""
+WINDOW = 2
+"""Pushes of one worker that may be out: one on its way while the turn of the one before closes, and no more. A worker
+near a server could fill a larger window with one iteration each, turns that then wait for workers far away, whose runs
+are long; its own gradients would grow old there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +114,13 @@ class Overlapped:
         quorum = self.quorum if self.quorum is not None else len(workers)
         if quorum > len(workers):
             raise ConfigurationError(f"Overlapped: quorum {quorum} is more than the {len(workers)} workers")
-        staleness = MAX_WINDOW if self.max_staleness is None else self.max_staleness
-        window = max(2, min(MAX_WINDOW, staleness + 1))
         return Terms(
             world_size=world_size,
             workers=workers,
             servers=servers,
             quorum=quorum,
             period=self.period,
-            window=window,
+            window=WINDOW,
             push=self.push,
         )
 
