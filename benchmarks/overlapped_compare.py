@@ -1,95 +1,141 @@
-r"""Loss against samples and against time: synchronous, swap, additive, periodic and local, several seeds.
+r"""Loss against samples and against time: synchronous, swap, additive, rebase and local, several seeds.
 
-    python benchmarks/overlapped_compare.py --lab two-sites --ranks 8 --task digits --compute-ms 20 \
-        --max-staleness -1 --record benchmarks/records/2026-11-21_overlapped-digits
+    python benchmarks/overlapped_compare.py --lab two-sites --task digits --batch-size 64 --alone-steps 48 \
+        --record benchmarks/records/DATE_overlapped-digits
 
-Without ``--lab`` the ranks run on loopback. What is not an option here goes to ``overlapped_rank.py``. Iterations per
-second are compared with those of ``local``, which is compute alone.
+Without ``--lab`` the ranks run on loopback. What is not an option here goes to ``overlapped_rank.py``. All modes of a
+seed run in the same processes, one after another, and each is compared with what these processes computed alone just
+before and just after it. ``seconds`` of a curve are each mode's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from overlapped_record import Place, curve, environment, plot, rate, run, write_readme
+from overlapped_record import Place, Ranks, curve, loss_at, plot, rate, run, write_record
 
-DEFAULT_MODES = ("synchronous", "ddp", "swap", "at-once", "rebase", "additive", "periodic", "local")
+DEFAULT_MODES = ("local", "swap", "rebase", "additive", "synchronous", "ddp")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Read the command line; the rest is for the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks on loopback; a lab has its own")
     parser.add_argument("--lab", help="topology of an emulated network (Linux, root)")
     parser.add_argument("--modes", nargs="+", default=DEFAULT_MODES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--task", default="digits")
-    parser.add_argument("--deadline-s", type=float, default=1800.0, help="for one run")
+    parser.add_argument("--task", choices=("digits", "gpt"), default="digits")
+    parser.add_argument("--deadline-s", type=float, default=600.0, help="for one seed")
     return parser.parse_known_args()
 
 
 def main() -> None:
-    """Run everything, one after another, and write the record."""
+    """Run everything, one seed after another, and write the record."""
     options, rest = parse()
     place = Place(num_ranks=options.ranks, lab=options.lab)
-    runs: dict[str, list[list[dict[str, Any]]]] = {}
+    runs: dict[str, list[Ranks]] = {}
+    shares: dict[str, list[float]] = {}
     for seed in options.seeds:
-        for mode in options.modes:
-            arguments = ["--mode", mode, "--task", options.task, "--seed", str(seed), *rest]
-            out = options.record / "runs" / f"{mode}-{seed}"
-            found = run(place, out, arguments, deadline_s=options.deadline_s)
-            if found:
-                runs.setdefault(mode, []).append(found)
+        arguments = ["--modes", *options.modes, "--task", options.task, "--seed", str(seed), *rest]
+        found = run(place, options.record, f"seed-{seed}", arguments, deadline_s=options.deadline_s)
+        for mode, share in compute_shares(found).items():
+            runs.setdefault(mode, []).append(found[mode])
+            shares.setdefault(mode, []).append(share)
     curves = {mode: [curve(ranks) for ranks in seeds] for mode, seeds in runs.items()}
-    facts = environment(place, ["python", *sys.argv])
-    summary = {"facts": facts, "curves": curves, "rates": {mode: [rate(one) for one in runs[mode]] for mode in runs}}
-    (options.record / "results.json").write_text(json.dumps(summary, indent=1))
-    write_readme(options.record, f"Overlapped update: {options.task}", facts, table(runs), TEXT)
-    plot(options.record, curves, title=f"{options.task}, {place.num_ranks} ranks, {place.lab or 'loopback'}")
+    results = {"curves": curves, "of_compute_alone": shares}
+    title = f"Overlapped update: {options.task}"
+    write_record(options.record, title, place, table(runs, shares), TEXT + verdicts(curves), results)
+    plot(options.record, curves, title=f"{options.task}, {place}")
+
+
+def compute_shares(found: dict[str, Ranks]) -> dict[str, float]:
+    """Return each mode's speed over that of compute alone, which was measured before every mode."""
+    alone = [statistics.mean(one["alone_rate"] for one in ranks) for ranks in found.values()]
+    after = [*alone[1:], alone[-1]]
+    return {
+        mode: rate(ranks) / statistics.mean(pair)
+        for (mode, ranks), pair in zip(found.items(), zip(alone, after, strict=True), strict=True)
+    }
 
 
 TEXT = (
-    "Loss at the end (mean over ranks and seeds; lowest and highest seed), steps per second of the fastest rank, and "
-    "the share of compute alone (`local`). Staleness is in own iterations; `with global` is the share of steps in "
-    "which a global gradient was used. Curves: `loss.svg`."
+    "Loss at the end on all data (mean over ranks and seeds; lowest and highest seed); steps per second of a rank; "
+    "the same over what the same processes computed alone just before and after, without any exchange (lowest and "
+    "highest seed), with the ends of periods and without the time waited in them. Staleness is in own iterations; "
+    "`global` is the share of steps in which a global gradient was used. Curves: `loss.png`. `ddp` makes fewer steps "
+    "than the others, for its speed alone: it learns as `synchronous` does. `local` is judged on each rank's own "
+    "parameters: it has no common model at all."
 )
 
 
-def table(runs: dict[str, list[list[dict[str, Any]]]]) -> list[list[str]]:
+def table(runs: dict[str, list[Ranks]], shares: dict[str, list[float]]) -> list[list[str]]:
     """Return a row for each mode."""
-    alone = statistics.mean(rate(one) for one in runs["local"]) if "local" in runs else float("nan")
-    rows = [["mode", "loss", "seeds", "steps/s", "of compute alone", "staleness mean / max", "with global", "dropped"]]
+    rows = [["mode", "loss", "seeds", "steps/s", "of compute alone", "between period ends", "staleness", "global"]]
     for mode, seeds in runs.items():
         losses = [curve(ranks)[-1]["loss"] for ranks in seeds]
-        speed = statistics.mean(rate(ranks) for ranks in seeds)
-        counted = [one["counted"] for ranks in seeds for one in ranks if one["counted"]]
+        inside = [share * one_without_ends(ranks) for share, ranks in zip(shares[mode], seeds, strict=True)]
         rows.append(
             [
                 mode,
                 f"{statistics.mean(losses):.3f}",
                 f"{min(losses):.3f} to {max(losses):.3f}",
-                f"{speed:.2f}",
-                f"{speed / alone:.1%}",
-                *described(counted),
+                f"{statistics.mean(rate(ranks) for ranks in seeds):.2f}",
+                spread_of(shares[mode]),
+                spread_of(inside),
+                *described([one["counted"] for ranks in seeds for one in ranks if one["counted"]]),
             ]
         )
     return rows
 
 
+def verdicts(curves: dict[str, list[list[dict[str, float]]]]) -> str:
+    """Say for each mode whether it wins or loses against synchronous training, by samples and by time."""
+    if "synchronous" not in curves:
+        return ""
+    said = ["", "", "At its end, each mode against synchronous training after as many samples, and after as long:", ""]
+    for mode, seeds in curves.items():
+        if mode in ("synchronous", "ddp"):
+            continue
+        ends = [rows[-1] for rows in seeds]
+        loss = statistics.mean(end["loss"] for end in ends)
+        against = {
+            key: statistics.mean(
+                loss_at(rows, key, end[key]) for rows, end in zip(curves["synchronous"], ends, strict=True)
+            )
+            for key in ("samples", "seconds")
+        }
+        outcomes = [
+            f"by {key} it {'wins' if loss < other else 'loses'} ({loss:.3f} against {other:.3f})"
+            for key, other in against.items()
+        ]
+        said.append(f"- `{mode}`: {', '.join(outcomes)}.")
+    return "\n".join(said)
+
+
+def one_without_ends(ranks: Ranks) -> float:
+    """Return by how much a rank would be faster if the ends of its periods took no time."""
+    return statistics.mean(
+        one["seconds"] / (one["seconds"] - one["counted"].get("waited_period_s", 0.0)) for one in ranks
+    )
+
+
+def spread_of(values: list[float]) -> str:
+    """``"97 % (96 to 98)"``."""
+    low, high = min(values), max(values)
+    return f"{100 * statistics.mean(values):.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
 def described(counted: list[dict[str, Any]]) -> list[str]:
-    """Staleness, share with a global gradient, and drops, over all ranks."""
+    """Staleness, and share with a global gradient, over all ranks."""
     if not counted:
-        return ["", "", ""]
+        return ["", ""]
     mean = statistics.mean(one["mean_staleness"] for one in counted)
     share = statistics.mean(one["share_with_global"] for one in counted)
-    highest = max(one["max_staleness"] for one in counted)
-    return [f"{mean:.1f} / {highest}", f"{share:.0%}", str(max(sum(one["dropped"]) for one in counted))]
+    return [f"{mean:.1f}, at most {max(one['max_staleness'] for one in counted)}", f"{share:.0%}"]
 
 
 if __name__ == "__main__":

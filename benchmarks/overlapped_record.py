@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -17,6 +18,9 @@ import torch
 
 import syncline
 
+Ranks = list[dict[str, Any]]
+"""What each rank measured in one mode."""
+
 RANK_SCRIPT = Path(__file__).with_name("overlapped_rank.py")
 
 
@@ -27,6 +31,10 @@ class Place:
     num_ranks: int
     lab: str | None
 
+    def __str__(self) -> str:
+        """``"8 ranks, two-sites"``."""
+        return f"{self.num_ranks} ranks, {self.lab or 'loopback'}"
+
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command that starts all ranks."""
         program = [str(Path(sys.executable).with_name("syncline"))]
@@ -36,27 +44,29 @@ class Place:
         return [*program, "run", "--ranks", str(self.num_ranks), str(RANK_SCRIPT), *arguments]
 
 
-def run(place: Place, out: Path, arguments: Sequence[str], *, deadline_s: float) -> list[dict[str, Any]]:
-    """Run all ranks; return what each wrote, or nothing if they did not end well (the output is kept)."""
-    command = place.command([*arguments, "--out", str(out)])
+def run(place: Place, record: Path, name: str, arguments: Sequence[str], *, deadline_s: float) -> dict[str, Ranks]:
+    """Run all ranks; return for each mode what they wrote, or nothing if they did not end well (output is kept)."""
+    out = record / "runs" / name
     out.mkdir(parents=True, exist_ok=True)
+    command = place.command([*arguments, "--out", str(out)])
     with (out / "output.txt").open("w") as output:
         print(shlex.join(command), file=output, flush=True)
         names = os.environ | {"OMP_NUM_THREADS": "1"}
         status = subprocess.run(
             command, env=names, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=deadline_s
         ).returncode
-    found = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
-    print(f"{out.name}: status {status}, {len(found)} ranks", flush=True)
-    return found if status == 0 else []
+    ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
+    print(f"{name}: status {status}, {len(ranks)} ranks", flush=True)
+    return {mode: [one[mode] for one in ranks] for mode in ranks[0]} if status == 0 else {}
 
 
-def rate(ranks: Sequence[dict[str, Any]]) -> float:
-    """Return the steps per second of the fleet: those of the fastest rank, where ranks differ."""
-    return max((one["num_steps"] / one["seconds"] for one in ranks), default=float("nan"))
+def rate(ranks: Ranks, *, fastest: bool = False) -> float:
+    """Return the steps per second of a rank: the mean, or those of the fastest."""
+    rates = [one["num_steps"] / one["seconds"] for one in ranks]
+    return max(rates) if fastest else sum(rates) / len(rates)
 
 
-def curve(ranks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+def curve(ranks: Ranks) -> list[dict[str, float]]:
     """Return the mean over ranks of what they measured at each snapshot."""
     num_rows = min(len(one["rows"]) for one in ranks)
     keys = ("iteration", "samples", "seconds", "loss")
@@ -71,7 +81,16 @@ def curve(ranks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     return rows
 
 
-def environment(place: Place, command: Sequence[str]) -> dict[str, Any]:
+def loss_at(rows: list[dict[str, float]], key: str, value: float) -> float:
+    """Return the loss after so many samples, or seconds, between two snapshots by proportion; the last one beyond."""
+    for before, after in itertools.pairwise(rows):
+        if before[key] <= value <= after[key]:
+            share = (value - before[key]) / max(1e-9, after[key] - before[key])
+            return before["loss"] + share * (after["loss"] - before["loss"])
+    return rows[-1]["loss"]
+
+
+def environment(place: Place) -> dict[str, Any]:
     """Return what was measured on, and with what."""
     model = next(
         (
@@ -83,9 +102,8 @@ def environment(place: Place, command: Sequence[str]) -> dict[str, Any]:
     )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "command": shlex.join(command),
-        "ranks": place.num_ranks,
-        "network": place.lab or "loopback",
+        "command": shlex.join(["python", *sys.argv]),
+        "ranks": str(place),
         "processor": model,
         "num_processors": os.cpu_count(),
         "kernel": platform.release(),
@@ -95,13 +113,18 @@ def environment(place: Place, command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def write_readme(folder: Path, title: str, facts: dict[str, Any], table: Sequence[Sequence[str]], text: str) -> None:
-    """Write what a reader needs: the question, the answer, and how it was got."""
+def write_record(
+    folder: Path, title: str, place: Place, table: Sequence[Sequence[str]], text: str, results: dict[str, Any]
+) -> None:
+    """Write all figures, and what a reader needs: the question, the answer, and how it was got."""
+    facts = environment(place)
+    (folder / "results.json").write_text(json.dumps({"facts": facts, **results}, indent=1))
     head, *rows = table
     lines = [f"# {title}", "", text, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", "## How", "", *(f"- {name}: `{value}`" for name, value in facts.items()), ""]
+    lines += ["", "![loss](loss.png)", "", "## How", "", *(f"- {name}: `{value}`" for name, value in facts.items()), ""]
     (folder / "README.md").write_text("\n".join(lines))
+    print("\n".join(lines))
 
 
 def plot(folder: Path, curves: dict[str, list[list[dict[str, float]]]], *, title: str) -> None:
@@ -111,6 +134,7 @@ def plot(folder: Path, curves: dict[str, list[list[dict[str, float]]]], *, title
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    longest_s = max((rows[-1]["seconds"] for runs in curves.values() for rows in runs), default=1.0)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for axis, key, label in zip(axes, ("samples", "seconds"), ("samples", "seconds"), strict=True):
         for number, (mode, runs) in enumerate(curves.items()):
@@ -119,10 +143,12 @@ def plot(folder: Path, curves: dict[str, list[list[dict[str, float]]]], *, title
                 values = [row["loss"] for row in rows]
                 axis.plot([row[key] for row in rows], values, color=f"C{number}", alpha=0.75, lw=1.2, label=name)
         axis.set_xlabel(label)
+        if key == "seconds":
+            axis.set_xlim(0, longest_s)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("loss, mean over ranks")
     axes[0].legend()
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(folder / "loss.svg")
+    figure.savefig(folder / "loss.png", dpi=120)
     plt.close(figure)
