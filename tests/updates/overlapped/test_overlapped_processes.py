@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from overlapped_training import make_adam, make_model, parameters_of
 
 import syncline
 from rank_scripts import DEADLINE_S, run_script, script_environment
+from small_regression import make_adam, make_model, parameters_of
 
 SCRIPT = Path(__file__).with_name("overlapped_process.py")
 SAID = re.compile(r"hash (\w+) lost (\(.*?\)) periods (\d+)")

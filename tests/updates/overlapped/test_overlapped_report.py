@@ -3,11 +3,13 @@
 import json
 from collections import Counter
 
-from overlapped_training import make_adam, one_step, run_fleets, start
+from overlapped_training import one_step, start
 
+from small_regression import make_adam
 from syncline.observe import Trace
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.statistics import OverlappedStatistics
+from thread_fleets import run_fleets
 
 NUM_RANKS, NUM_STEPS, PERIOD = 3, 16, 8
 
