@@ -62,9 +62,9 @@ def shares(name, peer, rank):
     return [share.part_bytes for share in scheduler.shares_of(peer)]
 
 
-def test_receivers_behind_a_slow_link_share_twelve_milliseconds_of_it():
-    assert shares("two-racks-5-3", 0, 5) == [100_000, 100_000], "25 MB/s, three receivers: the rack's link and its own"
-    assert shares("two-racks-5-3", 5, 0) == [60_000, 60_000]
+def test_receivers_behind_a_slow_link_share_fifteen_milliseconds_of_it():
+    assert shares("two-racks-5-3", 0, 5) == [125_000, 125_000], "25 MB/s, three receivers: the rack's link and its own"
+    assert shares("two-racks-5-3", 5, 0) == [75_000, 75_000]
     assert shares("two-racks-5-3", 0, 1) == [], "no link between switches lies on the way"
     assert shares("two-sites", 0, 4) == [32 * KIB] * 2, "never less than the smallest chunk"
     assert shares("flat-8", 0, 1) == []

@@ -24,8 +24,8 @@ from syncline.topology.tree import walk
 DEFAULT_WINDOW_BYTES = 4 << 20
 WINDOW_S, CHUNK_S = 0.010, 0.005
 CLASSES_WINDOW_S, CLASSES_CHUNK_S = 0.005, 0.002
-SHARED_WINDOW_S = 0.012
-TARGET_S = 0.015
+SHARED_WINDOW_S = 0.015
+TARGET_S = 0.020
 MIN_CHUNK_BYTES = 32 << 10
 CONGESTION_WITH_RATES = "cubic"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
