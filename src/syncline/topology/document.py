@@ -30,7 +30,8 @@ def parse_document(text: str, *, source: str | None = None) -> Topology:
     name = document.topology or (PurePath(source).stem if source else "topology")
     builder = _Builder(marked, document)
     root = builder.build_root(document)
-    return Topology(name=name, root=root, source=source, lines=builder.lines)
+    priorities = document.priorities.build() if document.priorities is not None else None
+    return Topology(name=name, root=root, source=source, lines=builder.lines, priorities=priorities)
 
 
 class _Builder:
@@ -140,7 +141,7 @@ def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> s
         if (isinstance(mapping, dict) and step in mapping) or isinstance(mapping, list):
             mapping = mapping[step]  # type: ignore[index]
             steps += 1
-    known = known_keys(mapping, is_root=steps == 0)
+    known = known_keys(mapping, is_root=steps == 0, is_priorities="priorities" in location[:-1])
     close = difflib.get_close_matches(key, known, n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
     return f"unknown key {key!r}; {remedy}"

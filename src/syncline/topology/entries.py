@@ -3,7 +3,7 @@
 A host:   {host: h0, uplink: 1 Gbit/s, ranks: 2, local: 40 Gbit/s, features: {gpu: a100, memory_gib: 40}}
           (host: "h[0-4]" stands for five such hosts)
 A switch: {switch: rack-a, uplink: {up: 1 Gbit/s, down: 2 Gbit/s, latency: 5 us}, children: [...]}
-The top:  a host or a switch without uplink, with the keys `topology` (its name) and `rank_numbers` beside.
+The top:  a host or a switch without uplink; beside it `topology` (its name), `rank_numbers` and `priorities`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pydantic import (
     model_validator,
 )
 
-from syncline.errors import UnitError
+from syncline.errors import ConfigurationError, UnitError
+from syncline.topology.priorities import Priorities
 from syncline.topology.tree import Link
-from syncline.units import parse_duration, parse_rate
+from syncline.units import parse_duration, parse_rate, parse_size
 
 MAX_RANKS_OF_HOST = 4096
 _Quantity = TypeVar("_Quantity")
@@ -49,6 +50,7 @@ def _positive_rate(value: object) -> float:
 
 
 RateText = Annotated[float, BeforeValidator(_prefixed("link rate", _positive_rate))]
+SizeText = Annotated[int, BeforeValidator(_prefixed("size", parse_size))]
 LatencyText = Annotated[float, BeforeValidator(_prefixed("link latency", parse_duration))]
 
 
@@ -136,9 +138,48 @@ ChildEntry = Annotated[
 ]
 
 
+class PrioritiesEntry(_Entry):
+    """The section `priorities`: the settings of :class:`Priorities`, or `off` in place of all of them."""
+
+    num_classes: int | None = None
+    dscp: list[int] | None = None
+    max_message_bytes: SizeText | None = None
+    search: Any = None
+    min_gain: float | None = None
+    research_at: float | None = None
+    measure_steps: int | None = None
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> PrioritiesEntry:
+        try:
+            self.build()
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def build(self) -> Priorities:
+        """Build the settings; what is not given is as in :class:`Priorities`, ``dscp: null`` leaves marks alone."""
+        given: dict[str, Any] = {}
+        for key in self.model_fields_set:
+            value = getattr(self, key)
+            given[key] = tuple(value) if isinstance(value, list) else value
+        return Priorities(**given)
+
+
+def _mapping_of_switch(value: object) -> object:
+    """Let `priorities: off` and `on` stand for one class, and for the defaults."""
+    if isinstance(value, bool):
+        return {} if value else {"num_classes": 1, "dscp": None}
+    return value
+
+
+PrioritiesText = Annotated[PrioritiesEntry, BeforeValidator(_mapping_of_switch)]
+
+
 class _Heading(_Entry):
     topology: str | None = None
     rank_numbers: list[int] | None = None
+    priorities: PrioritiesText | None = None
 
 
 class SwitchDocument(_Heading, SwitchEntry):
@@ -155,11 +196,11 @@ _Document = Annotated[
 DOCUMENT: TypeAdapter[SwitchDocument | HostDocument] = TypeAdapter(_Document)
 
 
-def known_keys(mapping: object, *, is_root: bool) -> tuple[str, ...]:
+def known_keys(mapping: object, *, is_root: bool, is_priorities: bool = False) -> tuple[str, ...]:
     """Return the keys that an entry like ``mapping`` may have."""
     kind = _kind_of(mapping)
     if kind is None:
-        return tuple(LinkEntry.model_fields)
+        return tuple((PrioritiesEntry if is_priorities else LinkEntry).model_fields)
     entry = SwitchEntry if kind == "<switch>" else HostEntry
     heading = tuple(_Heading.model_fields) if is_root else ()
     return heading + tuple(entry.model_fields)

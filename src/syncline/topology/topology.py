@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from syncline.errors import TopologyError
+from syncline.topology.priorities import Priorities
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk
 
 
@@ -29,6 +30,7 @@ class _Index:
 class Topology:
     """The tree of a job's network.
 
+    ``priorities`` is what its file says of connection classes, if it does; it does not count in comparisons either.
     ``source`` is the file that it came from and ``lines`` where each host and switch stands in it; both serve errors
     alone and do not count when topologies are compared.
     """
@@ -36,6 +38,7 @@ class Topology:
     name: str
     root: Switch | Host
     source: str | None = field(default=None, compare=False)
+    priorities: Priorities | None = field(default=None, compare=False)
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     _index: _Index = field(init=False, compare=False, repr=False)
 
@@ -168,7 +171,7 @@ class Topology:
         number = {old: new for new, old in enumerate(order)}
         root = _renumber(self.root, number)
         assert not isinstance(root, Rank)
-        return Topology(name=self.name, root=root, source=self.source, lines=self.lines)
+        return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise unless the job has exactly as many ranks as the topology."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import yaml
 
+from syncline.topology.priorities import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Switch
 from syncline.units import format_duration, format_rate
 
@@ -22,12 +24,19 @@ def write_document(topology: Topology) -> str:
     numbers = [node.rank for node in topology.walk() if isinstance(node, Rank)]
     if numbers != sorted(numbers):
         lines.append(f"rank_numbers: {_flow(numbers)}")
+    if topology.priorities is not None:
+        lines.append(f"priorities: {_flow(_priorities_entry(topology.priorities))}")
     if isinstance(topology.root, Host):
         lines += [f"{key}: {_flow(value)}" for key, value in _host_entry(topology.root).items()]
     else:
         lines += [f"switch: {_scalar(topology.root.name)}", "children:"]
         lines += [line for child in topology.root.children for line in _child_lines(child, _INDENT)]
     return "\n".join(lines) + "\n"
+
+
+def _priorities_entry(priorities: Priorities) -> dict[str, object]:
+    entry = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(priorities).items()}
+    return entry | {"max_message_bytes": f"{priorities.max_message_bytes} B"}
 
 
 def _child_lines(node: Node, indent: str) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""The section ``priorities`` of a topology file: checked with file and line, written and read again."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.errors import TopologyError
+from syncline.topology import Topology
+from syncline.topology.priorities import Priorities
+from syncline.topology.writing import write_document
+
+HOSTS = "switch: core\nchildren: [{host: h0, uplink: 1 Gbit/s}, {host: h1, uplink: 1 Gbit/s}]\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("", None),
+        ("priorities: on", Priorities()),
+        ("priorities: {}", Priorities()),
+        ("priorities: off", Priorities.off()),
+        (
+            "priorities: {num_classes: 2, max_message_bytes: 64 KiB, dscp: null}",
+            Priorities(num_classes=2, max_message_bytes=65536, dscp=None),
+        ),
+        (
+            "priorities: {num_classes: 2, dscp: [40, 0], search: [1, 3]}",
+            Priorities(num_classes=2, dscp=(40, 0), search=(1, 3)),
+        ),
+        (
+            "priorities: {search: geometric, min_gain: 0.05, measure_steps: 4, research_at: 1}",
+            Priorities(search="geometric", min_gain=0.05, measure_steps=4, research_at=1.0),
+        ),
+    ],
+)
+def test_a_section_is_read_and_written(section: str, expected: Priorities | None) -> None:
+    topology = Topology.parse(HOSTS + section)
+    assert topology.priorities == expected
+    assert Topology.parse(write_document(topology)).priorities == expected
+
+
+def test_priorities_do_not_change_what_network_it_is() -> None:
+    assert Topology.parse(HOSTS + "priorities: off") == Topology.parse(HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("priorities:\n  num_clases: 4", "line 4: unknown key 'num_clases'; did you mean 'num_classes'"),
+        ("priorities:\n  num_classes: 40", "line 3: num_classes must be a whole number from 1 to 16, not 40"),
+        ("priorities:\n  num_classes: '2'", "line 4: 'num_classes' cannot be '2'"),
+        ("priorities:\n  dscp: [1, 2]", "one mark for each of the 4 classes"),
+        ("priorities:\n  max_message_bytes: 3", "line 4: size 3 is not a size"),
+        ("priorities: {search: best}", "line 3: search must be"),
+        ("priorities: maybe", "line 3: 'priorities' cannot be 'maybe'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_line(section: str, message: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        Topology.parse(HOSTS + section, source="net.yaml")
+    assert str(caught.value).startswith("Topology 'net.yaml' line ")
+    assert message in str(caught.value)
