@@ -15,10 +15,14 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object) -> list[str]:
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, priorities: object) -> list[str]:
     """Say in lines what every rank must have alike."""
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    lines = [f"update rule {rule!r}", f"optimizer {type(optimizer).__name__} of {len(groups)} parameters"]
+    lines = [
+        f"update rule {rule!r}",
+        f"{priorities!r}",
+        f"optimizer {type(optimizer).__name__} of {len(groups)} parameters",
+    ]
     for name, parameter in model.named_parameters():
         trained = f"group {groups[parameter]}" if parameter in groups else "not in the optimizer"
         frozen = "" if parameter.requires_grad else ", frozen"
@@ -36,9 +40,8 @@ def check_agreement(lines: Sequence[str], control: ControlStream) -> None:
     differences = control.exchange(_first_difference(of_root, lines), "difference of the model")
     found = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
     raise UpdateError(
-        "All ranks must call distribute() with the same model, optimizer and update rule, but they differ from rank 0: "
-        + "; ".join(found)
-        + ". Build the model in the same way on every rank"
+        "All ranks must call distribute() with the same model, optimizer, update rule and priorities, but they differ "
+        "from rank 0: " + "; ".join(found) + ". Build the model in the same way on every rank"
     )
 
 

@@ -15,10 +15,12 @@ from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trai
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
+from syncline.pytorch.priorities import assign_first_classes, choose_priorities, steer
 from syncline.pytorch.registry import add_training, current_fleet, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.pytorch.training import Training
-from syncline.updates import Setting, Sharded, UpdateRule
+from syncline.topology.priorities import Priorities
+from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket
 from syncline.updates.channel import Channel
 from syncline.updates.control import ControlStream
@@ -34,6 +36,7 @@ def distribute(
     *,
     samples: CountSamples | None = None,
     broadcast_buffers: bool = True,
+    priorities: Priorities | bool | None = True,
     fleet: Fleet | None = None,
 ) -> tuple[Model, DistributedOptimizer]:
     """Train ``model`` on all ranks of the fleet as one process would on the union of their batches.
@@ -42,7 +45,9 @@ def distribute(
     the same object as before, with hooks; its parameters now lie in flat buckets. ``update`` is the update rule
     (default: ``Sharded()``). ``samples`` gets what ``model`` is called with and returns the number of samples in it,
     the weight of this rank in the mean (default: the first dimension of the first tensor). With ``broadcast_buffers``
-    every step goes on with rank 0's buffers, as in DDP. A model with several optimizers is distributed once with each.
+    every step goes on with rank 0's buffers, as in DDP. ``priorities``: how buckets are divided among connections so
+    that the next forward pass has first what it needs first; True takes the topology file's, else ``Priorities()``;
+    None or False is one connection for all. A model with several optimizers is distributed once with each.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, or if ranks differ.
     """
@@ -56,31 +61,31 @@ def distribute(
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
     streams = fleet.reserve_streams(1 + len(plans))
     control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
-    check_agreement(describe(model, optimizer, rule), control)
+    chosen = choose_priorities(priorities, fleet.topology)
+    check_agreement(describe(model, optimizer, rule, chosen), control)
     lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=streams[0] + 1)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
     channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
     setting = Setting(buckets=buckets, optimizer=optimizer, channel=channel)
-    training = _start(model, rule, setting, samples, broadcast_buffers=broadcast_buffers)
-    updater = training.updater
+    assign_first_classes(setting, chosen)
+    updater = _start_rule(rule, setting)
+    steering = steer(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
+    training = Training(model, updater, SampleCount(samples), steering, broadcast_buffers=broadcast_buffers)
+    add_training(training)
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     fleet.on_close(partial(_end, training))
     fleet.add_update(updater.statistics)
     return model, DistributedOptimizer(training)
 
 
-def _start(
-    model: nn.Module, rule: UpdateRule, setting: Setting, samples: CountSamples | None, *, broadcast_buffers: bool
-) -> Training:
+def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:
     updater = rule.start(setting)
     if updater.divides_gradients:
         divide_existing_state(updater)
     for tensor in _tensors(setting.buckets):
         tensor.grad = None
-    training = Training(model, updater, SampleCount(samples), broadcast_buffers=broadcast_buffers)
-    add_training(training)
-    return training
+    return updater
 
 
 def _end(training: Training, is_failing: bool) -> None:
@@ -89,6 +94,7 @@ def _end(training: Training, is_failing: bool) -> None:
         if not is_failing:
             training.updater.finish()
             training.synchronize()
+            training.steering.finish()
     finally:
         remove_training(training)
         training.close()

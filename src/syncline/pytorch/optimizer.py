@@ -11,6 +11,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.pytorch.optimizer_state import gather_state, spread_state
 from syncline.pytorch.training import Training
+from syncline.updates.steering import ClassStatistics
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -94,6 +95,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def progress(self) -> str:
         """Say in a few words how the update rule fares, for a line of progress; empty if there is nothing to say."""
         return self.training.updater.progress()
+
+    def class_statistics(self) -> ClassStatistics:
+        """Return which bucket of the model is in which connection class, and what was measured and predicted."""
+        return self.training.steering.statistics()
 
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""

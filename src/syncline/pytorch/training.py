@@ -19,15 +19,25 @@ from syncline.pytorch.reading import Reading
 from syncline.pytorch.samples import SampleCount
 from syncline.updates import Updater
 from syncline.updates.report import LocalReports, StepReports
+from syncline.updates.steering import Unsteered
 
 
 class Training:
     """What ``distribute()`` installs; the optimizer that it returns is this object's face."""
 
-    def __init__(self, model: nn.Module, updater: Updater, samples: SampleCount, *, broadcast_buffers: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        updater: Updater,
+        samples: SampleCount,
+        steering: Unsteered,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
         control = updater.channel.control
         self.model = model
         self.updater = updater
+        self.steering = steering
         self._samples = samples
         is_synchronous = updater.is_synchronous
         self._buffers = BufferBroadcast(model, control, is_enabled=broadcast_buffers and is_synchronous)
@@ -35,12 +45,12 @@ class Training:
         self._collector = GradientCollector(
             updater, reports, samples, before=self._before_backward, after=self._after_backward
         )
-        self._reading = Reading(model, updater.buckets, updater.wait_parameters)
+        self._reading = Reading(model, updater.buckets, self._wait_parameters)
         self._bucketed = {tensor for bucket in updater.buckets for tensor in bucket.tensors}
         self._stand_ins = self._make_stand_ins()
         self._forward_ns = 0
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
+            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._after_forward)),
             *self._state_hooks(),
         ]
@@ -75,12 +85,14 @@ class Training:
             self._collector.run_empty()
         else:
             self._check_stand_ins()
+        self.steering.begin_step()
         self.updater.step()
         if self._stand_ins:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
             torch.autograd.graph.increment_version(self._stand_ins)
             self._clear_gradients()
         self._buffers.start()
+        self.steering.end_step()
 
     def zero_grad(self) -> None:
         """Drop all gradients, also combined ones that were not used for a step."""
@@ -131,13 +143,23 @@ class Training:
             self._forward_ns = self.updater.channel.trace.now_ns()
         if torch.is_grad_enabled():
             self._samples.see(args, kwargs)
+            if not torch.compiler.is_compiling():
+                self.steering.begin_forward()
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         trace = self.updater.channel.trace
         if trace.enabled:
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
         if torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                self.steering.end_forward()
             self._collector.watch_outputs(output)
+
+    def _wait_parameters(self, buckets: tuple[int, ...]) -> None:
+        if torch.compiler.is_compiling():
+            self.updater.wait_parameters(buckets)
+        else:
+            self.steering.wait(buckets, self.updater.wait_parameters)
 
     def _before_backward(self) -> None:
         self._check_open()

@@ -59,6 +59,7 @@ class Communicator:
         self._fabric = fabric
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self._waits = Counters()
+        self._classes: dict[int, tuple[int, ...]] = {}
         self._on_close = on_close
         self._is_closed = False
         self._last_statistics: FleetStatistics | None = None
@@ -222,6 +223,10 @@ class Communicator:
         """
         self._loop.run(self._fabric.open_classes(priorities, timeout_s=self.timeout_s), self.timeout_s + CLOSE_S)
 
+    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
+        """Let statistics say which connection class each bucket of a model has; ``stream`` is its first bucket's."""
+        self._classes[stream] = classes
+
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
         self._waits.add(phase, seconds)
@@ -311,6 +316,7 @@ class Communicator:
             calls=MappingProxyType(dict(engine.num_calls)),
             call_bytes=MappingProxyType(dict(engine.call_bytes)),
             waited_s=self._waits.statistics(),
+            bucket_classes=tuple(self._classes.values()),
             num_pending_calls=engine.num_pending_calls,
             num_active_slices=engine.num_active_slices,
             inflight_bytes=engine.inflight_bytes,

@@ -23,6 +23,8 @@ class FleetStatistics:
     """Bytes of the buffers of these calls."""
     waited_s: Mapping[str, float]
     """Seconds that the training thread has waited, per phase (``"forward"``, ``"backward"`` ...)."""
+    bucket_classes: tuple[tuple[int, ...], ...]
+    """For each model, in the order of ``distribute()``: the connection class of each of its buckets, now."""
     num_pending_calls: int
     num_active_slices: int
     inflight_bytes: int

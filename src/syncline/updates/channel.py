@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,6 +35,9 @@ class Channel:
         self.control = control
         self.lanes = lanes
         self.trace = trace
+        self._gather_began: Callable[[int], None] | None = None
+        self._gather_ended: Callable[[int], None] | None = None
+        self.assign_classes((0,) * len(lanes))
 
     @property
     def communicator(self) -> Communicator:
@@ -50,6 +54,22 @@ class Channel:
         """How long any of its calls may take."""
         return self._timeout_s
 
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The connection class of each bucket, for pushes and pulls alike."""
+        return self._classes
+
+    def assign_classes(self, classes: Sequence[int]) -> None:
+        """Let each bucket travel on its class, from the next call on."""
+        assert len(classes) == len(self.lanes), "one class for each bucket"
+        self._classes = tuple(classes)
+        if self.lanes:
+            self._communicator.note_classes(self.lanes[0].stream, self._classes)
+
+    def watch_gathers(self, began: Callable[[int], None], ended: Callable[[int], None]) -> None:
+        """Tell of each all-gather of parameters, by bucket, when it begins and when it has ended; from any thread."""
+        self._gather_began, self._gather_ended = began, ended
+
     def all_reduce(self, bucket: Bucket, step: int) -> Work:
         """Begin to sum a bucket's gradients over all ranks."""
         return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
@@ -60,7 +80,13 @@ class Channel:
 
     def all_gather(self, bucket: Bucket, step: int) -> Work:
         """Begin to bring each owner's range of a bucket's parameters to every rank."""
-        return self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
+        began, ended = self._gather_began, self._gather_ended
+        if began is None or ended is None:
+            return self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
+        began(bucket.index)
+        work = self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
+        work.add_done_callback(lambda _: ended(bucket.index))
+        return work
 
     def gather_elements(self, bucket: Bucket, values: torch.Tensor) -> Work:
         """Begin to bring each owner's range of ``values``, one for each element of the bucket, to every rank."""
@@ -90,6 +116,7 @@ class Channel:
             buffer=bytes_of(tensor),
             reduction=reduction_for(tensor.dtype),
             urgency=bucket.index,
+            connection_class=self._classes[bucket.index],
             label=f"{collective.value} of bucket {bucket.index}",
             step=step,
             timeout_s=self._timeout_s,

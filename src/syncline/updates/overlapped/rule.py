@@ -139,7 +139,7 @@ class OverlappedUpdater(WholeUpdater):
             BucketTerms(
                 index=plan.index,
                 stream=self.channel.lanes[plan.index].stream,
-                connection_class=plan.index * rule.num_classes // len(plans),
+                connection_class=max(self.channel.classes[plan.index], plan.index * rule.num_classes // len(plans)),
                 num_elements=plan.num_elements,
                 dtype=plan.dtype,
             )

@@ -1,0 +1,37 @@
+"""Which priorities a model is trained with, and who steers them."""
+
+from __future__ import annotations
+
+from syncline.schedule.class_search import divide_by_proportions
+from syncline.topology import Topology
+from syncline.topology.priorities import Priorities
+from syncline.updates import Setting, Updater
+from syncline.updates.steering import Steering, Unsteered
+
+
+def choose_priorities(given: Priorities | bool | None, topology: Topology) -> Priorities:
+    """Return the argument if it says something, else what the topology file says, else the defaults."""
+    if isinstance(given, Priorities):
+        return given
+    if given is True:
+        return topology.priorities or Priorities()
+    return Priorities.off()
+
+
+def assign_first_classes(setting: Setting, priorities: Priorities) -> None:
+    """Give each bucket its class where proportions are fixed; otherwise all begin in one."""
+    if not priorities.is_on or priorities.is_searched:
+        return
+    sizes = [bucket.plan.num_bytes for bucket in setting.buckets]
+    setting.channel.assign_classes(divide_by_proportions(sizes, priorities.proportions))
+    setting.channel.communicator.open_classes(priorities)
+
+
+def steer(updater: Updater, priorities: Priorities, *, is_asked_for: bool) -> Unsteered:
+    """Begin to measure and search where that may pay: where forward passes wait for more than one bucket of others."""
+    channel = updater.channel
+    waits = updater.is_synchronous and updater.divides_gradients and len(updater.buckets) > 1
+    if not (priorities.is_searched and waits and channel.communicator.world_size > 1):
+        return Unsteered(channel, updater.buckets)
+    channel.communicator.open_classes(priorities)
+    return Steering(channel, updater.buckets, priorities, is_asked_for=is_asked_for)

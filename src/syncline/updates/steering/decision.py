@@ -1,0 +1,87 @@
+"""From what all ranks have measured to classes: a pure state machine, which goes through the same states on all ranks.
+
+A *review* is the mean over ranks of their median samples. The first one leads to a search. At each later one the
+forward pass is compared with what the model promised; if they differ by more than ``research_at``, the search is made
+again with the new measurements. A model that is off for good (it leaves out much) would be searched at every review,
+so the number of measured steps between two doubles each time that a search changes nothing, up to 64 times the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from syncline.schedule.class_search import search_classes
+from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
+from syncline.topology.priorities import Priorities
+from syncline.updates.steering.meter import StepSample
+
+MAX_PATIENCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome of the last search."""
+
+    chosen: ForwardPrediction
+    one_class_s: float
+    """What the model says of a single class."""
+    pays: bool
+    """Whether several classes are ``min_gain`` better than one; else ``chosen`` is one class."""
+    profile: ForwardProfile
+
+
+class Decision:
+    """Decides for one model, whose buckets have ``num_bytes``."""
+
+    def __init__(self, priorities: Priorities, num_bytes: Sequence[int], *, backlog_bytes: int) -> None:
+        self._priorities = priorities
+        self._num_bytes = tuple(num_bytes)
+        self._backlog_bytes = backlog_bytes
+        self._patience = 1
+        self.verdict: Verdict | None = None
+        self.measured_s: float | None = None
+        """The forward pass at the last review."""
+        self.num_searches = 0
+
+    @property
+    def min_gain(self) -> float:
+        """By what share several classes must be better than one."""
+        return self._priorities.min_gain
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the next review is to cover."""
+        return self._priorities.measure_steps * self._patience
+
+    def review(self, sample: StepSample) -> bool:
+        """Take a review; returns whether it led to a search."""
+        self.measured_s = sample.seconds
+        if not self._is_off_the_model(sample.seconds):
+            return False
+        before = self.verdict
+        self.verdict = self._search(sample)
+        self.num_searches += 1
+        if before is not None:
+            is_new = before.chosen.classes != self.verdict.chosen.classes
+            self._patience = 1 if is_new else min(MAX_PATIENCE, 2 * self._patience)
+        return True
+
+    def _is_off_the_model(self, seconds: float) -> bool:
+        if self.verdict is None:
+            return True
+        promised_s = self.verdict.chosen.seconds
+        return abs(seconds - promised_s) > self._priorities.research_at * promised_s
+
+    def _search(self, sample: StepSample) -> Verdict:
+        profile = ForwardProfile(
+            num_bytes=self._num_bytes,
+            forward_s=tuple(max(0.0, seconds) for seconds in sample.forward_s),
+            issued_s=sample.issued_s,
+            bytes_per_s=sample.bytes_per_s,
+            backlog_bytes=self._backlog_bytes,
+        )
+        one = predict_forward(profile, (0,) * profile.num_layers)
+        best = search_classes(profile, self._priorities.num_classes)
+        pays = best.num_classes > 1 and best.seconds <= (1 - self._priorities.min_gain) * one.seconds
+        return Verdict(chosen=best if pays else one, one_class_s=one.seconds, pays=pays, profile=profile)

@@ -1,0 +1,119 @@
+"""Training with priorities: equal to the bit to training without, and classes that are seen where they should be."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline import Priorities
+from syncline.errors import SynclineError
+from syncline.observe import Trace
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.topology import Topology
+from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
+
+NUM_STEPS = 12
+RULES: dict[str, UpdateRule] = {
+    "sharded": Sharded(bucket_bytes=2000, slice_bytes=700),
+    "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
+    "all_reduce": AllReduce(bucket_bytes=2000),
+    "clustered": Clustered(bucket_bytes=2000),
+}
+PRIORITIES = {
+    "searched": Priorities(measure_steps=3, min_gain=0.0, research_at=0.0),
+    "equal": Priorities(search="equal", num_classes=3),
+    "given": Priorities(num_classes=2, search=(1, 5), dscp=None),
+}
+
+
+def train(fleet: Fleet, rule: UpdateRule, priorities: Any) -> tuple[list[torch.Tensor], Any, Any]:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())))
+    generator = torch.Generator().manual_seed(7)  # ranks are threads here, which share torch's own
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2, generator=generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, distributed = distribute(model, optimizer, rule, priorities=priorities, fleet=fleet)
+    generator = torch.Generator().manual_seed(fleet.rank)
+    for _ in range(NUM_STEPS):
+        model(torch.randn(4 + fleet.rank, 24, generator=generator)).square().mean().backward()
+        distributed.step()
+        distributed.zero_grad()
+    distributed.synchronize()
+    result = [parameter.detach().clone() for parameter in model.parameters()]
+    return result, distributed.class_statistics(), fleet.statistics()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("priorities", PRIORITIES.values(), ids=PRIORITIES)
+def test_results_are_equal_to_the_bit_with_priorities_and_without(
+    run_fleets: Any, rule: UpdateRule, priorities: Priorities
+) -> None:
+    without = run_fleets(3, lambda fleet: train(fleet, rule, None))
+    with_them = run_fleets(3, lambda fleet: train(fleet, rule, priorities))
+    for (expected, *_), (found, *_) in zip(without, with_them, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_all_ranks_search_and_come_to_the_same_classes(run_fleets: Any) -> None:
+    results = run_fleets(3, lambda fleet: train(fleet, RULES["sharded"], PRIORITIES["searched"]))
+    statistics = [found for _, found, _ in results]
+    first = statistics[0]
+    assert first.num_searches >= 1
+    assert len(first.classes) == len(first.num_bytes) == len(first.forward_s) == len(first.arrivals_s) > 3
+    assert first.predicted_s <= first.one_class_s
+    assert all(other == first for other in statistics)
+    assert all(fleet.bucket_classes == (first.classes,) for _, _, fleet in results)
+
+
+def test_fixed_proportions_are_taken_from_the_first_step(run_fleets: Any) -> None:
+    _, found, fleet = run_fleets(2, lambda fleet: train(fleet, RULES["sharded"], PRIORITIES["given"]))[0]
+    assert found.is_on
+    assert found.classes[0] == 0
+    assert found.classes[-1] == 1
+    assert list(found.classes) == sorted(found.classes)
+    by_class = fleet.fabric.by_class()
+    assert by_class[1].sent_bytes > by_class[0].sent_bytes > 0
+
+
+def test_the_argument_wins_over_the_topology_file(run_fleets: Any) -> None:
+    hosts = "switch: core\nchildren: [{host: h0, uplink: 1 Gbit/s}, {host: h1, uplink: 1 Gbit/s}]\n"
+    topology = Topology.parse(hosts + "priorities: {search: equal, num_classes: 2}")
+    _, of_file, _ = run_fleets(topology, lambda fleet: train(fleet, RULES["sharded"], True))[0]
+    _, of_argument, _ = run_fleets(topology, lambda fleet: train(fleet, RULES["sharded"], False))[0]
+    assert max(of_file.classes) == 1
+    assert max(of_argument.classes) == 0
+
+
+def test_it_is_said_once_that_classes_do_not_pay(run_fleets: Any, caplog: pytest.LogCaptureFixture) -> None:
+    never = Priorities(measure_steps=2, min_gain=10.0, research_at=0.0)
+    with caplog.at_level(logging.INFO):
+        _, found, _ = run_fleets(2, lambda fleet: train(fleet, RULES["sharded"], never))[0]
+    assert found.num_searches > 1
+    assert not found.is_on
+    said = [record for record in caplog.records if "do not pay" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING]
+
+
+def test_the_trace_names_the_class_of_each_bucket(run_fleets: Any, tmp_path: Any) -> None:
+    trace = Trace(rank=0)
+    run_fleets(2, lambda fleet: train(fleet, RULES["sharded"], PRIORITIES["given"]), trace=trace)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    classes = {
+        event["args"]["connection_class"] for event in events if event["name"].startswith("all_gather of bucket")
+    }
+    assert classes == {0, 1}
+
+
+def test_ranks_that_differ_in_priorities_are_told(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        train(fleet, RULES["sharded"], Priorities(num_classes=2 + fleet.rank))
+
+    with pytest.raises(SynclineError, match="num_classes=2"):
+        run_fleets(2, body)
