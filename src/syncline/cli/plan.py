@@ -52,12 +52,23 @@ def plan(
         TargetName, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
     ] = TargetName.BALANCED,
     root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Divide a model among connection classes instead; the function (or FILE.py:FUNCTION) returns "
+            "(model, batch).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
 ) -> None:
     """Show bytes and time on each link, the lower bound, and which planner wins.
 
     Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
     """
+    if model is not None:
+        _plan_model(Topology.load(topology), model, as_json=as_json)
+        return
     comparison = compare_planners(
         Topology.load(topology), Collective[collective.name], parse_size(size), target=target.value, root=root
     )
@@ -65,6 +76,20 @@ def plan(
         print(json.dumps(comparison.to_json(), indent=2))
     else:
         show(comparison, Console(highlight=False))
+
+
+def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
+    from syncline.cli.class_plan import plan_classes, show_classes
+    from syncline.pytorch.model_profile import measure_model
+
+    profile = measure_model(model)
+    found = plan_classes(topology, profile.names, profile.num_bytes, profile.forward_s)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.width = min(console.width, MAX_WIDTH)
+        show_classes(found, console)
 
 
 def show(comparison: Comparison, console: Console) -> None:

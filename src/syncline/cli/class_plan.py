@@ -1,0 +1,88 @@
+"""``syncline plan --model``: which parameters go on which connection class, and what that is worth."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES
+from syncline.runtime.plans import plan_best
+from syncline.schedule import Collective, predict
+from syncline.schedule.class_search import divide_by_proportions, halving_proportions, search_classes
+from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
+from syncline.topology import Topology
+from syncline.topology.priorities import Priorities
+from syncline.units import format_duration, format_rate, format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassPlan:
+    """A model's layers on a topology, and the forward pass under each way to divide them."""
+
+    names: tuple[str, ...]
+    profile: ForwardProfile
+    chosen: ForwardPrediction
+    seconds: dict[str, float]
+    """The forward pass with one class, equal and geometric proportions, and as searched."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures for programs."""
+        return asdict(self)
+
+
+def plan_classes(
+    topology: Topology, names: tuple[str, ...], num_bytes: tuple[int, ...], forward_s: tuple[float, ...]
+) -> ClassPlan:
+    """Search the classes of a model that nobody has trained yet on this topology.
+
+    The transfer rate is the predicted all-gather's of all bytes; times of issue are those that the model assumes.
+    """
+    priorities = topology.priorities or Priorities()
+    total = max(1, sum(num_bytes))
+    schedule = plan_best(topology, Collective.ALL_GATHER, total, "balanced", 0)
+    bytes_per_s = total / max(predict(schedule, topology, total).seconds, 1e-9)
+    profile = ForwardProfile(
+        num_bytes=num_bytes,
+        forward_s=forward_s,
+        issued_s=assumed_issue_s(num_bytes, forward_s, bytes_per_s),
+        bytes_per_s=bytes_per_s,
+        backlog_bytes=DEFAULT_INFLIGHT_BYTES,
+    )
+    number = priorities.num_classes
+    divisions = {"one class": (1.0,), "equal": (1 / number,) * number, "geometric": halving_proportions(number)}
+    fixed = {
+        name: predict_forward(profile, divide_by_proportions(num_bytes, shares)) for name, shares in divisions.items()
+    }
+    found = search_classes(profile, number)
+    seconds = {name: prediction.seconds for name, prediction in fixed.items()} | {"searched": found.seconds}
+    return ClassPlan(names=names, profile=profile, chosen=found, seconds=seconds)
+
+
+def show_classes(plan: ClassPlan, console: Console) -> None:
+    """Print the layers, and the forward pass under each division."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("bucket, by its first parameter")
+    for heading in ("bytes", "forward", "class", "arrives"):
+        table.add_column(heading, justify="right")
+    rows = zip(
+        plan.names,
+        plan.profile.num_bytes,
+        plan.profile.forward_s,
+        plan.chosen.classes,
+        plan.chosen.arrivals_s,
+        strict=True,
+    )
+    for name, size, seconds, number, arrival_s in rows:
+        table.add_row(name, format_size(size), format_duration(seconds), str(number), format_duration(arrival_s))
+    console.print(table)
+    console.print(
+        f"all-gather at {format_rate(plan.profile.bytes_per_s)}, times counted from the end of the backward pass"
+    )
+    one_s = plan.seconds["one class"]
+    for name, seconds in plan.seconds.items():
+        gain = f", {1 - seconds / one_s:.1%} less than one class" if seconds < one_s else ""
+        console.print(f"  {name:10} forward pass {format_duration(seconds)}{gain}")
