@@ -9,8 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES
-from syncline.runtime.plans import plan_best
+from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, predict
 from syncline.schedule.class_search import divide_by_proportions, halving_proportions, search_classes
 from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
@@ -43,14 +42,15 @@ def plan_classes(
     """
     priorities = topology.priorities or Priorities()
     total = max(1, sum(num_bytes))
-    schedule = plan_best(topology, Collective.ALL_GATHER, total, "balanced", 0)
-    bytes_per_s = total / max(predict(schedule, topology, total).seconds, 1e-9)
+    plans = Plans(topology, plan_best, slice_bytes=None)
+    schedule = plans.schedule(Collective.ALL_GATHER, total)
+    bytes_per_s = total / max(predict(schedule, topology, total, plans.slice_bytes).seconds, 1e-9)
     profile = ForwardProfile(
         num_bytes=num_bytes,
         forward_s=forward_s,
         issued_s=assumed_issue_s(num_bytes, forward_s, bytes_per_s),
         bytes_per_s=bytes_per_s,
-        backlog_bytes=DEFAULT_INFLIGHT_BYTES,
+        backlog_bytes=plans.inflight_bytes,
     )
     number = priorities.num_classes
     divisions = {"one class": (1.0,), "equal": (1 / number,) * number, "geometric": halving_proportions(number)}

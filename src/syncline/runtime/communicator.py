@@ -63,7 +63,8 @@ class Communicator:
         self._on_close = on_close
         self._is_closed = False
         self._last_statistics: FleetStatistics | None = None
-        self._engine = loop.run(self._make_engine(max_inflight_bytes or self._plans.inflight_bytes), CLOSE_S)
+        self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
+        self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
         loop.on_crash(self._engine.crash)
 
     @classmethod

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.runtime.engine import DEFAULT_INFLIGHT_BYTES
 from syncline.runtime.work import Work
 from syncline.topology.priorities import Priorities
 from syncline.updates.bucket import Bucket
@@ -95,7 +94,8 @@ class Steering(Unsteered):
         super().__init__(channel, buckets)
         self._level = logging.WARNING if is_asked_for else logging.INFO
         self._meter = StepMeter(self._num_bytes, time.monotonic)
-        self._decision = Decision(priorities, self._num_bytes, backlog_bytes=DEFAULT_INFLIGHT_BYTES)
+        backlog_bytes = channel.communicator.max_inflight_bytes
+        self._decision = Decision(priorities, self._num_bytes, backlog_bytes=backlog_bytes)
         self._samples: list[StepSample] = []
         self._num_steps = 0
         self._pending: tuple[Work, torch.Tensor] | None = None
