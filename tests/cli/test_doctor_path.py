@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from syncline.cli.path_diagnosis import class_names, judge_path
-from syncline.fabric import Priorities
 from syncline.fabric.path_marks import PathMark
+from syncline.topology.priorities import Priorities
 
 DOCTOR = [sys.executable, "-m", "syncline.cli.main", "doctor"]
 RELAY = [sys.executable, str(Path(__file__).with_name("bleaching_relay.py"))]

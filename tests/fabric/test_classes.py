@@ -13,11 +13,12 @@ from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_ove
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
-from syncline.fabric import FabricOptions, Priorities, sockets
+from syncline.fabric import FabricOptions, sockets
 from syncline.fabric.data_connection import DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, decode_header
 from syncline.fabric.options import MAX_CHUNK_BYTES
 from syncline.fabric.sockets import mark
+from syncline.topology.priorities import Priorities
 
 MIB = 1 << 20
 FOUR = Priorities(num_classes=4, dscp=(46, 34, 18, 8))

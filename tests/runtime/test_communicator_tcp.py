@@ -17,10 +17,11 @@ from schedule_oracle import random_topology, replay
 from meeting_stores import DictStore
 from rank_scripts import script_environment
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
-from syncline.fabric import FabricOptions, Priorities
+from syncline.fabric import FabricOptions
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
 from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology
+from syncline.topology.priorities import Priorities
 
 FLOAT32 = numpy_reduction("float32")
 

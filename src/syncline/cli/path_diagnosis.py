@@ -15,8 +15,9 @@ from rich.table import Table
 
 from syncline.endpoints import format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions, Priorities
+from syncline.fabric import FabricOptions
 from syncline.fabric.path_marks import DEFAULT_PORT, PathMark, open_mark_socket, probe_path, respond
+from syncline.topology.priorities import Priorities
 
 
 def show_path(text: str, *, as_json: bool) -> int:

@@ -3,7 +3,6 @@
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError
 from syncline.fabric.rendezvous import Rendezvous, Store
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
@@ -15,7 +14,6 @@ __all__ = [
     "PeerLeftError",
     "MAX_CONTROL_BYTES",
     "FabricOptions",
-    "Priorities",
     "connect_tcp",
     "TcpFabric",
     "Rendezvous",

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.audience import Audience
 from syncline.fabric.memory_classes import MemoryClasses
-from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
+from syncline.topology.priorities import Priorities
 
 CONTROL_URGENCY = -(1 << 62)
 """Control messages go ahead of all data."""

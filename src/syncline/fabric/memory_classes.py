@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from syncline.errors import ConfigurationError, HandshakeError, PeerLostError
-from syncline.fabric.priorities import Priorities
+from syncline.topology.priorities import Priorities
 
 
 class MemoryClasses:

@@ -22,10 +22,10 @@ from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.priorities import Priorities
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
+from syncline.topology.priorities import Priorities
 from syncline.topology.topology import Topology
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.errors import PeerLostError
-from syncline.fabric.priorities import Priorities
 from syncline.fabric.statistics import FabricStatistics
+from syncline.topology.priorities import Priorities
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""

@@ -21,9 +21,9 @@ from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.priorities import Priorities
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
+from syncline.topology.priorities import Priorities
 
 MAX_REASON_BYTES = 1024
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import Fabric, FabricOptions, Priorities, Rendezvous, Store, connect_tcp
+from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import Engine
@@ -21,6 +21,7 @@ from syncline.runtime.statistics import FleetStatistics, link_bytes
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
+from syncline.topology.priorities import Priorities
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2

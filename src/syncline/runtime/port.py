@@ -13,9 +13,13 @@ from typing import Any, TypeVar
 from syncline.errors import FabricClosedError
 from syncline.fabric import Fabric, FabricListener
 from syncline.runtime.loop import CommunicationLoop
+from syncline.topology.priorities import MAX_CLASSES
 
 T = TypeVar("T")
 LossHandler = Callable[[int, Exception], None]
+
+BULK_CLASS = MAX_CLASSES - 1
+"""A message of this class goes on the last one that is open: what is on class 0 overtakes it in the switches too."""
 
 
 class LossRelay:

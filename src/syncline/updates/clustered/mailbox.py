@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from syncline.runtime.port import Port
+from syncline.runtime.port import BULK_CLASS, Port
 from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope
 from syncline.updates.clustered.vector import Vector, VectorShape
@@ -73,7 +73,9 @@ class Mailbox:
             rest = memoryview(bytearray(text[room:]))
             self._port.send(peer, self._tag(number, REST), rest, urgency=HEAD_URGENCY)
         if payload is not None:
-            self._port.send(peer, self._tag(number, PAYLOAD), payload.memory, urgency=PAYLOAD_URGENCY)
+            self._port.send(
+                peer, self._tag(number, PAYLOAD), payload.memory, urgency=PAYLOAD_URGENCY, connection_class=BULK_CLASS
+            )
         self.sent_bytes[peer] += HEAD_BYTES + max(0, len(text) - room) + (payload.shape.num_bytes if payload else 0)
 
     def _await_head(self, inbox: _Inbox) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from syncline.runtime.port import Port
+from syncline.runtime.port import BULK_CLASS, Port
 from syncline.schedule import Receive, Schedule
 from syncline.updates.memory import bytes_of
 
@@ -79,7 +79,14 @@ class Walk:
         """Send to a rank of the schedule."""
         self.sent_bytes[self._ranks[peer]] += data.numel() * data.element_size()
         memory = bytes_of(data.contiguous())
-        self._port.send(self._ranks[peer], tag, memory, urgency=URGENCY, on_sent=self._unless_abandoned(on_sent))
+        self._port.send(
+            self._ranks[peer],
+            tag,
+            memory,
+            urgency=URGENCY,
+            connection_class=BULK_CLASS,
+            on_sent=self._unless_abandoned(on_sent),
+        )
 
     def receive(self, peer: int, tag: int, into: torch.Tensor, on_received: Callable[[], None]) -> None:
         """Receive from a rank of the schedule."""
