@@ -123,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with syncline.init() as fleet:
-        searched = syncline.Priorities(measure_steps=4)
+        searched = syncline.Priorities(measure_steps=3)
         cases = {
             "one class": Case(options, None),
             "priorities": Case(options, searched),
@@ -132,7 +132,7 @@ def main() -> None:
         transfer_s = calibrate(cases["one class"], fleet, options.steps)
         for case in cases.values():
             case.compute(transfer_s / 2)
-            case.run(8, fleet)  # to measure and to search
+            case.run(8, fleet)  # to measure, to search, and to see whether classes pay
         for _ in range(options.blocks):
             for case in cases.values():
                 case.step_s += case.run(options.steps, fleet)[1:]

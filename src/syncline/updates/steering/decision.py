@@ -4,12 +4,16 @@ A *review* is the mean over ranks of their median samples. The first one leads t
 forward pass is compared with what the model promised; if they differ by more than ``research_at``, the search is made
 again with the new measurements. A model that is off for good (it leaves out much) would be searched at every review,
 so the number of measured steps between two doubles each time that a search changes nothing, up to 64 times the first.
+
+The last word has the measurement: if several classes were chosen and the forward pass is not ``min_gain`` faster with
+them than it was in one, all goes back into one class, for good. (The model knows nothing of what a connection costs:
+one that was idle for a while begins slowly, and where no switch honours marks, connections share the link.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from syncline.schedule.class_search import search_classes
 from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
@@ -42,6 +46,10 @@ class Decision:
         self.verdict: Verdict | None = None
         self.measured_s: float | None = None
         """The forward pass at the last review."""
+        self.measured_one_class_s = 0.0
+        """The forward pass when it was last measured in one class."""
+        self.has_failed = False
+        """Whether several classes were tried, and did not pay."""
         self.num_searches = 0
 
     @property
@@ -55,8 +63,17 @@ class Decision:
         return self._priorities.measure_steps * self._patience
 
     def review(self, sample: StepSample) -> bool:
-        """Take a review; returns whether it led to a search."""
+        """Take a review; returns whether it led to a new verdict."""
         self.measured_s = sample.seconds
+        if self.has_failed:
+            return False
+        if self.verdict is None or self.verdict.chosen.num_classes == 1:
+            self.measured_one_class_s = sample.seconds
+        elif sample.seconds > (1 - self.min_gain) * self.measured_one_class_s:
+            one = predict_forward(self.verdict.profile, (0,) * len(self._num_bytes))
+            self.verdict = replace(self.verdict, chosen=one, pays=False)
+            self.has_failed = True
+            return True
         if not self._is_off_the_model(sample.seconds):
             return False
         before = self.verdict
@@ -66,6 +83,18 @@ class Decision:
             is_new = before.chosen.classes != self.verdict.chosen.classes
             self._patience = 1 if is_new else min(MAX_PATIENCE, 2 * self._patience)
         return True
+
+    def explain(self) -> str:
+        """Say why several classes do not pay."""
+        assert self.verdict is not None, "a search leaves a verdict"
+        if self.has_failed:
+            return (
+                f"the forward pass took {self.measured_s:.4g} s with them and {self.measured_one_class_s:.4g} s in one"
+            )
+        return (
+            f"the forward pass would take {self.verdict.one_class_s:.4g} s in one, and several would not save "
+            f"{100 * self.min_gain:.3g} % of that"
+        )
 
     def _is_off_the_model(self, seconds: float) -> bool:
         if self.verdict is None:

@@ -168,13 +168,12 @@ class Steering(Unsteered):
         verdict = self._decision.verdict
         assert verdict is not None, "a search leaves a verdict"
         self._channel.assign_classes(verdict.chosen.classes)
+        self._samples = []  # the forward pass before this step was made in other classes
         self._channel.trace.instant("connection classes", "update", classes=verdict.chosen.classes)
         if not verdict.pays and not self._has_told and self._channel.rank == 0:
             self._has_told = True
             _log.log(
                 self._level,
-                "Several connection classes do not pay for this model on this network: the forward pass would take "
-                "%.4g s in one, and several would not save %.3g %% of that. All buckets go in one class",
-                verdict.one_class_s,
-                100 * self._decision.min_gain,
+                "Several connection classes do not pay for this model on this network: %s. All buckets go in one class",
+                self._decision.explain(),
             )
