@@ -336,3 +336,18 @@ def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any) -> None:
         assert {"forward", "backward", "update of bucket 0"} <= names
         assert any("all_gather of bucket 0" in name for name in names), sorted(names)
         assert any("reduce_scatter of bucket 0" in name for name in names)
+
+
+@by_rule
+def test_parameters_that_are_distributed_are_not_distributed_again(rule: UpdateRule, run_fleets: Any) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+
+    def body(fleet: Fleet) -> None:
+        model = models[fleet.rank]
+        distribute(model, torch.optim.SGD(model[0].parameters(), lr=0.1), rule, fleet=fleet)
+        with pytest.raises(UpdateError, match=r"2 of 4 parameters of this Sequential \(first: '0.weight'\) were given"):
+            distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        distribute(model, torch.optim.SGD(model[1].parameters(), lr=0.1), rule, fleet=fleet)  # the rest is free
+
+    run_fleets(2, body)
+    run_fleets(2, body)  # closing a fleet frees them

@@ -16,7 +16,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.priorities import assign_first_classes, choose_priorities, steer
-from syncline.pytorch.registry import add_training, current_fleet, remove_training
+from syncline.pytorch.registry import add_training, check_untrained, current_fleet, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.pytorch.training import Training
 from syncline.topology.priorities import Priorities
@@ -49,7 +49,8 @@ def distribute(
     that the next forward pass has first what it needs first; True takes the topology file's, else ``Priorities()``;
     None or False is one connection for all. A model with several optimizers is distributed once with each.
 
-    Raises :class:`UpdateError` if the rule cannot serve the optimizer, or if ranks differ.
+    Raises :class:`UpdateError` if the rule cannot serve the optimizer, if a parameter was distributed before, or if
+    ranks differ.
     """
     fleet = fleet or current_fleet()
     rule = update if update is not None else Sharded()
@@ -58,6 +59,7 @@ def distribute(
     rule.check(optimizer)
     named = trained_parameters(model, optimizer)
     check_parameters(named)
+    check_untrained(model, named)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
     streams = fleet.reserve_streams(1 + len(plans))
     control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -42,6 +43,22 @@ def current_fleet() -> Fleet:
     if _current is None:
         raise ConfigurationError("There is no fleet; call syncline.init() first")
     return _current
+
+
+def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+    """Raise :class:`UpdateError` for a parameter that a distributed optimizer trains: it lies in that one's bucket.
+
+    ``named`` maps the parameters that are to be trained to their names (and groups).
+    """
+    with _lock:
+        trained = {tensor for training in _trainings for tensor in training.tensors}
+    taken = [name for parameter, (name, _) in named.items() if parameter in trained]
+    if taken:
+        raise UpdateError(
+            f"{len(taken)} of {len(named)} parameters of this {type(model).__name__} (first: {taken[0]!r}) were given "
+            "to distribute() before; use the optimizer that it returned, give each further optimizer parameters of its "
+            "own, or close the fleet first"
+        )
 
 
 def has_current_fleet() -> bool:

@@ -46,7 +46,7 @@ class Training:
             updater, reports, samples, before=self._before_backward, after=self._after_backward
         )
         self._reading = Reading(model, updater.buckets, self._wait_parameters)
-        self._bucketed = {tensor for bucket in updater.buckets for tensor in bucket.tensors}
+        self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = self._make_stand_ins()
         self._forward_ns = 0
         self._handles = [
@@ -64,6 +64,11 @@ class Training:
             yield
         finally:
             self._collector.is_synchronised = was_synchronised
+
+    @property
+    def tensors(self) -> frozenset[nn.Parameter]:
+        """The parameters that lie in this training's buckets."""
+        return self._bucketed
 
     def batch_size(self, num_samples: float) -> None:
         """Weight this rank's gradient of the current step by ``num_samples``."""
@@ -199,7 +204,8 @@ class Training:
                 if parameter.requires_grad and parameter not in self._bucketed and parameter.numel():
                     raise UpdateError(
                         f"A parameter of shape {tuple(parameter.shape)} was frozen at distribute() and requires a "
-                        "gradient now; unfreeze parameters before distribute(), or call it again on a new optimizer"
+                        "gradient now; unfreeze parameters before distribute(), or give these to it in a second "
+                        "optimizer"
                     )
 
     def _check_open(self) -> None:
