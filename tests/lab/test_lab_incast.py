@@ -1,6 +1,6 @@
 """Two senders with bulk to a third rank, and an urgent message: what orders them, and what it costs without order.
 
-Ratios of medians within one run. Why these sizes: `docs/decisions/0007-what-orders-an-urgent-message.md`.
+Ratios of medians within one run. Why these sizes: `docs/decisions/0009-what-orders-an-urgent-message.md`.
 """
 
 import json
