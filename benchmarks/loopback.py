@@ -3,7 +3,9 @@
 Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output
 for reduce-scatter and all-gather), with one arithmetic thread for each rank. The rate is size / time, where size is
 that of the whole tensor (the input of a reduce-scatter, the output of an all-gather) and time is the median over the
-rounds of the slowest rank's time. Ratios of one run are worth more than its absolute figures.
+rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so that what drifts
+hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how far calls
+scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
 
     python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --record benchmarks/records/DATE_loopback
 """
@@ -29,6 +31,8 @@ import torch.multiprocessing as mp
 import syncline
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+NUM_WARM_UP = 3
+"""Rounds that are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +42,14 @@ class Row:
     ranks: int
     operation: str
     size_bytes: int
-    syncline_s: float
-    gloo_s: float
+    syncline_s: tuple[float, float, float]
+    """What a tenth, half and nine tenths of the calls took at most."""
+    gloo_s: tuple[float, float, float]
 
     @property
     def ratio(self) -> float:
-        """How many times gloo's rate."""
-        return self.gloo_s / self.syncline_s
+        """How many times gloo's rate, by the medians."""
+        return self.gloo_s[1] / self.syncline_s[1]
 
 
 def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
@@ -59,6 +64,12 @@ def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str,
             "gloo": lambda: dist.reduce_scatter_single(part, whole),
         }
     return {"syncline": lambda: fleet.all_gather(whole, part), "gloo": lambda: dist.all_gather_single(whole, part)}
+
+
+def spread(seconds: list[float]) -> tuple[float, float, float]:
+    """Return the first, fifth and ninth decile."""
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    return deciles[0], deciles[4], deciles[8]
 
 
 def measure(call: Callable[[], object]) -> float:
@@ -83,19 +94,18 @@ def run_rank(rank: int, world_size: int, ports: tuple[int, int], sizes: list[int
                 num_elements = size_bytes // 4 // world_size * world_size
                 both = calls(fleet, operation, num_elements)
                 times: dict[str, list[float]] = {name: [] for name in both}
-                for i in range(rounds + 3):
-                    for name, call in both.items():
-                        seconds = measure(call)
-                        if i >= 3:
+                for i in range(-NUM_WARM_UP, rounds):
+                    for name in sorted(both, reverse=bool(i % 2)):
+                        seconds = measure(both[name])
+                        if i >= 0:
                             times[name].append(seconds)
-                medians = {name: statistics.median(values) for name, values in times.items()}
                 rows.append(
                     Row(
                         ranks=world_size,
                         operation=operation,
                         size_bytes=size_bytes,
-                        syncline_s=medians["syncline"],
-                        gloo_s=medians["gloo"],
+                        syncline_s=spread(times["syncline"]),
+                        gloo_s=spread(times["gloo"]),
                     )
                 )
     dist.destroy_process_group()
@@ -116,12 +126,16 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def table(rows: list[Row]) -> str:
     """Return the rows as text, rates in MB/s."""
-    lines = [f"{'ranks':>5} {'operation':<15} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"]
+    lines = [
+        f"{'ranks':>5} {'operation':<15} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"
+        f"   {'syncline p10/p50/p90 us':>24}   {'gloo p10/p50/p90 us':>24}"
+    ]
     for row in rows:
-        rates = [row.size_bytes / seconds / 1e6 for seconds in (row.syncline_s, row.gloo_s)]
+        rates = [row.size_bytes / times_s[1] / 1e6 for times_s in (row.syncline_s, row.gloo_s)]
+        spreads = ["/".join(f"{seconds * 1e6:.0f}" for seconds in times_s) for times_s in (row.syncline_s, row.gloo_s)]
         lines.append(
             f"{row.ranks:>5} {row.operation:<15} {row.size_bytes // 2**20:>4} MB "
-            f"{rates[0]:>6.0f} MB/s {rates[1]:>6.0f} MB/s {row.ratio:>6.2f}"
+            f"{rates[0]:>6.0f} MB/s {rates[1]:>6.0f} MB/s {row.ratio:>6.2f}   {spreads[0]:>24}   {spreads[1]:>24}"
         )
     return "\n".join(lines)
 
@@ -131,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 100 for a claim about 1 MB")
     parser.add_argument("--record", type=Path, help="folder for table.txt and results.json")
     arguments = parser.parse_args()
     rows: list[Row] = []
