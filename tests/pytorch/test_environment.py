@@ -31,12 +31,18 @@ def test_what_torchrun_sets() -> None:
     assert environment.trace == Path("t.json")
 
 
+def test_binding_can_be_turned_off() -> None:
+    assert read_environment({}).binds_thread
+    assert not read_environment({"SYNCLINE_BIND_THREAD": "off"}).binds_thread
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"RANK": "two"}, "RANK must be a whole number"),
         ({"RANK": "2"}, "RANK must be from 0"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"SYNCLINE_BIND_THREAD": "no"}, "SYNCLINE_BIND_THREAD must be on or off, not 'no'"),
         ({"SYNCLINE_SECRET_FILE": "/does/not/exist"}, "cannot be read"),
     ],
 )

@@ -57,6 +57,9 @@ class FabricOptions:
     """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
     shares_memory: bool = True
     """Copy messages between ranks of one machine straight from memory to memory, where the kernel allows it."""
+    binds_thread: bool = True
+    """Bind the communication thread to this rank's share of the machine's cores where ranks share memory, unless
+    someone has restricted the process already."""
     congestion: str | None = None
     """``TCP_CONGESTION``, such as ``"bbr"``; None is cubic within a machine and where the topology has rates, else the
     system's default."""

@@ -50,6 +50,9 @@ class PeerEvents(Protocol):
     def grant_soon(self) -> None:
         """Look soon whether there is something to grant."""
 
+    def on_memory_shared(self, peer: Peer) -> None:
+        """Note that the peer reads this process's memory: both are on one machine."""
+
     def fetch_soon(self, urgency: int, step: Callable[[int], int]) -> None:
         """Run a step of a copy out of another process's memory, by its urgency, until it returns 0."""
 
@@ -307,6 +310,7 @@ class Peer:
         if self._offer is None:
             raise FrameError("memory was accepted that was not offered")
         self.outbox.is_memory_readable = True
+        self._events.on_memory_shared(self)
 
     def _on_unreadable(self, error: OSError) -> None:
         if isinstance(error, ProcessLookupError):

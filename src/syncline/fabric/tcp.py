@@ -15,6 +15,7 @@ from typing import Protocol
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.audience import Audience
+from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grants import GrantScheduler
@@ -65,6 +66,7 @@ class TcpFabric:
         self._loop = asyncio.get_running_loop()
         self.scheduler = scheduler
         self._fetcher = Fetcher(self._loop)
+        self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
             peer: Peer(peer, host, options=peer_options[peer], scheduler=scheduler, events=self, loop=self._loop)
@@ -292,6 +294,11 @@ class TcpFabric:
         if not self._is_granting_soon:
             self._is_granting_soon = True
             self._loop.call_soon(self._grant)
+
+    def on_memory_shared(self, peer: Peer) -> None:
+        """Divide the machine's cores with a rank that runs on it too."""
+        if self._options.binds_thread:
+            self._binding.share_with(peer.rank)
 
     def fetch_soon(self, urgency: int, step: Callable[[int], int]) -> None:
         """Copy out of a peer's memory soon, after what is more urgent."""

@@ -30,6 +30,8 @@ class Environment:
     """Address or name of the interface that other ranks reach."""
     secret: bytes | None
     trace: Path | None
+    binds_thread: bool
+    """Whether the communication thread may be bound to cores."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -58,6 +60,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         interface=values.get("SYNCLINE_INTERFACE") or None,
         secret=read_secret(values),
         trace=Path(trace) if trace else None,
+        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD"),
     )
 
 
@@ -94,6 +97,13 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
+
+
+def _switch(values: Mapping[str, str], name: str) -> bool:
+    text = values.get(name) or "on"
+    if text not in ("on", "off"):
+        raise ConfigurationError(f"{name} must be on or off, not {text!r}")
+    return text == "on"
 
 
 def read_secret(values: Mapping[str, str]) -> bytes | None:

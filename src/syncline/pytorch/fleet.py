@@ -216,7 +216,11 @@ def _fabric_options(environment: Environment, *, secret: bytes | str | None, ins
     if address is None and environment.world_size > 1:
         address = own_address(environment.master_address)
     return FabricOptions(
-        job_id=environment.job_id, secret=given or environment.secret, insecure=insecure, address=address
+        job_id=environment.job_id,
+        secret=given or environment.secret,
+        insecure=insecure,
+        address=address,
+        binds_thread=environment.binds_thread,
     )
 
 
