@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import select
 import signal
@@ -107,6 +108,13 @@ def test_survivors_may_say_what_they_saw_before_they_are_ended():
     code, _, error = start(script, limits=Limits())
     assert code in {3, 4}  # whichever ended first
     assert "lost a peer" in error
+
+
+def test_survivors_go_on_where_they_may():
+    code, out, error = start("if rank == 1: sys.exit(3)\nprint('done')", limits=Limits(grace_s=math.inf))
+    assert code == 0
+    assert out == "[0] done\n"
+    assert "the job went on without those who failed: rank 1, exit code 3" in error
 
 
 def test_a_stubborn_rank_is_killed(tmp_path):

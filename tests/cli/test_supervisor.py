@@ -1,5 +1,6 @@
 """The supervisor's decisions, as lists of instructions: no processes, no sockets, no waiting."""
 
+import math
 import signal
 
 from syncline.cli.launcher.supervisor import (
@@ -53,6 +54,33 @@ def test_survivors_of_a_failure_get_grace_then_sigterm_then_sigkill_within_ten_s
 
 def test_default_limits_end_everybody_within_ten_seconds():
     assert Limits().grace_s + Limits().stubborn_s < 10.0
+
+
+def test_survivors_that_may_go_on_are_not_signalled_and_decide_how_the_job_ends():
+    job = Supervisor(range(3), Limits(grace_s=math.inf))
+    assert job.handle(RankExited(rank=1, exit=Exit(signal_number=signal.SIGKILL)), 100.0) == (
+        Announce(reason="failure", rank=1),
+    )
+    assert job.wake_at_s is None
+    assert job.handle(ended(0), 200.0) == ()
+    assert job.handle(ended(2, code=5), 300.0) == ()
+    assert job.went_on
+    assert job.exit_code == 0
+
+
+def test_a_job_that_nobody_ends_well_has_failed_also_where_survivors_may_go_on():
+    job = Supervisor(range(2), Limits(grace_s=math.inf))
+    job.handle(ended(1, code=3), 1.0)
+    job.handle(ended(0, code=4), 2.0)
+    assert not job.went_on
+    assert job.exit_code == 3
+
+
+def test_ctrl_c_ends_survivors_that_may_go_on():
+    job = Supervisor(range(2), Limits(grace_s=math.inf, interrupt_s=30.0))
+    job.handle(ended(1, code=3), 1.0)
+    assert job.handle(Interrupted(), 2.0) == (Announce(reason="interrupt"), *sent(signal.SIGINT, 0))
+    assert job.wake_at_s == 32.0
 
 
 def test_a_second_failure_neither_shortens_nor_prolongs_the_grace():

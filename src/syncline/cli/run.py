@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from syncline.cli.launcher.launch import Request, launch
+from syncline.cli.launcher.supervisor import Limits
 from syncline.errors import ConfigurationError
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,6 +33,9 @@ Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace 
 Foreground = Annotated[
     int | None, typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False)
 ]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="If a rank fails, let the others go on, as Clustered and Overlapped can.")
+]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -45,6 +50,7 @@ def run(
     secret_file: SecretFile = None,
     trace: Trace = None,
     foreground: Foreground = None,
+    keep_going: KeepGoing = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
 ) -> None:
@@ -56,7 +62,8 @@ def run(
     Which ranks start here: those of --host; else of SYNCLINE_HOST; else of the topology's host that is named like this
     machine; else all of them, so that one machine stands for all hosts.
 
-    If a rank fails, the others get 5 s to end by themselves, then SIGTERM, then SIGKILL: all within 10 s.
+    If a rank fails, the others get 5 s to end by themselves, then SIGTERM, then SIGKILL: all within 10 s. With
+    --keep-going they may go on for as long as they like, and the exit code is 0 if one of them ends well.
     """
     request = Request(
         command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),
@@ -67,6 +74,7 @@ def run(
         secret_file=secret_file,
         trace=trace,
         terminal_rank=foreground,
+        limits=Limits(grace_s=math.inf) if keep_going else Limits(),
     )
     raise typer.Exit(launch(request))
 

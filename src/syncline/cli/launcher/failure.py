@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from syncline.cli.launcher.supervisor import Exit, Failure
@@ -20,18 +21,20 @@ def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) 
 
 
 def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float) -> str:
-    """Word, in one line, that the first rank has failed."""
+    """Word, in one line, that the first rank has failed; the others go on if ``grace_s`` is infinite."""
     get, selves = ("gets", "itself") if num_living == 1 else ("get", "themselves")
-    rest = f"; the other {_ranks(num_living)} {get} {grace_s:g} s to end by {selves}" if num_living else ""
+    what = f"{get} {grace_s:g} s to end by {selves}" if math.isfinite(grace_s) else "may go on"
+    rest = f"; the other {_ranks(num_living)} {what}" if num_living else ""
     return f"{name} ended with {how}{rest}" if how.signal_number is None else f"{name} was {how}{rest}"
 
 
 def describe_failures(
-    failures: Sequence[Failure], *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]]
+    failures: Sequence[Failure], *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]], went_on: bool = False
 ) -> list[str]:
     """Word the closing report; ``tails`` holds the last lines that each rank wrote to its standard error."""
     cause = pick_cause(failures, tails)
-    report = [f"the job failed: {names[cause.rank]}, {_explain(cause.exit)}"]
+    head = "the job went on without those who failed" if went_on else "the job failed"
+    report = [f"{head}: {names[cause.rank]}, {_explain(cause.exit)}"]
     report += [f"    {line}" for line in traceback_of(tails.get(cause.rank, ()))]
     report += [
         f"  then {names[failure.rank]}: {_outcome(failure, tails.get(failure.rank, ()))}"

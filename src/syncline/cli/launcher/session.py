@@ -194,7 +194,9 @@ class _Runner:
     def _report(self) -> None:
         if not self._supervisor.failures or self._supervisor.ended_by is not None:
             return
-        report = describe_failures(self._supervisor.failures, names=self._names, tails=self._tails)
+        report = describe_failures(
+            self._supervisor.failures, names=self._names, tails=self._tails, went_on=self._supervisor.went_on
+        )
         self._terminal.say("\n".join(report), is_error=True)
 
     def _kill_rest(self) -> None:

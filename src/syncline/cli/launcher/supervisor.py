@@ -3,13 +3,14 @@
 The first rank that fails ends the job, but not at once: the others get ``grace_s`` to notice by themselves, so that the
 launcher never hides what they would have said. Then SIGTERM, then SIGKILL, all inside ten seconds. Ctrl-C is passed on
 once, and the ranks may take their time (a checkpoint is being written) until one of them ends badly; the second Ctrl-C
-kills.
+kills. Where ``grace_s`` is infinite the survivors go on, as some update rules can, and what they end with counts.
 
 Time is passed in; nothing here touches a process, so tests compare lists of instructions.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Limits:
     """How long ranks may take to end, in seconds after what made them end."""
 
     grace_s: float = 5.0
-    """Survivors of a failure, until SIGTERM."""
+    """Survivors of a failure, until SIGTERM; infinite: they go on without those who failed."""
     stubborn_s: float = 3.0
     """From SIGTERM to SIGKILL."""
     interrupt_s: float = 30.0
@@ -117,6 +118,7 @@ class Supervisor:
         """The signal by which the user ended the job, if he did."""
         self._limits = limits or Limits()
         self._due: list[tuple[float, int]] = []
+        self._any_ended_well = False
         self._were_signalled = False
         self._were_terminated = False
 
@@ -131,10 +133,17 @@ class Supervisor:
         return self._due[0][0] if self._due and self.living else None
 
     @property
+    def went_on(self) -> bool:
+        """Whether the job outlived its failures: survivors were to go on, and one at least ended well."""
+        return math.isinf(self._limits.grace_s) and self._any_ended_well
+
+    @property
     def exit_code(self) -> int:
         """What the launcher returns once it is finished."""
         if self.ended_by is not None:
             return 128 + self.ended_by
+        if self.went_on:
+            return 0
         return self.failures[0].exit.shell_code if self.failures else 0
 
     def handle(self, event: Event, now_s: float) -> tuple[Instruction, ...]:
@@ -150,6 +159,7 @@ class Supervisor:
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
         self.living.discard(event.rank)
         if event.exit.is_success:
+            self._any_ended_well = True
             return ()
         self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
         if len(self.failures) > 1:
@@ -180,7 +190,11 @@ class Supervisor:
 
     def _plan(self, terminate_at_s: float) -> None:
         """End everybody at ``terminate_at_s``, or earlier if that was planned already."""
-        if not self._were_terminated and (not self._due or terminate_at_s < self._due[0][0]):
+        if (
+            math.isfinite(terminate_at_s)
+            and not self._were_terminated
+            and (not self._due or terminate_at_s < self._due[0][0])
+        ):
             self._due = [
                 (terminate_at_s, signal.SIGTERM),
                 (terminate_at_s + self._limits.stubborn_s, signal.SIGKILL),
