@@ -30,7 +30,7 @@ METHODS: dict[str, list[str]] = {
     "clustered, cosine": ["--method", "clustered", "--contribution", "cosine"],
     "clustered, last": ["--method", "clustered", "--exchange", "last"],
 }
-EXTRA_STEPS = 2.0
+EXTRA_STEPS = 3.0
 """The clustered update sees other clusters' data later, so it may need more steps to the same loss."""
 
 

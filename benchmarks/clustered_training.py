@@ -65,7 +65,7 @@ def gpt(rank: int, world_size: int, seed: int) -> Task:
     from syncline.demo.corpus import load_corpus
     from syncline.demo.gpt import GPT, GPTShape
 
-    shape = GPTShape(width=96, num_layers=2, num_heads=4)
+    shape = GPTShape(width=128, num_layers=3, num_heads=4)
     corpus = load_corpus()
     own = corpus.training.tensor_split(world_size)[rank]
     torch.manual_seed(seed)
@@ -74,7 +74,7 @@ def gpt(rank: int, world_size: int, seed: int) -> Task:
 
     def draw(step: int) -> Batch:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
-        starts = torch.randint(len(own) - length - 1, (4,), generator=generator)
+        starts = torch.randint(len(own) - length - 1, (2,), generator=generator)
         windows = torch.stack([own[start : start + length + 1] for start in starts.tolist()]).long()
         return windows[:, :-1], windows[:, 1:]
 
