@@ -106,7 +106,7 @@ def test_spans_of_one_row_of_the_trace_lie_one_after_another_or_one_in_another(t
 
 
 @pytest.mark.parametrize(
-    ("update", "said"), [("overlapped", "stale"), ("clustered", "temporary server"), ("allreduce", "all step")]
+    ("update", "said"), [("overlapped", "stale"), ("clustered", "servers"), ("allreduce", "all step")]
 )
 def test_the_demo_shows_every_update_rule(update, said, tmp_path):
     """With the overlapped one, the line of progress tells its staleness; its checkpoint is at a period's end."""

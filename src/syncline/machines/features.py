@@ -61,6 +61,11 @@ class FeatureTable:
     columns: tuple[Column, ...]
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """The features that there are columns of, in order."""
+        return tuple(dict.fromkeys(column.feature for column in self.columns))
+
+    @property
     def vectors(self) -> Floats:
         """One row for each host: its normalised, weighted features."""
         if not self.columns:

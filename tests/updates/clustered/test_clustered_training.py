@@ -1,9 +1,14 @@
+import collections
+import json
+import logging
+
 import pytest
 import torch
 from clustered_training import KilledError, batch, train, train_by_the_book
 
 from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.observe import Trace
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import AllReduce
@@ -96,6 +101,50 @@ def test_statistics_tell_clusters_servers_and_bytes() -> None:
     assert all(statistics.num_refused_messages == 0 for _, statistics in trained)
     assert {statistics.servers for _, statistics in trained} == {first.servers}
     assert first.features["available_memory_bytes"] > 0
+
+
+def test_a_line_of_progress_and_the_fleet_tell_the_same_during_a_run_and_after_it() -> None:
+    rule = Clustered(period=2, clusters=CLUSTERS)
+
+    def body(fleet):
+        model = make_model()
+        _, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        for step in range(4):
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (during,) = fleet.statistics().updates
+        return optimizer, during, optimizer.progress()
+
+    for optimizer, during, progress in run_fleets(5, body):
+        after = optimizer.statistics()
+        assert progress == during.progress()
+        assert progress.startswith("term 2  servers ")
+        assert "of 2 clusters" in progress
+        assert sum(during.weights) == pytest.approx(1.0)
+        assert (after.clusters, after.term, after.dead) == (during.clusters, during.term, ())
+        assert f"[0, 1, 2] behind rank {after.servers[0]}" in str(after)
+
+
+def test_the_trace_shows_stars_exchanges_averages_and_elections(tmp_path) -> None:
+    trace = Trace(rank=0)  # of all ranks, which are threads here
+    rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 8), trace=trace)
+    trace.save(tmp_path / "trace.json")
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] != "M"]
+    named = collections.Counter(event["name"] for event in events)
+    assert [named[f"star of batch {batch}"] for batch in range(8)] == [5] * 8
+    assert [named[f"exchange of period {period}"] for period in range(4)] == [5] * 4
+    assert [named[f"average of term {term}"] for term in range(2)] == [5] * 2
+    assert named["result among 2 servers"] == 4 * 2
+    assert named["average among 2 servers"] == 2 * 2
+    sent = sum(event["args"]["sent_bytes"] for event in events if event["name"].endswith("among 2 servers"))
+    assert 0 < sent <= sum(statistics.sent_bytes_between for _, statistics in trained)
+    elections = [event["args"] for event in events if event["name"] == "election"]
+    assert {election["term"] for election in elections} == {0, 1, 2}
+    of_term = {election["term"]: tuple(election["servers"]) for election in elections}
+    assert len({(election["term"], tuple(election["servers"])) for election in elections}) == 3
+    assert of_term[2] == trained[0][1].servers
 
 
 def sent_between(trained) -> int:
@@ -193,12 +242,15 @@ def test_a_rank_without_data_takes_part_with_no_weight() -> None:
         assert_close(skipped[rank], weightless[rank])
 
 
-def test_clusters_follow_the_topology() -> None:
+def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCaptureFixture) -> None:
     def clusters_of(fleet):
         return train(fleet, Clustered(period=2, measures=False), 1)[1].clusters
 
-    found = run_fleets(Topology.load("two-sites"), clusters_of)
+    with caplog.at_level(logging.INFO, logger="syncline.updates.clustered"):
+        found = run_fleets(Topology.load("two-sites"), clusters_of)
     assert set(found) == {((0, 1, 2, 3), (4, 5, 6, 7))}
+    (said,) = [record.getMessage() for record in caplog.records if "clusters of hosts" in record.getMessage()]
+    assert "h0, h1, h2, h3; h4, h5, h6, h7 (k = 2 has the highest silhouette (1.000); by site, uplink" in said
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,18 @@ The training thread provides what an entry needs and waits until it is agreed; a
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
+from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.topology import Topology
 from syncline.updates.clustered.agenda import Agenda, Entry
+from syncline.updates.clustered.chronicle import Chronicle
 from syncline.updates.clustered.exchanges import Exchanges, Mixing
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import Mailbox
@@ -44,7 +47,7 @@ class Part:
 class Driver:
     """Joins the protocol to the fabric and to the training thread."""
 
-    def __init__(self, port: Port, topology: Topology, shape: VectorShape, part: Part) -> None:
+    def __init__(self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace) -> None:
         self._port = port
         self._part = part
         self._topology = topology
@@ -57,6 +60,7 @@ class Driver:
             shares_results=part.mixing.is_uniform,
             quorum=part.quorum,
         )
+        self._chronicle = Chronicle(trace, self._node.view)
         self._mailbox = Mailbox(
             port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
         )
@@ -68,6 +72,7 @@ class Driver:
         self._losses: dict[int, Exception] = {}
         self._over = threading.Event()
         self._interceptor: Interceptor | None = None
+        self._last_statistics: ClusteredStatistics | None = None
 
     # The training thread.
 
@@ -105,11 +110,16 @@ class Driver:
         return self._over.wait(timeout_s)
 
     def statistics(self) -> ClusteredStatistics:
-        """Return what is known and counted here."""
+        """Return what is known and counted here; once this rank departed, what it was then."""
+        if self._last_statistics is not None:
+            return self._last_statistics
         return self._port.run(self._statistics(), ANSWER_S)
 
     def close(self) -> None:
-        """Release everything."""
+        """Release everything; what was counted is kept."""
+        if self._last_statistics is None:
+            with contextlib.suppress(SynclineError):  # a loop that broke or hangs has nothing to tell
+                self._last_statistics = self.statistics()
         self._port.call_soon(self._port.close)
 
     def intercept(self, interceptor: Interceptor) -> None:
@@ -127,6 +137,7 @@ class Driver:
                 self._perform(self._node.lose(peer))
 
     def _provide(self, samples: float, payload: Vector | None) -> None:
+        self._chronicle.provided()
         self._perform(self._node.provide(samples=samples, payload=payload))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
@@ -142,6 +153,7 @@ class Driver:
         self._perform(self._node.lose(peer))
 
     def _depart(self) -> None:
+        self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead
         self._perform(self._node.depart())
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
@@ -151,18 +163,23 @@ class Driver:
             if isinstance(instruction, Send):
                 self._mailbox.send(instruction.peer, instruction.envelope)
             elif isinstance(instruction, Enter):
+                self._chronicle.entered(instruction.entry)
                 self._entered.put((instruction.entry, instruction.agreed))
             elif isinstance(instruction, Run):
+                self._chronicle.began(instruction, self._exchanges.sent_bytes)
                 result = self._node.member.result
                 self._exchanges.run(instruction, result.contributions if result else (), self._finish)
             elif isinstance(instruction, Abandon):
                 self._exchanges.abandon(instruction.entry, instruction.participants)
             else:
                 self._fail(instruction)
+        if self._last_statistics is None:
+            self._chronicle.look_at_election(self._node.term)
         if self._node.is_over:
             self._over.set()
 
     def _finish(self, run: Run, payload: Vector, contributions: tuple[float, ...]) -> None:
+        self._chronicle.ended(run, self._exchanges.sent_bytes)
         instructions = self._node.finish_exchange(
             entry=run.entry,
             participants=run.participants,
@@ -187,6 +204,9 @@ class Driver:
         return repr(self._node).strip("<>")
 
     async def _statistics(self) -> ClusteredStatistics:
+        return self._take_statistics()
+
+    def _take_statistics(self) -> ClusteredStatistics:
         node, view = self._node, self._node.view
         inside = sum(self._mailbox.sent_bytes[rank] for rank in view.clusters[view.cluster])
         result = node.member.result

@@ -5,6 +5,7 @@ Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,6 +16,8 @@ from syncline.machines.features import Feature, build_table, topology_features, 
 from syncline.machines.reading import read_machine
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
+
+_log = logging.getLogger(__name__)
 
 Clusters = tuple[tuple[int, ...], ...]
 ClusterChoice = Literal["auto"] | int | Sequence[Sequence[int]]
@@ -59,6 +62,8 @@ def group(
     table = build_table(merged, latencies_s=topology_latencies(topology), use=features, weights=weights)
     number = None if isinstance(clusters, str) else clusters
     clustering = cluster_vectors(table.vectors, num_clusters=number, seed=seed)
+    shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
+    _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
     return tuple(
         tuple(sorted(rank for host in hosts for rank in topology.ranks_of(table.hosts[host])))
         for hosts in clustering.clusters

@@ -50,6 +50,10 @@ class Clustered:
     ``quorum`` of all ranks stops. With ``quorum=0.5`` two halves that lost sight of each other both go on: ask for more
     than that where a network can break in the middle.
 
+    Clusters are made once, when the training starts, and stay: optimizer state cannot be handed from one cluster to
+    another, so a rank that changed sides would step from another's history. What machines measure later is told by
+    ``optimizer.statistics().features``; latency counts where the topology gives it, and is not measured.
+
     Each rank keeps four vectors of the size of the gradients beside them, and a temporary server one for each member.
     Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends the period, and the term where
     parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or each cluster's, own.
@@ -146,7 +150,8 @@ class ClusteredUpdater(WholeUpdater):
             timeout_s=self.channel.timeout_s,
         )
         name = f"clustered update {self.clusters} {self.agenda} {rule.contribution} {rule.exchange}"
-        self._driver = Driver(communicator.open_port(name), communicator.topology, self._shape, part)
+        port, trace = communicator.open_port(name), self.channel.trace
+        self._driver = Driver(port, communicator.topology, self._shape, part, trace)
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()
@@ -189,6 +194,10 @@ class ClusteredUpdater(WholeUpdater):
     def statistics(self) -> ClusteredStatistics:
         """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
         return replace(self._driver.statistics(), features=self._history.summary())
+
+    def progress(self) -> str:
+        """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
+        return self._driver.statistics().progress()
 
     def close(self) -> None:
         """Release everything."""

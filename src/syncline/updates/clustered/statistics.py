@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+_MIB = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredStatistics:
@@ -30,3 +32,34 @@ class ClusteredStatistics:
     """What this rank does as a member."""
     features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     """What this rank's machine measured, as the mean over its past periods."""
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The share of each cluster in the newest exchange, by samples; None before the first."""
+        samples = self.samples_of_clusters
+        if samples is None or sum(samples) <= 0:
+            return None
+        return tuple(amount / sum(samples) for amount in samples)
+
+    def progress(self) -> str:
+        """Return the same in few words, for a line of progress."""
+        servers = ", ".join("none" if server is None else str(server) for server in self.servers)
+        dead = f"  dead {', '.join(map(str, self.dead))}" if self.dead else ""
+        return (
+            f"term {self.term}  servers {servers} of {len(self.clusters)} clusters  "
+            f"sent {self.sent_bytes_inside / _MIB:.1f} MiB inside, {self.sent_bytes_between / _MIB:.1f} between{dead}"
+        )
+
+    def __str__(self) -> str:
+        """One line for people."""
+        clusters = "; ".join(
+            f"{list(ranks)} behind {'nobody' if server is None else f'rank {server}'}"
+            for ranks, server in zip(self.clusters, self.servers, strict=True)
+        )
+        weights = "" if self.weights is None else f", weights {' '.join(f'{share:.0%}' for share in self.weights)}"
+        replaced = f", {self.num_replaced_servers} servers replaced" if self.num_replaced_servers else ""
+        return (
+            f"term {self.term}, period {self.period}: clusters {clusters}{weights}, sent "
+            f"{self.sent_bytes_inside / _MIB:.1f} MiB inside and {self.sent_bytes_between / _MIB:.1f} MiB between "
+            f"clusters{replaced}"
+        )
