@@ -1,0 +1,37 @@
+"""One rank of a clustered training in a lab: `python lab_clustered.py PERIOD REELECT_EVERY NUM_STEPS`.
+
+It prints `ready` when all ranks are, trains once it is told to, prints `done` when all ranks are, and ends once told.
+"""
+
+import sys
+
+import torch
+
+import syncline
+
+CLUSTERS = ((0, 1, 2, 3), (4, 5, 6, 7))
+SIDE = 512
+NUM_BYTES = 4 * SIDE * SIDE
+"""Of the model, and so of a vector of gradients."""
+
+
+def main() -> None:
+    period, reelect_every, num_steps = map(int, sys.argv[1:])
+    rule = syncline.Clustered(period=period, reelect_every=reelect_every, clusters=CLUSTERS)
+    with syncline.init(insecure=True, timeout=60) as fleet:
+        model = torch.nn.Linear(SIDE, SIDE, bias=False)
+        model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule)
+        fleet.barrier()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for _ in range(num_steps):
+            model(torch.ones(1, SIDE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fleet.barrier()
+        print("done", flush=True)
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What a clustered training puts on the lab's links is what its formula says: between sites, vectors once a period."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from lab_clustered import CLUSTERS, NUM_BYTES
+
+from rank_scripts import script_environment
+from syncline.lab import Lab
+from syncline.topology import Topology
+from syncline.topology.tree import DirectedLink
+
+PERIOD, REELECT_EVERY, NUM_STEPS = 4, 2, 16
+MOST_EXCESS = 0.06
+"""Headers, acknowledgements, grants, and the heads of messages."""
+
+
+def start(lab):
+    argv = [sys.executable, str(Path(__file__).with_name("lab_clustered.py"))]
+    argv += map(str, (PERIOD, REELECT_EVERY, NUM_STEPS))
+    common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "WORLD_SIZE": str(lab.topology.num_ranks)}
+    return [
+        lab.spawn(
+            host.name,
+            argv,
+            env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in lab.plan.hosts
+        for rank in lab.topology.ranks_of(host.name)
+    ]
+
+
+def hear(ranks, expected):
+    assert [rank.stdout.readline().strip() for rank in ranks] == [expected] * len(ranks)
+
+
+def tell(ranks):
+    for rank in ranks:
+        rank.stdin.write("go on\n")
+        rank.stdin.flush()
+
+
+def test_bytes_between_and_inside_clusters_are_as_the_formula_says():
+    with Lab(Topology.load("two-sites")) as lab:
+        ranks = start(lab)
+        hear(ranks, "ready")
+        before = lab.link_bytes()
+        tell(ranks)
+        hear(ranks, "done")
+        carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
+        tell(ranks)
+        assert [rank.wait(timeout=60) for rank in ranks] == [0] * len(ranks)
+    num_periods = NUM_STEPS // PERIOD
+    num_exchanges = num_periods + num_periods // REELECT_EVERY
+    between = num_exchanges * NUM_BYTES  # a server sends 2 (C-1)/C of a vector, and C is 2
+    for site in ("site-a", "site-b"):
+        for direction in ("up", "down"):
+            assert between <= carried[DirectedLink(site, direction)] <= between * (1 + MOST_EXCESS), (site, direction)
+    num_members = sum(len(ranks) - 1 for ranks in CLUSTERS)
+    inside = num_members * (2 * NUM_STEPS + num_exchanges) * NUM_BYTES  # gradients, means, and what was exchanged
+    everything = inside + len(CLUSTERS) * between
+    of_hosts = sum(carried[DirectedLink(host.name, "up")] for host in lab.topology.hosts)
+    assert everything <= of_hosts <= everything * (1 + MOST_EXCESS)
