@@ -106,15 +106,38 @@ def test_impossible_arguments_are_refused():
         predict(schedule, Topology.flat(2), 10, 0)
     with pytest.raises(ScheduleError, match="a payload share in"):
         CostModel(payload_share=0)
+    with pytest.raises(ScheduleError, match="above 0, and a share"):
+        CostModel(num_processors=0)
 
 
 def test_ranks_that_crowd_on_few_processors_are_slower_but_links_are_not():
     topology = Topology.flat(8, rate=125e6)
     schedule = plan_tree(topology, Collective.ALL_REDUCE)
     alone, crowded = (
-        predict(schedule, topology, 16 * 10**6, cost=CostModel.of_emulated_network(8, processors))
-        for processors in (8, 2)
+        predict(schedule, topology, 16 * 10**6, cost=CostModel.of_emulated_network(processors)) for processors in (8, 2)
     )
-    assert crowded.rank_seconds == pytest.approx(4 * alone.rank_seconds)
-    assert crowded.link_seconds == alone.link_seconds
+    assert alone.processor_seconds == pytest.approx(alone.rank_seconds)
+    assert crowded.processor_seconds == pytest.approx(4 * alone.processor_seconds)
+    assert (crowded.link_seconds, crowded.rank_seconds) == (alone.link_seconds, alone.rank_seconds)
     assert crowded.seconds > alone.seconds
+
+
+def test_what_links_and_processors_do_not_hide_of_each_other_comes_on_top():
+    topology = Topology.flat(4, rate=1e6)
+    schedule = plan_tree(topology, Collective.ALL_GATHER)
+    hidden, unhidden = (
+        predict(schedule, topology, 4 * 10**6, 10**6, cost=CostModel(num_processors=1, unhidden_share=share))
+        for share in (0.0, 0.5)
+    )
+    assert hidden.processor_seconds < sum(hidden.link_seconds.values())
+    assert unhidden.seconds - hidden.seconds == pytest.approx(0.5 * hidden.processor_seconds)
+
+
+def test_a_smaller_first_slice_begins_sooner_and_moves_less():
+    topology = Topology.flat(4, rate=1e6)
+    schedule = plan_tree(topology, Collective.ALL_REDUCE)
+    even = predict(schedule, topology, 4 * 10**6, 10**6, cost=WIRE)
+    ramped = predict(schedule, topology, 4 * 10**6, 10**6, first_slice_bytes=250_000, cost=WIRE)
+    assert ramped.first_slice_s == pytest.approx(even.first_slice_s / 4)
+    assert ramped.seconds == pytest.approx(ramped.first_slice_s + (4 - 0.25) * ramped.period_s)
+    assert predict(schedule, topology, 100, first_slice_bytes=10**6, cost=WIRE).num_slices == 1

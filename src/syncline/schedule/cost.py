@@ -1,16 +1,18 @@
 """What a schedule costs on a topology: the model by which planners are compared.
 
-The data runs through the schedule in n even slices, each slice through all steps by itself.
+The data runs through the schedule in slices, each slice through all steps by itself.
 
 - A rank's communication loop handles one thing at a time: an overhead for each message that it sends or receives, and
   the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice.
-- One step of one slice takes as long as its busiest link (bytes / rate) or its busiest rank, whichever is longer, plus
-  the longest route's latency, plus one message's overhead.
-- The *first slice* takes the sum of its steps.
+- Where the ranks share ``num_processors``, all of them together take the sum of that, divided by the processors.
+- One step of one slice takes as long as its busiest link (bytes / rate), its busiest rank or the processors, whichever
+  is longest, plus the longest route's latency, plus one message's overhead.
+- The *first slice* takes the sum of its steps. It may be smaller than the others.
 - Slices follow each other at the *period* of whatever is busiest over a whole slice, all steps together: a directed
-  link or a rank.
+  link, a rank, or the processors. Links and processors do not hide each other wholly: a link stands idle while what it
+  should carry waits for a processor. So ``unhidden_share`` of the shorter of these two comes on top.
 
-    seconds = first slice + (n - 1) x period
+    seconds = first slice + (slices that follow) x period
 
 With one slice this is the sum of the steps; with many it tends to the busiest link's bytes / rate. A link's rate is
 taken times ``payload_share``: what TCP/IP and Ethernet headers leave of it.
@@ -40,11 +42,16 @@ class CostModel:
     message_overhead_s: float = 30e-6
     payload_share: float = 1448 / 1514
     rank_bytes_per_s: float = 3e9
+    num_processors: float = math.inf
+    """That all ranks share; without limit where each has its own."""
+    unhidden_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.message_overhead_s >= 0 and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0):
+        is_possible = self.message_overhead_s >= 0 and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0
+        if not (is_possible and self.num_processors > 0 and 0 <= self.unhidden_share <= 1):
             raise ScheduleError(
-                f"a message's overhead is at least 0 s, a payload share in (0, 1], a rank's rate above 0; not {self}"
+                "a message's overhead is at least 0 s, a payload share in (0, 1], a rank's rate above 0, processors "
+                f"above 0, and a share between 0 and 1 is not hidden; not {self}"
             )
 
     @classmethod
@@ -53,14 +60,19 @@ class CostModel:
         return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf)
 
     @classmethod
-    def of_emulated_network(cls, num_ranks: int, num_processors: int) -> CostModel:
+    def of_emulated_network(cls, num_processors: int) -> CostModel:
         """Return a model of ranks that share one machine's processors with each other and with the network itself.
 
-        A rank then does what its share of a processor allows, the kernel's forwarding included, and what it receives is
-        acknowledged on links that are as busy the other way. The constants were measured (docs/decisions/0007).
+        The kernel's forwarding counts as the ranks' own work, and what they receive is acknowledged on links that are
+        as busy the other way. The constants were measured (docs/decisions/0007).
         """
-        crowd = max(1.0, num_ranks / num_processors)
-        return cls(message_overhead_s=1e-4 * crowd, payload_share=0.942, rank_bytes_per_s=2e9 / crowd)
+        return cls(
+            message_overhead_s=80e-6,
+            payload_share=0.929,
+            rank_bytes_per_s=1.86e9,
+            num_processors=num_processors,
+            unhidden_share=0.22,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +80,9 @@ class Prediction:
     """How long a collective takes, and why.
 
     ``link_seconds`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
-    ``rank_seconds`` says how long the busiest rank's communication loop is.
-    ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``.
+    ``rank_seconds`` says how long the busiest rank's communication loop is, ``processor_seconds`` how long the
+    processors that all share are. ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
+    slice that is smaller than the others counts as the part of a slice that it is.
     """
 
     seconds: float
@@ -79,6 +92,7 @@ class Prediction:
     bottleneck: DirectedLink | None
     link_seconds: Mapping[DirectedLink, float]
     rank_seconds: float
+    processor_seconds: float
 
 
 def predict(
@@ -87,30 +101,65 @@ def predict(
     num_bytes: int,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     *,
+    first_slice_bytes: int | None = None,
     cost: CostModel | None = None,
 ) -> Prediction:
-    """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``; the module says how."""
-    if schedule.num_ranks != topology.num_ranks or num_bytes < 0 or slice_bytes < 1:
+    """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``; the module says how.
+
+    ``first_slice_bytes``: of the first slice, where it is smaller than the others.
+    """
+    if schedule.num_ranks != topology.num_ranks or num_bytes < 0 or min(slice_bytes, first_slice_bytes or 1) < 1:
         raise ScheduleError(
             f"a prediction needs a schedule and a topology of as many ranks, at least 0 bytes and slices of 1 or more; "
             f"not {schedule.num_ranks} and {topology.num_ranks} ranks, {num_bytes} and {slice_bytes} bytes"
         )
     draft = schedule.draft if isinstance(schedule, Schedule) else schedule
     num_slices = max(1, -(-num_bytes // slice_bytes))
-    return _Walk(draft, LinkTable.of(topology), num_bytes / num_slices, cost or CostModel()).predict(num_slices)
+    even_bytes = num_bytes / num_slices
+    first_bytes = min(first_slice_bytes or even_bytes, even_bytes)
+    table, model = LinkTable.of(topology), cost or CostModel()
+    first = _Walk(draft, table, first_bytes, model)
+    walk = first if first_bytes == even_bytes else _Walk(draft, table, even_bytes, model)
+    num_following = num_slices - (first_bytes / even_bytes if even_bytes else 1)
+    links = table.links
+    return Prediction(
+        seconds=first.all_steps_s + num_following * walk.period_s,
+        first_slice_s=first.all_steps_s,
+        period_s=walk.period_s,
+        num_slices=num_slices,
+        bottleneck=links[int(walk.link_s.argmax())] if walk.busiest_link_s > 0 else None,
+        link_seconds=dict(zip(links, (walk.link_s * num_slices).tolist(), strict=True)),
+        rank_seconds=float(walk.rank_s.max()) * num_slices,
+        processor_seconds=walk.processors_s * num_slices,
+    )
 
 
 class _Walk:
-    """Sends one slice through all steps and adds up what every link and every rank does for it."""
+    """Sends one slice through all steps and adds up what every link, every rank and the processors do for it."""
 
     def __init__(self, draft: Draft, table: LinkTable, slice_bytes: float, cost: CostModel) -> None:
         self._table = table
         self._cost = cost
         self._slice_bytes = slice_bytes
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
-        self._link_s: Floats = np.zeros(len(table.links))
-        self._rank_s: Floats = np.zeros(draft.num_ranks)
-        self._first_slice_s = sum(self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft))
+        self.link_s: Floats = np.zeros(len(table.links))
+        self.rank_s: Floats = np.zeros(draft.num_ranks)
+        self.all_steps_s = sum(self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft))
+
+    @property
+    def busiest_link_s(self) -> float:
+        """How long the busiest link is busy."""
+        return float(self.link_s.max(initial=0.0))
+
+    @property
+    def processors_s(self) -> float:
+        """How long the processors are that all ranks share."""
+        return float(self.rank_s.sum()) / self._cost.num_processors
+
+    @property
+    def period_s(self) -> float:
+        """How long whatever is busiest is."""
+        return self._together(self.busiest_link_s, float(self.rank_s.max()), float(self.rank_s.sum()))
 
     def _step(self, draft: Draft, rows: slice, moved: Floats) -> float:
         src, dst = draft.transfers.src[rows], draft.transfers.dst[rows]
@@ -119,24 +168,15 @@ class _Walk:
         sending_s = self._cost.message_overhead_s + moved * s_per_share
         receiving_s = sending_s + moved * s_per_share * draft.transfers.add[rows]
         rank_s = np.bincount(src, sending_s, draft.num_ranks) + np.bincount(dst, receiving_s, draft.num_ranks)
-        self._link_s += link_s
-        self._rank_s += rank_s
-        busiest_s = max(float(link_s.max(initial=0.0)), float(rank_s.max()))
-        return busiest_s + float(self._table.latencies(src, dst).max()) + self._cost.message_overhead_s
+        self.link_s += link_s
+        self.rank_s += rank_s
+        latency_s = float(self._table.latencies(src, dst).max()) + self._cost.message_overhead_s
+        return self._together(float(link_s.max(initial=0.0)), float(rank_s.max()), float(rank_s.sum())) + latency_s
 
-    def predict(self, num_slices: int) -> Prediction:
-        busiest_link_s, busiest_rank_s = float(self._link_s.max(initial=0.0)), float(self._rank_s.max())
-        period_s = max(busiest_link_s, busiest_rank_s)
-        links = self._table.links
-        return Prediction(
-            seconds=self._first_slice_s + (num_slices - 1) * period_s,
-            first_slice_s=self._first_slice_s,
-            period_s=period_s,
-            num_slices=num_slices,
-            bottleneck=links[int(self._link_s.argmax())] if busiest_link_s > 0 else None,
-            link_seconds=dict(zip(links, (self._link_s * num_slices).tolist(), strict=True)),
-            rank_seconds=busiest_rank_s * num_slices,
-        )
+    def _together(self, busiest_link_s: float, busiest_rank_s: float, all_ranks_s: float) -> float:
+        processors_s = all_ranks_s / self._cost.num_processors
+        unhidden_s = self._cost.unhidden_share * min(busiest_link_s, processors_s)
+        return max(busiest_link_s, busiest_rank_s, processors_s) + unhidden_s
 
 
 def _rows_with_shares(draft: Draft) -> list[tuple[slice, Floats]]:

@@ -16,5 +16,13 @@ def wire_bound_s(fleet: Fleet, collective: Collective, num_bytes: int, *, target
 
 def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
     """Return what ``predict`` says of ``schedule`` in the runtime's slices, on this machine's processors."""
-    cost = CostModel.of_emulated_network(fleet.world_size, len(os.sched_getaffinity(0)))
-    return predict(schedule, fleet.topology, num_bytes, fleet.communicator.slice_bytes, cost=cost).seconds
+    cost = CostModel.of_emulated_network(len(os.sched_getaffinity(0)))
+    first_slice = fleet.communicator.layout(schedule, num_bytes, 1).slices[0]
+    return predict(
+        schedule,
+        fleet.topology,
+        num_bytes,
+        fleet.communicator.slice_bytes,
+        first_slice_bytes=first_slice[-1],
+        cost=cost,
+    ).seconds
