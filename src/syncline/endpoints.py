@@ -7,6 +7,8 @@ import ipaddress
 from syncline.errors import ConfigurationError
 
 MAX_PORT = 65535
+PROBE_PORT = 29499
+"""Where `syncline doctor --listen` answers probes."""
 
 
 def parse_endpoint(text: str, *, default_port: int, what: str) -> tuple[str, int]:

@@ -38,6 +38,20 @@ def test_each_command_explains_itself_without_torch(name):
     assert "torch" not in modules_after(name, "--help")
 
 
+@pytest.mark.parametrize("name", ["run", "demo", "lab", "bench", "doctor"])
+def test_commands_that_do_not_compute_explain_themselves_without_numpy(name):
+    assert not modules_after(name, "--help") & {"numpy", "scipy", "syncline.fabric"}
+
+
+def test_doctor_answers_without_what_it_judges():
+    assert not modules_after("doctor") & {"torch", "numpy", "isal", "asyncio", "syncline.fabric"}
+
+
+def test_plan_loads_of_numpy_only_what_it_plans_with():
+    slow = {"torch", "scipy", "asyncio", "numpy.random", "numpy.ma", "syncline.fabric", "syncline.runtime"}
+    assert not modules_after("plan", "two-racks-5-3") & slow
+
+
 def test_help_lists_every_command():
     shown = run_syncline("--help").stdout
     assert all(name in shown for name in COMMANDS)

@@ -23,7 +23,6 @@ from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape,
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import has_secret, write_secret
 from syncline.errors import ConfigurationError
-from syncline.schedule import PLANNERS, Collective
 from syncline.topology import Topology
 from syncline.units import parse_size
 
@@ -170,6 +169,8 @@ def _check_collectives(names: list[str] | tuple[str, ...]) -> tuple[CollectiveNa
 
 
 def _check_planners(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    from syncline.schedule import PLANNERS, Collective  # loads numpy
+
     known = [planner.name for planner in PLANNERS.values() if Collective.ALL_REDUCE in planner.collectives]
     if unknown := [name for name in names if name not in known]:
         raise ConfigurationError(f"--planners must be of {', '.join(known)}, got {', '.join(unknown)}")

@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from syncline.cli.diagnosis import Finding, Verdict, diagnose
-from syncline.cli.path_diagnosis import listen_for_probes, show_path
+from syncline.endpoints import PROBE_PORT
 from syncline.errors import ConfigurationError
-from syncline.fabric.path_marks import DEFAULT_PORT
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -27,7 +26,7 @@ def doctor(
         str | None, typer.Option(metavar="HOST[:PORT]", help="Tell whether DSCP marks survive to HOST and back.")
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Answer --path of other machines, for a while.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --listen listens (0: any).")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --listen listens (0: any).")] = PROBE_PORT,
     for_s: Annotated[float, typer.Option("--for", min=0.1, max=86400, help="Seconds that --listen lasts.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings for programs.")] = False,
 ) -> None:
@@ -39,11 +38,13 @@ def doctor(
     """
     if path is not None and listen:
         raise ConfigurationError("--path asks and --listen answers; give one of them")
-    if listen:
+    if path is not None or listen:
+        from syncline.cli.path_diagnosis import listen_for_probes, show_path  # loads the fabric
+
+        if path is not None:
+            raise typer.Exit(show_path(path, as_json=as_json))
         listen_for_probes(port, for_s=for_s)
         return
-    if path is not None:
-        raise typer.Exit(show_path(path, as_json=as_json))
     findings = diagnose()
     if as_json:
         _print_json(findings)

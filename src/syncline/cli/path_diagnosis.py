@@ -13,16 +13,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.endpoints import format_endpoint, parse_endpoint
+from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.fabric.path_marks import DEFAULT_PORT, PathMark, open_mark_socket, probe_path, respond
+from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
 from syncline.topology.priorities import Priorities
 
 
 def show_path(text: str, *, as_json: bool) -> int:
     """Probe every mark that Syncline uses by default, print what became of it, and return the exit code."""
-    host, port = parse_endpoint(text, default_port=DEFAULT_PORT, what="--path")
+    host, port = parse_endpoint(text, default_port=PROBE_PORT, what="--path")
     names = class_names(Priorities())
     found = probe_path(host, port, list(names), key=read_key())
     verdict = judge_path(found, host, port)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError
 
-DEFAULT_PORT = 29499
 MAX_ANSWERS = 10_000
 TRIES = 3
 WAIT_S = 0.5

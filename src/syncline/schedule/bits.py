@@ -2,7 +2,7 @@
 
 Where every atom has an owner the question does not arise: the owner adds, and all others are sent what it has.
 Otherwise each rank adds for itself, and the additions must be the same. They are followed as expressions: a rank
-begins with a random number, and a + b becomes a scrambled function of both that is the same for b + a, as it is in
+begins with a number of its own, and a + b becomes a scrambled function of both that is the same for b + a, as it is in
 IEEE arithmetic, but not for another grouping. Complexity: one small numpy operation for each transfer.
 """
 
@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 
 from syncline.schedule.draft import Draft
+from syncline.schedule.fingerprints import Words, draw_words, scramble
 from syncline.schedule.transfers import Transfer
 
 _SEED = 0xB175
-_Words = npt.NDArray[np.uint64]
 
 
 def find_differing_rank(draft: Draft) -> tuple[int, int] | None:
@@ -31,18 +30,18 @@ def find_differing_rank(draft: Draft) -> tuple[int, int] | None:
     return (int(differs[0][0]), int(differs[0][1])) if len(differs) else None
 
 
-def _begin(draft: Draft) -> _Words:
-    numbers = np.random.default_rng(_SEED).integers(1, 1 << 63, draft.num_ranks, dtype=np.uint64)
+def _begin(draft: Draft) -> Words:
+    numbers = draw_words(draft.num_ranks, seed=_SEED)
     return np.repeat(numbers[:, None], draft.num_atoms, axis=1)
 
 
-def _step(rows: list[Transfer], before: _Words) -> Iterator[tuple[int, _Words]]:
+def _step(rows: list[Transfer], before: Words) -> Iterator[tuple[int, Words]]:
     by_receiver = sorted(rows, key=lambda row: (row.dst, row.src))
     for rank, received in groupby(by_receiver, key=lambda row: row.dst):
         yield rank, _receive(rank, list(received), before)
 
 
-def _receive(rank: int, rows: list[Transfer], before: _Words) -> _Words:
+def _receive(rank: int, rows: list[Transfer], before: Words) -> Words:
     """Add in rank order of the sources, the own value at its own place; then overwrite."""
     own = Transfer(0, rank, rank, 0, before.shape[1], True)
     total = np.zeros(before.shape[1], dtype=np.uint64)
@@ -50,17 +49,9 @@ def _receive(rank: int, rows: list[Transfer], before: _Words) -> _Words:
     for row in sorted([own, *(row for row in rows if row.add)], key=lambda row: row.src):
         span = slice(row.first, row.last)
         value = before[row.src, span]
-        total[span] = np.where(begun[span], _scramble(total[span] + value), value)
+        total[span] = np.where(begun[span], scramble(total[span] + value), value)
         begun[span] = True
     for row in rows:
         if not row.add:
             total[row.first : row.last] = before[row.src, row.first : row.last]
     return total
-
-
-def _scramble(words: _Words) -> _Words:
-    """Mix bits one to one (the finalizer of SplitMix64)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: _Words = words ^ (words >> np.uint64(31))
-    return mixed

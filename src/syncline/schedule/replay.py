@@ -1,9 +1,9 @@
 """Runs a draft on numbers that stand for contributions, all ranks and atoms at once, to see what ends up where.
 
-Each rank's contribution is a random odd 64-bit number; sums wrap around. A sum equals the sum of all contributions
-once each only if each was counted once, but for a chance of about 2^-60 (the numbers are fixed, so that every rank of
-a job finds the same). Zero stands for "not written yet". This costs one addition for each transfer and atom, in
-numpy; only when something is wrong does :mod:`syncline.schedule.blame` count exactly.
+Each rank's contribution is an odd 64-bit number drawn for it; sums wrap around. A sum equals the sum of all
+contributions once each only if each was counted once, but for a chance of about 2^-60 (the numbers are fixed, so that
+every rank of a job finds the same). Zero stands for "not written yet". This costs one addition for each transfer and
+atom, in numpy; only when something is wrong does :mod:`syncline.schedule.blame` count exactly.
 
 State is [ranks, atoms of a block]; blocks bound the memory. Long transfers are copied as slices, short ones are
 expanded into index arrays and moved together.
@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from syncline.schedule.collective import After, Before
 from syncline.schedule.draft import Draft
+from syncline.schedule.fingerprints import Words, draw_words
 from syncline.schedule.transfers import Transfers
 
 _MAX_BLOCK_CELLS = 1 << 24
 _LONG_ATOMS = 96
 _SEED = 0x5EED
-_Words = npt.NDArray[np.uint64]
 _Index = npt.NDArray[np.int64]
 
 
@@ -39,8 +39,7 @@ class Suspect:
 
 def find_suspect(draft: Draft) -> Suspect | None:
     """Replay the draft; return the first place that breaks a promise, or None if all are kept."""
-    coefficients = np.random.default_rng(_SEED).integers(0, 1 << 63, draft.num_ranks, dtype=np.uint64) * np.uint64(2)
-    coefficients += np.uint64(1)
+    coefficients = draw_words(draft.num_ranks, seed=_SEED) | np.uint64(1)
     width = max(1, min(draft.num_atoms, _MAX_BLOCK_CELLS // draft.num_ranks))
     for low in range(0, draft.num_atoms, width):
         block = _Block(draft, coefficients, low, min(low + width, draft.num_atoms))
@@ -53,7 +52,7 @@ def find_suspect(draft: Draft) -> Suspect | None:
 class _Block:
     """The state of all ranks at the atoms [low, high)."""
 
-    def __init__(self, draft: Draft, coefficients: _Words, low: int, high: int) -> None:
+    def __init__(self, draft: Draft, coefficients: Words, low: int, high: int) -> None:
         self._draft = draft
         self._low = low
         self._width = high - low
@@ -62,7 +61,7 @@ class _Block:
         self._rows = _clip(draft.transfers, low, high)
         self._state = self._begin()
 
-    def _begin(self) -> _Words:
+    def _begin(self) -> Words:
         num_ranks = self._draft.num_ranks
         if self._draft.collective.before is Before.CONTRIBUTION:
             return np.repeat(self._coefficients[:, None], self._width, axis=1)
@@ -104,7 +103,7 @@ class _Block:
                 self._state[rows.dst[row], first:last] = value
         return None
 
-    def _find_unwritten(self, source: _Index, values: _Words, copies: list[_Words], long: _Index) -> Suspect | None:
+    def _find_unwritten(self, source: _Index, values: Words, copies: list[Words], long: _Index) -> Suspect | None:
         if self._draft.collective.before is Before.CONTRIBUTION:
             return None
         if not values.all():
@@ -163,7 +162,7 @@ def _expand(starts: _Index, lengths: _Index) -> _Index:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _scatter(flat: _Words, target: _Index, values: _Words, adds: npt.NDArray[np.bool_]) -> None:
+def _scatter(flat: Words, target: _Index, values: Words, adds: npt.NDArray[np.bool_]) -> None:
     if adds.all():
         np.add.at(flat, target, values)
         return

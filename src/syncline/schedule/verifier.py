@@ -101,7 +101,9 @@ def _check_writes(draft: Draft) -> None:
     clashes = np.flatnonzero(starts[copies[1:]] < stops[copies[:-1]])
     if len(clashes):
         raise _clash(draft, int(copies[clashes[0]]), int(copies[clashes[0] + 1]))
-    adds = np.flatnonzero(rows.add & np.isin(rows.step, np.unique(rows.step[copies])))
+    has_copies = np.zeros(rows.step[-1] + 1, dtype=np.bool_)
+    has_copies[rows.step[copies]] = True
+    adds = np.flatnonzero(rows.add & has_copies[rows.step])
     before = np.searchsorted(starts[copies], stops[adds], side="left") - 1
     clashes = np.flatnonzero((before >= 0) & (stops[copies[before]] > starts[adds]))
     if len(clashes):
