@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionStatistics:
-    """Counters of one connection class to one peer. Bytes are payload; headers are counted apart."""
+class ClassStatistics:
+    """Counters of one connection class, summed over all peers. Bytes are payload; headers are counted apart."""
 
-    peer: int
     connection_class: int
     sent_bytes: int
     sent_messages: int
@@ -23,16 +22,10 @@ class ConnectionStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassStatistics:
-    """Counters of one connection class, summed over all peers; as those of :class:`ConnectionStatistics`."""
+class ConnectionStatistics(ClassStatistics):
+    """The same counters of one connection, to one peer."""
 
-    connection_class: int
-    sent_bytes: int
-    sent_messages: int
-    received_bytes: int
-    received_messages: int
-    overhead_bytes: int
-    queued_bytes: int
+    peer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
