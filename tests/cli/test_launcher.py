@@ -195,7 +195,11 @@ class Launcher:
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
         command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", *options, str(path)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.temporary = tmp_path / "temporary"
+        self.temporary.mkdir(exist_ok=True)
+        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=environment)
 
     def lines(self, count):
         return sorted(self.process.stdout.readline().rstrip("\n") for _ in range(count))
@@ -248,6 +252,16 @@ def test_ranks_die_with_their_launcher(tmp_path, signal_number):
     for pidfd in pidfds:
         assert select.select([pidfd], [], [], DEADLINE_S)[0], "a rank outlived its launcher"
         os.close(pidfd)
+
+
+def test_the_secret_of_a_killed_launcher_goes_when_the_next_one_starts(tmp_path):
+    killed = Launcher("print('up')\nwhile True: signal.pause()", tmp_path)
+    killed.lines(2)
+    killed.process.kill()
+    killed.finish()
+    assert len(list(killed.temporary.glob("syncline-*/secret"))) == 1
+    assert Launcher("pass", tmp_path).finish()[0] == 0
+    assert not list(killed.temporary.iterdir())
 
 
 def test_a_reader_that_goes_away_ends_the_job(tmp_path):

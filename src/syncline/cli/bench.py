@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from syncline.bench.running import Place, run_orders
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.launcher.launch import Request, launch
-from syncline.cli.launcher.scratch import has_secret, write_secret
+from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 from syncline.units import parse_size
@@ -149,9 +148,8 @@ def choose_place(*, is_on_loopback: bool) -> Iterator[Place]:
         _report(f"ranks on loopback ({why}): the topology is planned for, but its rates are not emulated")
         yield Place(launch_on_loopback=_launch)
         return
-    with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
-        own = {} if has_secret(os.environ) else {"SYNCLINE_SECRET_FILE": str(write_secret(Path(folder)))}
-        yield Place(environment={"OMP_NUM_THREADS": "1", **own})
+    with shared_secret(os.environ) as secret:
+        yield Place(environment={"OMP_NUM_THREADS": "1", **secret})
 
 
 def _launch(command: tuple[str, ...], topology_file: str) -> int:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.launcher.scratch import has_secret, write_secret
+from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
 from syncline.lab.operations import LabStatus
 from syncline.topology import DirectedLink
@@ -41,7 +37,7 @@ def run(topology: TopologyArgument, command: CommandArgument, *, priorities: Pri
 
     Typically: syncline lab run two-racks-5-3 -- syncline run train.py
     """
-    with _shared_secret() as environment:
+    with shared_secret(os.environ) as environment:
         code = operations.run(topology, _plain(command), priorities=priorities, env=environment, report=_report)
     raise typer.Exit(code)
 
@@ -113,16 +109,6 @@ def status_table(lab: LabStatus) -> Table:
         rates = [text for way in ways for text in (format_rate(way.bytes_per_s), format_rate(way.limit_bytes_per_s))]
         table.add_row(name, lab.addresses.get(name, ""), *rates, *(format_size(way.num_bytes) for way in ways))
     return table
-
-
-@contextmanager
-def _shared_secret() -> Iterator[Mapping[str, str]]:
-    """Give all hosts the same fresh secret, as they share this machine's files; unless the user gave one."""
-    if has_secret(os.environ):
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
-        yield {"SYNCLINE_SECRET_FILE": str(write_secret(Path(folder)))}
 
 
 def _plain(command: list[str]) -> list[str]:

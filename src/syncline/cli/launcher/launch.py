@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncline.cli.launcher.environment import rank_environment
+from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master
 from syncline.cli.launcher.scratch import (
     check_trace_place,
@@ -52,8 +52,8 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
         asked=request.master, environment=os.environ, is_whole=is_whole, free_port=find_free_port(), host=host
     )
     job = build_job(topology, command=request.command, host=host, master=master, named_as=named_as)
-    with tempfile.TemporaryDirectory(prefix="syncline-") as scratch:
-        return _run_in(Path(scratch), request, job, host, terminal)
+    with own_folder() as scratch:
+        return _run_in(scratch, request, job, host, terminal)
 
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:

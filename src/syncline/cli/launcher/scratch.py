@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job
 from syncline.errors import ConfigurationError
 from syncline.pytorch.environment import read_secret
@@ -48,6 +50,19 @@ def write_secret(folder: Path) -> Path:
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(SECRET_BYTES))
     return path
+
+
+@contextmanager
+def shared_secret(environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """Yield what tells the hosts of a lab their secret: a fresh one in a file, as they share this machine's files.
+
+    Nothing is to be told where the user gave one, since they inherit ``environment``.
+    """
+    if has_secret(environment):
+        yield {}
+        return
+    with own_folder() as folder:
+        yield {"SYNCLINE_SECRET_FILE": str(write_secret(folder))}
 
 
 def check_trace_place(path: Path) -> None:
