@@ -32,6 +32,12 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_cause_though_it_ended_first()
 def test_a_signal_is_explained():
     report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={})
     assert report == ["the job failed: rank 1 (host a1), killed by SIGKILL (out of memory, or somebody's kill -9)"]
+    assert str(Exit(signal_number=35)) == "killed by signal 35", "not all signals have names"
+
+
+def test_a_job_that_went_on_says_without_how_many():
+    report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={}, went_on=True)
+    assert report[0].startswith("the job went on without 1 of 3 ranks: rank 1 (host a1), killed by SIGKILL")
 
 
 def test_chained_tracebacks_are_kept_together_and_other_ends_are_short():

@@ -114,7 +114,7 @@ def test_survivors_go_on_where_they_may():
     code, out, error = start("if rank == 1: sys.exit(3)\nprint('done')", limits=Limits(grace_s=math.inf))
     assert code == 0
     assert out == "[0] done\n"
-    assert "the job went on without those who failed: rank 1, exit code 3" in error
+    assert "the job went on without 1 of 2 ranks: rank 1, exit code 3" in error
 
 
 def test_a_stubborn_rank_is_killed(tmp_path):

@@ -68,6 +68,25 @@ def test_survivors_that_may_go_on_are_not_signalled_and_decide_how_the_job_ends(
     assert job.exit_code == 0
 
 
+def went_on(*codes):
+    """Whether a job may go on whose ranks end with these codes, negative ones being signals."""
+    job = Supervisor(range(len(codes)), Limits(grace_s=math.inf))
+    for rank, code in enumerate(codes):
+        how = Exit(code=code) if code >= 0 else Exit(signal_number=-code)
+        job.handle(RankExited(rank=rank, exit=how), float(rank))
+    assert (job.exit_code == 0) == job.went_on
+    return job.went_on
+
+
+def test_a_job_outlives_any_number_of_lost_ranks_but_not_the_failure_of_most_others():
+    assert went_on(-signal.SIGKILL, -signal.SIGKILL, -signal.SIGTERM, 0)
+    assert went_on(1, 0)
+    assert not went_on(1, 1, 0)
+    assert not went_on(-signal.SIGKILL, 1, 1, 0)
+    assert not went_on(-signal.SIGSEGV, -signal.SIGSEGV, 0), "a crash is the process's own fault"
+    assert not went_on(-signal.SIGKILL, -signal.SIGKILL), "nobody ended well"
+
+
 def test_a_job_that_nobody_ends_well_has_failed_also_where_survivors_may_go_on():
     job = Supervisor(range(2), Limits(grace_s=math.inf))
     job.handle(ended(1, code=3), 1.0)

@@ -63,7 +63,8 @@ def run(
     machine; else all of them, so that one machine stands for all hosts.
 
     If a rank fails, the others get 5 s to end by themselves, then SIGTERM, then SIGKILL: all within 10 s. With
-    --keep-going they may go on for as long as they like, and the exit code is 0 if one of them ends well.
+    --keep-going they may go on for as long as they like. Then the exit code is 0 if at least as many ranks end well as
+    fail by themselves; those that were killed (a lost machine, no memory) are reported, and do not count.
     """
     request = Request(
         command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),

@@ -33,7 +33,7 @@ def describe_failures(
 ) -> list[str]:
     """Word the closing report; ``tails`` holds the last lines that each rank wrote to its standard error."""
     cause = pick_cause(failures, tails)
-    head = "the job went on without those who failed" if went_on else "the job failed"
+    head = f"the job went on without {len(failures)} of {_ranks(len(names))}" if went_on else "the job failed"
     report = [f"{head}: {names[cause.rank]}, {_explain(cause.exit)}"]
     report += [f"    {line}" for line in traceback_of(tails.get(cause.rank, ()))]
     report += [

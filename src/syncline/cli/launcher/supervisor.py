@@ -3,7 +3,8 @@
 The first rank that fails ends the job, but not at once: the others get ``grace_s`` to notice by themselves, so that the
 launcher never hides what they would have said. Then SIGTERM, then SIGKILL, all inside ten seconds. Ctrl-C is passed on
 once, and the ranks may take their time (a checkpoint is being written) until one of them ends badly; the second Ctrl-C
-kills. Where ``grace_s`` is infinite the survivors go on, as some update rules can, and what they end with counts.
+kills. Where ``grace_s`` is infinite the survivors go on, as some update rules can, and what they end with counts,
+unless they are outnumbered by those that failed by themselves.
 
 Time is passed in; nothing here touches a process, so tests compare lists of instructions.
 """
@@ -14,6 +15,9 @@ import math
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+LOSSES = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that say nothing against the process that they end; others come of its own faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,11 @@ class Exit:
         return self.code == 0
 
     @property
+    def is_loss(self) -> bool:
+        """Whether somebody else ended it: the kernel for want of memory, an administrator, a scheduler."""
+        return self.signal_number in LOSSES
+
+    @property
     def shell_code(self) -> int:
         """The exit code that a shell would report."""
         return self.code if self.code is not None else 128 + (self.signal_number or 0)
@@ -48,7 +57,8 @@ class Exit:
     def __str__(self) -> str:
         if self.signal_number is None:
             return f"exit code {self.code}"
-        return f"killed by {signal.Signals(self.signal_number).name}"
+        is_named = self.signal_number in set(signal.Signals)  # most real-time signals are not
+        return f"killed by {signal.Signals(self.signal_number).name if is_named else f'signal {self.signal_number}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +128,7 @@ class Supervisor:
         """The signal by which the user ended the job, if he did."""
         self._limits = limits or Limits()
         self._due: list[tuple[float, int]] = []
-        self._any_ended_well = False
+        self._num_ended_well = 0
         self._were_signalled = False
         self._were_terminated = False
 
@@ -134,8 +144,12 @@ class Supervisor:
 
     @property
     def went_on(self) -> bool:
-        """Whether the job outlived its failures: survivors were to go on, and one at least ended well."""
-        return math.isinf(self._limits.grace_s) and self._any_ended_well
+        """Whether the job outlived its failures: of the ranks that nobody else ended, half at least ended well.
+
+        A lost machine is what survivors go on without. Where most ranks fail by themselves, it is the job that fails.
+        """
+        num_failed = sum(not failure.exit.is_loss for failure in self.failures)
+        return math.isinf(self._limits.grace_s) and self._num_ended_well >= max(1, num_failed)
 
     @property
     def exit_code(self) -> int:
@@ -159,7 +173,7 @@ class Supervisor:
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
         self.living.discard(event.rank)
         if event.exit.is_success:
-            self._any_ended_well = True
+            self._num_ended_well += 1
             return ()
         self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
         if len(self.failures) > 1:
