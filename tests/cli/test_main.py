@@ -29,7 +29,7 @@ def modules_after(*args):
 
 def test_help_is_answered_without_torch_or_anything_else_that_is_slow():
     modules = modules_after("--help")
-    assert not modules & {"torch", "numpy", "scipy", "pydantic", "yaml", "asyncio", "syncline.topology"}
+    assert not modules & {"torch", "numpy", "scipy", "rich", "yaml", "asyncio", "syncline.topology"}
     assert not any(module in modules for module, _ in COMMANDS.values())
 
 

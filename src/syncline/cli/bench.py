@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +20,7 @@ from syncline.bench.rows import group_rows
 from syncline.bench.running import Place, run_orders
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
+from syncline.cli.commands import new_app, spread
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError
@@ -29,37 +31,44 @@ DEFAULT_SIZES = ("16 MiB", "64 MiB")
 WIDTH = 150
 """Of a table in a file, in characters."""
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure this library and its peers on an emulated network of this machine, in turns in the same run.",
+app = new_app(
+    about="Measure this library and its peers on an emulated network of this machine, in turns in the same run."
 )
 
 TopologyArgument = Annotated[
-    list[str], typer.Argument(metavar="TOPOLOGY...", help="Topology files, or names of shipped ones.")
+    list[str], typer.Argument(metavar="TOPOLOGY", help="Topology files, or names of shipped ones.")
 ]
-OrderOption = Annotated[
-    Literal["topology", "interleaved", "both"], typer.Option("--order", help="Ranks as in TOPOLOGY, or dealt to racks.")
-]
-RoundsOption = Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="Rounds; the median counts.")]
-WarmUpsOption = Annotated[int, typer.Option("--warm-ups", metavar="N", min=0, help="Rounds before, not counted.")]
-BudgetOption = Annotated[
-    float, typer.Option("--budget", metavar="SECONDS", help="A method that has taken so long gets 3 rounds at most.")
-]
-RecordOption = Annotated[
-    Path | None,
-    typer.Option("--record", metavar="FOLDER", help="[default: benchmarks/records/DATE_THEME]", show_default=False),
-]
-PeersOption = Annotated[
-    list[str] | None, typer.Option("--peers", metavar="NAME", help="Only this peer (repeat it), or none.")
-]
-LoopbackOption = Annotated[
-    bool, typer.Option("--loopback", help="Without the lab: rates are not emulated. So it is without root.")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options that both commands have: how often to measure, what beside, where, and where to write it down."""
+
+    order: Annotated[
+        Literal["topology", "interleaved", "both"], typer.Option(help="Ranks as in TOPOLOGY, or dealt to racks.")
+    ] = "both"
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; the median counts.")] = 5
+    warm_ups: Annotated[int, typer.Option(metavar="N", min=0, help="Rounds before, not counted.")] = 2
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A method that has taken so long gets 3 rounds at most.")
+    ] = DEFAULT_BUDGET_S
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where it is kept.", show_default="benchmarks/records/DATE_THEME"),
+    ] = None
+    peers: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this peer (repeat it), or none.")] = None
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="Without the lab: rates are not emulated. So it is without root.")
+    ] = False
+
+    @property
+    def pace(self) -> Pace:
+        """How often each method is measured."""
+        return Pace(num_rounds=self.rounds, num_warm_ups=self.warm_ups, budget_s=self.budget)
 
 
 @app.command()
+@spread(Settings, into="settings")
 def collectives(
     topologies: TopologyArgument,
     *,
@@ -69,18 +78,14 @@ def collectives(
     ] = None,
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--bytes", metavar="SIZE", help="Of the tensor; repeat it.  [default: 16 MiB, 64 MiB]"),
+        typer.Option(
+            "--bytes", metavar="SIZE", help="Of the tensor; repeat it.", show_default=", ".join(DEFAULT_SIZES)
+        ),
     ] = None,
     planners: Annotated[
         list[str] | None, typer.Option("--planners", metavar="NAME", help="This planner too; repeat it.")
     ] = None,
-    order: OrderOption = "both",
-    rounds: RoundsOption = 5,
-    warm_ups: WarmUpsOption = 2,
-    budget: BudgetOption = DEFAULT_BUDGET_S,
-    record: RecordOption = None,
-    peers: PeersOption = None,
-    loopback: LoopbackOption = False,
+    settings: Settings,
 ) -> None:
     """All-reduce, reduce-scatter and all-gather: Syncline and gloo."""
     task = Task(
@@ -88,45 +93,38 @@ def collectives(
         order="topology",
         collectives=_check_collectives(names or ()),
         sizes_bytes=tuple(parse_size(text) for text in sizes or DEFAULT_SIZES),
-        pace=Pace(num_rounds=rounds, num_warm_ups=warm_ups, budget_s=budget),
-        peers=choose_peers("collectives", peers or ()),
+        pace=settings.pace,
+        peers=choose_peers("collectives", settings.peers or ()),
         planners=_check_planners(planners or ()),
     )
-    measure(task, _load(topologies), order, record, is_on_loopback=loopback)
+    measure(task, _load(topologies), settings)
 
 
 @app.command()
+@spread(Settings, into="settings")
 def training(
     topologies: TopologyArgument,
     *,
     blocks: Annotated[int, typer.Option(metavar="N", min=1, help="Residual blocks of the model.")] = 8,
     width: Annotated[int, typer.Option(metavar="N", min=1, help="Width of the model.")] = 256,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Samples of each rank in a step.")] = 64,
-    order: OrderOption = "both",
-    rounds: RoundsOption = 5,
-    warm_ups: WarmUpsOption = 2,
-    budget: BudgetOption = DEFAULT_BUDGET_S,
-    record: RecordOption = None,
-    peers: PeersOption = None,
-    loopback: LoopbackOption = False,
+    settings: Settings,
 ) -> None:
     """Training steps: Syncline, DDP, DDP with ZeroRedundancyOptimizer, FSDP2 and PostLocalSGD over gloo."""
     task = Task(
         experiment="training",
         order="topology",
-        pace=Pace(num_rounds=rounds, num_warm_ups=warm_ups, budget_s=budget),
-        peers=choose_peers("training", peers or ()),
+        pace=settings.pace,
+        peers=choose_peers("training", settings.peers or ()),
         shape=ModelShape(num_blocks=blocks, width=width, batch_size=batch),
     )
-    measure(task, _load(topologies), order, record, is_on_loopback=loopback)
+    measure(task, _load(topologies), settings)
 
 
-def measure(
-    task: Task, topologies: list[Topology], order: Literal[Order, "both"], record: Path | None, *, is_on_loopback: bool
-) -> None:
+def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     """Run the task in the orders that are asked for, print the table and write the record."""
-    orders = ORDERS if order == "both" else (order,)
-    with choose_place(is_on_loopback=is_on_loopback) as place:
+    orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
+    with choose_place(is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
         rows = [row for topology in topologies for row in run_orders(task, topology, orders, place, report=_report)]
     facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
@@ -134,7 +132,7 @@ def measure(
     written = io.StringIO()
     Console(file=written, width=WIDTH).print(*tables, sep="\n")
     Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
-    folder = record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
+    folder = settings.record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
     for note in write_record(folder, rows, facts, _without_trailing_blanks(written.getvalue())):
         _report(note)
     _report(f"record: {folder}")

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from syncline.cli.commands import new_app
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Clustering, cluster_vectors
 from syncline.machines.features import (
@@ -23,16 +24,24 @@ from syncline.machines.features import (
 )
 from syncline.topology import Topology
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = new_app()
 _MAX_FORMS = 3
 
 
 @app.command()
 def cluster(
-    topology: Annotated[str | None, typer.Argument(help="A topology file, or the name of a shipped topology.")] = None,
-    clusters: Annotated[int | None, typer.Option(help="Number of clusters (default: by silhouette).")] = None,
-    feature: Annotated[list[str] | None, typer.Option(help="A feature that counts (default: all); repeat.")] = None,
-    weight: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER: how much a feature counts; repeat.")] = None,
+    topology: Annotated[
+        str | None, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")
+    ] = None,
+    clusters: Annotated[
+        int | None, typer.Option(metavar="K", help="Number of clusters.", show_default="by silhouette")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A feature that counts; repeat it.", show_default="all")
+    ] = None,
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="How much a feature counts; repeat it.")
+    ] = None,
     tolerance: Annotated[
         float, typer.Option(help="A feature that differs by less than this part of its mean says nothing.")
     ] = TOLERANCE,

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
 from syncline.errors import CheckpointError, ConfigurationError
@@ -29,19 +30,20 @@ HOW = {
     Update.CLUSTERED: "and a temporary server in each cluster of like machines makes the mean of their gradients",
 }
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = new_app()
 
 
 @app.command()
 def demo(
     *,
     topology: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help=f"The network.  [default: {DEMO_TOPOLOGY}]")
+        str | None, typer.Option(metavar="FILE|NAME", help="The network.", show_default=DEMO_TOPOLOGY)
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Number of ranks, on one switch if not {DEMO_RANKS}.")
+        int | None,
+        typer.Option(metavar="N", help=f"Number of ranks, on one switch if not {DEMO_RANKS}.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = DEFAULT_STEPS,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to train in all.")] = DEFAULT_STEPS,
     update: Annotated[Update, typer.Option(help="How parameters change from gradients.")] = Update.SHARDED,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the checkpoint goes.")] = Path("syncline-demo"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in DIR.")] = False,

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from syncline.cli.commands import new_app
 from syncline.cli.diagnosis import Finding, Verdict, diagnose
 from syncline.endpoints import PROBE_PORT
 from syncline.errors import ConfigurationError
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = new_app()
 
 
 @app.command()
@@ -26,8 +27,12 @@ def doctor(
         str | None, typer.Option(metavar="HOST[:PORT]", help="Tell whether DSCP marks survive to HOST and back.")
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Answer --path of other machines, for a while.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --listen listens (0: any).")] = PROBE_PORT,
-    for_s: Annotated[float, typer.Option("--for", min=0.1, max=86400, help="Seconds that --listen lasts.")] = 600.0,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Where --listen listens (0: any).")
+    ] = PROBE_PORT,
+    for_s: Annotated[
+        float, typer.Option("--for", metavar="SECONDS", min=0.1, max=86400, help="How long --listen lasts.")
+    ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings for programs.")] = False,
 ) -> None:
     """Say what this machine lacks, and what to do about it.

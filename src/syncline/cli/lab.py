@@ -11,17 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.cli.commands import new_app
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
 from syncline.lab.operations import LabStatus
 from syncline.topology import DirectedLink
 from syncline.units import format_rate, format_size
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Try it on an emulated network of this machine: namespaces, bridges and rate-limited links (Linux, root).",
+app = new_app(
+    about="Try it on an emulated network of this machine: namespaces, bridges and rate-limited links (Linux, root)."
 )
 COMMAND_SETTINGS = {"allow_interspersed_args": False}
 

@@ -12,6 +12,7 @@ import typer
 import typer.core
 import typer.main
 
+from syncline.cli.commands import HELP_NAMES
 from syncline.errors import SynclineError
 
 USAGE_ERROR = 2
@@ -19,11 +20,11 @@ USAGE_ERROR = 2
 # name -> (module with `app`, what `syncline --help` says); a module is imported when its command is called
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("syncline.cli.run", "Start this host's ranks of a training script."),
-    "demo": ("syncline.cli.demo", "Train a small byte-level GPT on Python's own source, across 4 ranks."),
-    "plan": ("syncline.cli.plan", "Show bytes and time on each link, the lower bound, and which planner wins."),
+    "demo": ("syncline.cli.demo", "Train a small GPT across 4 ranks, and show what it does."),
+    "plan": ("syncline.cli.plan", "Show bytes and time on each link, and which planner wins."),
     "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),
-    "bench": ("syncline.cli.bench", "Measure this library and its peers on the same network, in the same run."),
+    "bench": ("syncline.cli.bench", "Measure this library and its peers on the same network."),
     "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),
 }
 
@@ -53,8 +54,9 @@ app = typer.Typer(
     name="syncline",
     cls=_Commands,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_NAMES,
 )
 
 

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.cli.commands import new_app
 from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
 from syncline.report import format_rates, network_links
 from syncline.schedule import Collective
@@ -23,7 +24,7 @@ MAX_WIDTH = 100
 MAX_ROWS = 48
 """Of the tree and of the table of links; --json has everything."""
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = new_app()
 
 
 class CollectiveName(StrEnum):

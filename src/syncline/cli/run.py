@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.supervisor import Limits
 from syncline.errors import ConfigurationError
 
-app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = new_app()
 
 
 Topology = Annotated[
@@ -40,8 +41,10 @@ KeepGoing = Annotated[
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="The script, or module, or program.", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, or module, or program.", show_default=False)
+    ],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.", show_default=False)] = None,
     *,
     topology: Topology = None,
     ranks: Ranks = None,
