@@ -126,6 +126,20 @@ def test_the_previous_one_is_kept_and_found(tmp_path: Path) -> None:
     assert not writing_folder(path).exists()
 
 
+def test_what_is_no_checkpoint_is_not_moved_away(tmp_path: Path) -> None:
+    model, path = CASE.make(), tmp_path / "results"
+    path.mkdir()
+    save_checkpoint(path, model)  # an empty folder is nothing to lose
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "precious").write_text("data")
+    (tmp_path / "file").write_text("data")
+    for name in ("logs", "file"):
+        with pytest.raises(CheckpointError, match=f"{name} is there, but no checkpoint"):
+            save_checkpoint(tmp_path / name, model)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["file", "logs", "results", "results.previous"]
+    assert (tmp_path / "logs" / "precious").read_text() == "data"
+
+
 def _shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
@@ -197,3 +211,4 @@ def test_a_failure_of_one_rank_leaves_the_old_checkpoint(tmp_path: Path, run_fle
 
     run_fleets(2, body)
     assert load_checkpoint(tmp_path / "saved", CASE.make()) == {"step": 2}
+    assert [found.name for found in tmp_path.iterdir()] == ["saved"], "half a checkpoint takes no room"

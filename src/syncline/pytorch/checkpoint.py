@@ -44,21 +44,27 @@ def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     crew.synchronize()
     together = _Together(crew)
     together.run("cannot make a folder", lambda: _begin(target, crew, extra))
+    try:
+        _fill(target, model, optimizer, crew, extra)
+    except CheckpointError:
+        if crew.rank == 0:
+            place.discard(target)
+        raise
+
+
+def _fill(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
+    together = _Together(crew)
     entries = crew.entries()
     catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
     parts = together.run("cannot write its part", lambda: _write(target, model, crew, entries))
-    if crew.rank != 0:
-        together.run("cannot complete the checkpoint", lambda: None)
-        return
-    catalogue = join_catalogues(catalogues, crew.slots())
-    manifest = {
-        "world_size": crew.world_size,
-        "optimizer": {"state": catalogue, "groups": crew.groups()} if optimizer is not None else None,
-        "extra": extra,
-        "records": [record for part in parts for record in part["records"]],
-        "files": {name: sums for part in parts for name, sums in part["files"].items()},
-    }
-    together.run("cannot complete the checkpoint", lambda: _complete(target, manifest))
+
+    def complete() -> None:
+        if crew.rank == 0:
+            catalogue = join_catalogues(catalogues, crew.slots())
+            state = {"state": catalogue, "groups": crew.groups()} if optimizer is not None else None
+            _complete(target, {"world_size": crew.world_size, "optimizer": state, "extra": extra, **_joined(parts)})
+
+    together.run("cannot complete the checkpoint", complete)
 
 
 def load_checkpoint(
@@ -127,6 +133,13 @@ def _write(target: Path, model: nn.Module, crew: Crew, entries: list[StateEntry]
     of_model = model_chunks(model) if crew.rank == 0 else []
     records = write_chunks(folder, [*of_model, *state_chunks(entries, crew.slots())], rank=crew.rank)
     return {"records": records, "files": place.checksums(folder, (record["file"] for record in records))}
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "records": [record for part in parts for record in part["records"]],
+        "files": {name: sums for part in parts for name, sums in part["files"].items()},
+    }
 
 
 def _complete(target: Path, manifest: dict[str, Any]) -> None:

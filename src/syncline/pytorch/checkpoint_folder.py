@@ -32,11 +32,22 @@ def previous_folder(path: Path) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Make an empty folder to write to; what an interrupted attempt left is removed."""
+    """Make an empty folder to write to; what an interrupted attempt left is removed.
+
+    Raises :class:`CheckpointError` if something else is at ``path``: saving moves it away, and saving twice removes it.
+    """
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is there, but no checkpoint (no {MANIFEST} in it); name a place of its own")
     folder = writing_folder(path)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def discard(path: Path) -> None:
+    """Remove what was written for a checkpoint that failed: on a full disk its room is wanted."""
+    shutil.rmtree(writing_folder(path), ignore_errors=True)
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
