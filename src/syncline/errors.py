@@ -1,7 +1,11 @@
-"""The exception tree. Every error that a user can meet is a :class:`SynclineError`; this module imports nothing.
+"""The exception tree. Every error that a user can meet is a :class:`SynclineError`; this module knows no other.
 
 A message states the rule that was broken, the value that broke it, the remedy, and who (rank, host, file and line).
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class SynclineError(Exception):
@@ -74,3 +78,13 @@ class LaunchError(SynclineError):
 
 class LabError(SynclineError):
     """The emulated cluster cannot be built, used or removed on this machine."""
+
+
+def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
+    """``"ranks 1, 5 and 6"``; of many, the first few."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > max_named:
+        return f"ranks {', '.join(names[:max_named])} and {len(names) - max_named} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

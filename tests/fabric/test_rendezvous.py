@@ -121,7 +121,9 @@ def test_rank_zero_comes_last():
 
 
 def test_who_did_not_come_is_named():
-    with pytest.raises(RendezvousError, match=r"rank 0 \(host h0\) waited 0 s for the others: ranks 1, 2 did not come"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 0 \(host h0\) waited 0 s for the others: ranks 1 and 2 did not come"
+    ):
         meet_all(DictStore(), 3, ranks=[0], timeout_s=0.05)
     with pytest.raises(RendezvousError, match="rank 0 published no record that includes this rank"):
         meet_all(DictStore(), 3, ranks=[1], timeout_s=0.05)

@@ -48,6 +48,20 @@ def test_closing_twice_adds_nothing(tmp_path):
     assert path.read_text() == text
 
 
+def test_a_file_that_cannot_be_written_any_more_ends_the_trace_and_not_the_run(tmp_path, caplog):
+    path = tmp_path / "trace.json"
+    trace = Trace(rank=3, path=path)
+    path.unlink()
+    path.mkdir()
+    trace.instant("early", "compute")
+    trace.flush()
+    assert caplog.messages == [f"rank 3: the trace {path} ends here: Is a directory"]
+    trace.instant("late", "compute")
+    assert trace.num_dropped == 1
+    trace.close()
+    assert len(caplog.messages) == 1
+
+
 def test_overlapping_collectives_lie_on_rows_of_their_own(tmp_path):
     trace = Trace()
     trace.span("a", "communication", 0, 10)

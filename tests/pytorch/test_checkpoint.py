@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from oracle_models import CASES, copies, loss_of
 from torch import nn
 
 from syncline.errors import CheckpointError
+from syncline.pytorch import checkpoint
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.checkpoint_folder import MANIFEST, previous_folder, writing_folder
 from syncline.pytorch.distribute import distribute
@@ -187,6 +191,39 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(outer | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         load_checkpoint(path, model)
+
+
+def test_a_full_disk_is_called_so_on_every_rank_and_leaves_the_old_checkpoint(
+    tmp_path: Path, run_fleets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_and_save(tmp_path / "saved", run_fleets)
+    models = copies(CASE.make(), 3)
+    wait_for_full_disk = threading.Barrier(3, timeout=20)
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_on_full_disk(folder: Path, *_: Any, rank: int) -> list[Any]:
+        """As torch's writer: it sees the disk's refusal, and fails with other words when it closes its archive."""
+        wait_for_full_disk.wait()
+        if rank == 1:
+            return []
+        try:
+            refuse()
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(checkpoint, "write_chunks", write_on_full_disk)
+    message = f"Checkpoint {tmp_path / 'saved'}: a rank cannot write its part: ranks 0 and 2: No space left on device"
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), Sharded(), fleet=fleet)
+        with pytest.raises(CheckpointError) as told:
+            save_checkpoint(tmp_path / "saved", model, optimizer)
+        assert str(told.value) == message
+
+    run_fleets(3, body)
+    assert load_checkpoint(tmp_path / "saved", CASE.make()) == {"step": 2}
 
 
 def test_a_failure_of_one_rank_leaves_the_old_checkpoint(tmp_path: Path, run_fleets: Any) -> None:

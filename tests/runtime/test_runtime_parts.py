@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, name_ranks
 from syncline.runtime import control
 from syncline.runtime.agreement import Agreement
 from syncline.runtime.call import Description
 from syncline.runtime.dataflow import Kind, compile_dataflow
-from syncline.runtime.failures import find_culprits, name_ranks, wait_for
+from syncline.runtime.failures import find_culprits, wait_for
 from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.tags import call_of_tag, check_tags_fit, first_tag
 from syncline.schedule import Phase, RankProgram, Receive, Send

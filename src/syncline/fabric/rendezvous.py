@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from syncline.errors import RendezvousError
+from syncline.errors import RendezvousError, name_ranks
 
 MAX_RECORD_BYTES = 64 << 10
 NONCE_BYTES = 16
@@ -139,7 +139,7 @@ class Rendezvous:
                 attempt.hellos[rank] = hello
                 attempt.epoch = 0
         if missing:
-            attempt.waits_for = f"{_ranks(missing)} did not come"
+            attempt.waits_for = f"{name_ranks(missing)} did not come"
             return None
         if not attempt.epoch:
             self._publish(attempt)
@@ -149,7 +149,7 @@ class Rendezvous:
             if self._get(f"ack/{rank}") != {"epoch": attempt.epoch, "nonce": attempt.hellos[rank].nonce}
         ]
         if waiting:
-            attempt.waits_for = f"{_ranks(waiting)} did not acknowledge (processes of an earlier attempt are gone)"
+            attempt.waits_for = f"{name_ranks(waiting)} did not acknowledge (processes of an earlier attempt are gone)"
             return None
         self._set("go", {"epoch": attempt.epoch})
         return attempt.generation()
@@ -313,9 +313,3 @@ def _pack(entries: Sequence[dict[str, object]]) -> list[list[dict[str, object]]]
         parts[-1].append(entry)
         room -= num_bytes
     return parts
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from syncline.observe.rows import Rows
 FLUSH_EVENTS = 4096
 """Events that may be lost when the process is killed; encoding that many takes some 10 ms."""
 
+_log = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Event = tuple[str, str, str, int, int, dict[str, Any]]
@@ -115,8 +117,12 @@ class Trace:
 
     def _append(self, text: str) -> None:
         assert self._path is not None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:  # a full disk must not end the run that is looked at
+            _log.warning("rank %d: the trace %s ends here: %s", self.rank, self._path, error.strerror)
+            self._path, self._num_left = None, 0
 
     def _head(self) -> str:
         name = f"rank {self.rank}" + (f" (host {self.host})" if self.host else "")

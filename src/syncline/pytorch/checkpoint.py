@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.errors import CheckpointError, SynclineError
+from syncline.errors import CheckpointError, SynclineError, name_ranks
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunks import Chunk, Record, check_complete, read_chunks, write_chunks, write_index
 from syncline.pytorch.checkpoint_state import CheckpointState, join_catalogues, state_chunks
@@ -42,7 +42,7 @@ def save_alone(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
     crew.synchronize()
-    together = _Together(crew)
+    together = _Together(crew, target)
     together.run("cannot make a folder", lambda: _begin(target, crew, extra))
     try:
         _fill(target, model, optimizer, crew, extra)
@@ -53,7 +53,7 @@ def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _fill(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
-    together = _Together(crew)
+    together = _Together(crew, target)
     entries = crew.entries()
     catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
     parts = together.run("cannot write its part", lambda: _write(target, model, crew, entries))
@@ -78,7 +78,7 @@ def load_checkpoint(
     target = Path(path).absolute()
     crew = crew_of(model, optimizer)
     crew.synchronize()
-    together = _Together(crew)
+    together = _Together(crew, target)
     together.run("cannot read the checkpoint", lambda: _check(target, crew))
     folder = place.find(target)
     manifest = place.read_manifest(folder)
@@ -101,25 +101,38 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
 class _Together:
     """Lets all ranks do a thing, and all fail if one does."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, target: Path) -> None:
         self._crew = crew
+        self._target = target
 
     def run(self, what: str, action: Callable[[], Any]) -> list[Any]:
         """Return what each rank's ``action`` returned."""
         result, problem, cause = None, "", None
         try:
             result = action()
-        except (SynclineError, OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
-            problem, cause = (
-                f"{error}" if isinstance(error, SynclineError) else f"{type(error).__name__}: {error}",
-                error,
-            )
+        except SynclineError as error:
+            problem = str(error)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
+            problem, cause = _root_of(error), error
         answers = self._crew.exchange({"problem": problem, "result": result})
-        problems = {rank: answer["problem"] for rank, answer in enumerate(answers) if answer["problem"]}
-        if problems:
-            shown = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-            raise CheckpointError(f"A rank {what}: {shown}") from cause
+        ranks_by_problem: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            if answer["problem"]:
+                ranks_by_problem.setdefault(answer["problem"], []).append(rank)
+        if ranks_by_problem:
+            shown = "; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items())
+            raise CheckpointError(f"Checkpoint {self._target}: a rank {what}: {shown}") from cause
         return [answer["result"] for answer in answers]
+
+
+def _root_of(error: BaseException) -> str:
+    """Say what the operating system refused, if it did: torch's writer then fails once more, and says less."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.strerror:
+            return found.strerror + (f" ({found.filename})" if found.filename else "")
+        found = found.__cause__ or found.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def _begin(target: Path, crew: Crew, extra: Any) -> None:

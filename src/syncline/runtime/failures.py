@@ -6,7 +6,7 @@ done. Each call gets an error of its own, with its own label and step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from syncline.errors import (
     MismatchError,
     PeerLostError,
     SynclineError,
+    name_ranks,
 )
 from syncline.runtime.control import Failure
 
@@ -66,16 +67,6 @@ def wait_for(ranks: Collection[int], whom: str) -> str:
     if not ranks:
         return f"no rank waits for {whom}"
     return f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {whom}"
-
-
-def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
-    """``"ranks 1, 5 and 6"``; of many, the first few."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) == 1:
-        return f"rank {names[0]}"
-    if len(names) > max_named:
-        return f"ranks {', '.join(names[:max_named])} and {len(names) - max_named} more"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 def find_culprits(awaited: Mapping[int, Collection[int]], start: int) -> dict[int, list[int]]:
