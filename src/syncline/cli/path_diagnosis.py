@@ -7,16 +7,15 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
-from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
+from syncline.pytorch.environment import read_secret
 from syncline.topology.priorities import Priorities
 
 
@@ -24,7 +23,7 @@ def show_path(text: str, *, as_json: bool) -> int:
     """Probe every mark that Syncline uses by default, print what became of it, and return the exit code."""
     host, port = parse_endpoint(text, default_port=PROBE_PORT, what="--path")
     names = class_names(Priorities())
-    found = probe_path(host, port, list(names), key=read_key())
+    found = probe_path(host, port, list(names), key=read_secret(os.environ) or b"")
     verdict = judge_path(found, host, port)
     if as_json:
         marks = [asdict(one) | {"classes": names[one.sent], "survived": one.survived} for one in found]
@@ -40,7 +39,7 @@ def listen_for_probes(port: int, *, for_s: float) -> None:
     with _open_everywhere(port) as sock:
         print(f"answering on port {sock.getsockname()[1]} for {for_s:g} s", flush=True)
         try:
-            num_answers = respond(sock, for_s=for_s, key=read_key(), is_over=lambda: False)
+            num_answers = respond(sock, for_s=for_s, key=read_secret(os.environ) or b"", is_over=lambda: False)
         except KeyboardInterrupt:
             return
     print(f"gave {num_answers} answers")
@@ -78,17 +77,6 @@ def judge_path(found: Sequence[PathMark], host: str, port: int) -> str:
         "providers often clear marks for good. Training works without: then the receivers' grants alone order the "
         "senders."
     )
-
-
-def read_key() -> bytes:
-    """Return the secret that both ends share, empty if there is none."""
-    named = os.environ.get("SYNCLINE_SECRET_FILE")
-    if not named:
-        return os.environ.get("SYNCLINE_SECRET", "").strip().encode()
-    try:
-        return Path(named).read_bytes().strip()
-    except OSError as error:
-        raise ConfigurationError(f"SYNCLINE_SECRET_FILE {named!r} cannot be read: {error.strerror}") from error
 
 
 def _open_everywhere(port: int) -> socket.socket:
