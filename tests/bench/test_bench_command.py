@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from syncline.cli import bench
 from syncline.errors import ConfigurationError
-from syncline.lab.programs import namespace_names
+from syncline.lab.records import all_records
 from syncline.report.bench_plot import has_matplotlib
 
 TWO_HOSTS = "topology: pair\nswitch: core\nchildren:\n  - {host: 'h[0-1]', uplink: 1 Gbit/s}\n"
@@ -43,10 +43,9 @@ def test_training_on_loopback_runs_every_method_and_says_that_rates_are_not_emul
 def test_collectives_in_the_lab_stand_beside_the_bound_and_the_bytes_of_the_links(tmp_path):
     if os.geteuid() != 0:
         pytest.fail("the lab makes network namespaces and needs root; run with sudo (it is never skipped)")
-    before = set(namespace_names())
     options = ["--order", "interleaved", "--rounds", 2, "--warm-ups", 1, "--planners", "ring", "--record", tmp_path]
     run_bench("collectives", "demo-1-3", "--bytes", "256KiB", *options)
-    assert set(namespace_names()) <= before
+    assert not any(record.owner and record.owner[0] == os.getpid() for record in all_records()), "a lab was left"
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert methods(rows) == ["Syncline", "Syncline ring", "gloo"]
     assert {row["order"] for row in rows} == {"interleaved"}

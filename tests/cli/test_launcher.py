@@ -180,6 +180,12 @@ def test_one_rank_can_own_the_terminal(capfd):
         ({"num_ranks": 2, "host": "a1"}, ConfigurationError, "--host a1 needs a topology"),
         ({"num_ranks": 3, "topology": "demo-1-3"}, TopologyError, "4 ranks but the job has 3"),
         ({"num_ranks": 1, "trace": Path("/no/such/folder/x.json")}, ConfigurationError, "no folder /no/such/folder"),
+        (
+            {"num_ranks": 1, "secret_file": Path("/no/file")},
+            ConfigurationError,
+            "--secret-file '/no/file' cannot be read",
+        ),
+        ({"num_ranks": 2, "terminal_rank": 2}, ConfigurationError, "--foreground must be a rank from 0 to 1, got 2"),
         ({"num_ranks": 1, "command": ("/no/such/program",)}, LaunchError, "rank 0 cannot be started.*No such file"),
     ],
 )

@@ -41,7 +41,9 @@ def demo(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(metavar="N", help=f"Number of ranks, on one switch if not {DEMO_RANKS}.", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help=f"Number of ranks, on one switch if not {DEMO_RANKS}.", show_default=False
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to train in all.")] = DEFAULT_STEPS,
     update: Annotated[Update, typer.Option(help="How parameters change from gradients.")] = Update.SHARDED,

@@ -107,20 +107,24 @@ def _switch(values: Mapping[str, str], name: str) -> bool:
 
 
 def read_secret(values: Mapping[str, str]) -> bytes | None:
-    """Return the job's secret, from its file, else the variable itself; an error if others may read the file."""
+    """Return the job's secret: that of its file, else the variable itself."""
     named = values.get("SYNCLINE_SECRET_FILE")
-    if not named:
-        text = values.get("SYNCLINE_SECRET")
-        return text.strip().encode() if text else None
-    path = Path(named)
+    if named:
+        return read_secret_file(named, who="SYNCLINE_SECRET_FILE")
+    text = values.get("SYNCLINE_SECRET")
+    return text.strip().encode() if text else None
+
+
+def read_secret_file(path: str | Path, *, who: str) -> bytes:
+    """Return the secret in a file; :class:`ConfigurationError`, which begins with ``who``, if others may read it."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             secret = file.read(64 << 10).strip()
     except OSError as error:
-        raise ConfigurationError(f"SYNCLINE_SECRET_FILE {named!r} cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"{who} '{path}' cannot be read: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigurationError(
-            f"SYNCLINE_SECRET_FILE {named!r} may be read by others (mode {stat.S_IMODE(mode):04o}); run chmod 600 on it"
+            f"{who} '{path}' may be read by others (mode {stat.S_IMODE(mode):04o}); run chmod 600 on it"
         )
     return secret

@@ -103,8 +103,11 @@ def _find_topology(request: Request) -> tuple[Topology, str | None]:
 
 
 def _terminal_rank(request: Request, job: Job) -> int | None:
-    ranks = [process.rank for process in job.processes]
-    return request.terminal_rank if request.terminal_rank in ranks else None
+    """Say which rank here writes to the terminal itself; None too where that one starts on another machine."""
+    asked = request.terminal_rank
+    if asked is not None and not 0 <= asked < job.world_size:
+        raise ConfigurationError(f"--foreground must be a rank from 0 to {job.world_size - 1}, got {asked}")
+    return asked if asked in [process.rank for process in job.processes] else None
 
 
 def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job
 from syncline.errors import ConfigurationError
-from syncline.pytorch.environment import read_secret
+from syncline.pytorch.environment import read_secret_file
 
 SECRET_BYTES = 32
 
@@ -31,7 +31,7 @@ def prepare_secret(job: Job, *, asked: Path | None, environment: Mapping[str, st
     Ranks on several machines must share a secret that the user spread; it never travels through the store.
     """
     if asked is not None:
-        read_secret({"SYNCLINE_SECRET_FILE": str(asked)})  # said now and once, not later by every rank
+        read_secret_file(asked, who="--secret-file")  # said now and once, not later by every rank
         return asked.absolute()
     if has_secret(environment) or not job.is_whole:
         return None
