@@ -29,6 +29,9 @@ class Reduction(Protocol):
     def add(self, into: memoryview, other: memoryview) -> None:
         """Add ``other`` to ``into``, element by element."""
 
+    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
+        """Make ``into`` the sum of two, in this order; it may be one of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
@@ -39,18 +42,22 @@ class _Integers:
 
     def add(self, into: memoryview, other: memoryview) -> None:
         """Add ``other`` to ``into``."""
-        target = np.frombuffer(into, self.dtype)
-        np.add(target, np.frombuffer(other, self.dtype), out=target)
+        self.add_both(into, into, other)
+
+    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
+        """Make ``into`` the sum of two."""
+        arrays = (np.frombuffer(view, self.dtype) for view in (first, second, into))
+        np.add(*arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class _Floats(_Integers):
     """Sums that may overflow to infinity: whoever reads the result judges that, so numpy need not warn."""
 
-    def add(self, into: memoryview, other: memoryview) -> None:
-        """Add ``other`` to ``into``."""
+    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
+        """Make ``into`` the sum of two."""
         with np.errstate(over="ignore", invalid="ignore"):
-            _Integers.add(self, into, other)
+            _Integers.add_both(self, into, first, second)
 
 
 def numpy_reduction(dtype: str) -> Reduction:

@@ -17,12 +17,17 @@ _TORCH_SUMS = {
     torch.complex128: "complex128",
 }
 
+_NUMPY_KINDS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
+
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes; nothing is copied."""
     assert tensor.is_contiguous(), "only contiguous tensors are moved"
     assert tensor.device.type == "cpu", "tensors on a device are moved through host memory"
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach()
+    if tensor.dtype in _NUMPY_KINDS and tensor.ndim == 1 and len(tensor):
+        return memoryview(plain.numpy()).cast("B")  # four times as fast: it counts in small calls
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -36,8 +41,13 @@ class TorchReduction:
 
     def add(self, into: memoryview, other: memoryview) -> None:
         """Add ``other`` to ``into``, element by element."""
+        self.add_both(into, into, other)
+
+    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
+        """Make ``into`` the sum of two, in this order; it may be one of them."""
         if len(into):
-            torch.frombuffer(into, dtype=self.kind).add_(torch.frombuffer(other, dtype=self.kind))
+            left, right, total = (torch.frombuffer(view, dtype=self.kind) for view in (first, second, into))
+            torch.add(left, right, out=total)
 
 
 def reduction_for(dtype: torch.dtype) -> Reduction:
