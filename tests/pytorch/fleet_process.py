@@ -21,14 +21,14 @@ def cycles(number: int) -> None:
     with syncline.init():
         pass
     gc.collect()
-    before = _open_files(), threading.active_count()
+    before = _open_files(), threading.active_count(), _mapped_boards()
     for _ in range(number):
         with syncline.init() as fleet:
             value = torch.full((3,), float(fleet.rank))
             fleet.all_reduce(value)
             assert value.tolist() == [sum(range(fleet.world_size))] * 3
     gc.collect()
-    after = _open_files(), threading.active_count()
+    after = _open_files(), threading.active_count(), _mapped_boards()
     assert after == before, (before, after)
 
 
@@ -77,6 +77,10 @@ def die() -> None:
             optimizer.zero_grad()
     except PeerLostError as error:
         print(f"told of rank {error.rank}", flush=True)
+
+
+def _mapped_boards() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:syncline")
 
 
 def _open_files() -> int:

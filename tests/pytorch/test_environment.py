@@ -31,6 +31,11 @@ def test_what_torchrun_sets() -> None:
     assert environment.trace == Path("t.json")
 
 
+def test_the_board_can_be_turned_off() -> None:
+    assert read_environment({}).uses_board
+    assert not read_environment({"SYNCLINE_BOARD": "off"}).uses_board
+
+
 def test_binding_can_be_turned_off() -> None:
     assert read_environment({}).binds_thread
     assert not read_environment({"SYNCLINE_BIND_THREAD": "off"}).binds_thread
@@ -43,6 +48,7 @@ def test_binding_can_be_turned_off() -> None:
         ({"RANK": "2"}, "RANK must be from 0"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"SYNCLINE_BIND_THREAD": "no"}, "SYNCLINE_BIND_THREAD must be on or off, not 'no'"),
+        ({"SYNCLINE_BOARD": "0"}, "SYNCLINE_BOARD must be on or off, not '0'"),
         ({"SYNCLINE_SECRET_FILE": "/does/not/exist"}, "cannot be read"),
     ],
 )

@@ -1,6 +1,7 @@
 """Communicators that are closed whatever happens, and a check that they leave no thread behind."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,3 +23,16 @@ def in_memory():
     for communicator in made:
         communicator.abort()
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def at_a_board(in_memory):
+    """Make communicators that talk in memory and have a board."""
+
+    def make(*args, **kwargs):
+        communicators = in_memory(*args, **kwargs)
+        with ThreadPoolExecutor(len(communicators)) as pool:
+            assert all(pool.map(lambda communicator: communicator.open_board(), communicators))
+        return communicators
+
+    return make

@@ -1,5 +1,6 @@
 """Bytes between ranks: the fabric protocol, the fabric in memory and the fabric over TCP."""
 
+from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
@@ -23,4 +24,5 @@ __all__ = [
     "FabricStatistics",
     "ConnectionStatistics",
     "ClassStatistics",
+    "MEMORY_CLASS",
 ]

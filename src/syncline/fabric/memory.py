@@ -151,6 +151,11 @@ class MemoryFabric:
         """Number of ranks."""
         return len(self._network.fabrics)
 
+    @property
+    def is_one_machine(self) -> bool:
+        """All ranks are in this process."""
+        return True
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._audience.seat(listener)

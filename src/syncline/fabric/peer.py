@@ -116,6 +116,11 @@ class Peer:
         return self._control is not None
 
     @property
+    def is_local(self) -> bool:
+        """Whether the peer is on this machine, by its address, and memory may be shared with it."""
+        return self._offer is not None
+
+    @property
     def num_classes(self) -> int:
         """Number of data connections in use."""
         return len(self._data)

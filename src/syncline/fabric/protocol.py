@@ -58,6 +58,10 @@ class Fabric(Protocol):
     def world_size(self) -> int:
         """Number of ranks in the job."""
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
 

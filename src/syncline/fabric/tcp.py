@@ -108,6 +108,11 @@ class TcpFabric:
         """Peers whose connections are not all there."""
         return tuple(rank for rank, peer in self._peers.items() if not peer.is_ready)
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether the ends of every peer's connections have one address, and memory may be shared."""
+        return all(peer.is_local for peer in self._peers.values())
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._audience.seat(listener)

@@ -56,17 +56,22 @@ class _Scratch:
 
 
 class TensorCollectives:
-    """Collectives on the tensors of one rank; they match by the order in which each rank calls them."""
+    """Collectives on the tensors of one rank; they match by the order in which each rank calls them.
+
+    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._scratch = _Scratch()
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: Operation, weight: float | None) -> TensorWork:
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: Operation, weight: float | None, is_awaited: bool = False
+    ) -> TensorWork:
         """Sum or average ``tensor`` over all ranks, in place."""
         host = _host(tensor)
-        divide = self._weigh(host, op, weight)
-        work = self._communicator.all_reduce(bytes_of(host), reduction_for(host.dtype))
+        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
+        work = self._communicator.all_reduce(bytes_of(host), reduction_for(host.dtype), is_awaited=is_awaited)
 
         def finish() -> None:
             divide(host)
@@ -75,15 +80,21 @@ class TensorCollectives:
         return TensorWork([work], finish)
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, *, op: Operation, weight: float | None
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        op: Operation,
+        weight: float | None,
+        is_awaited: bool = False,
     ) -> TensorWork:
         """Sum or average ``source`` over all ranks; rank k's ``output`` becomes part k of it."""
         self._check_parts(output, source, "reduce_scatter")
         host = _host(source)
         scratch = self._scratch.borrow(host) if _shares(host, source) else None  # the input stays as it is
         host = host if scratch is None else scratch
-        divide = self._weigh(host, op, weight)
-        work = self._communicator.reduce_scatter(bytes_of(host), reduction_for(host.dtype))
+        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
+        work = self._communicator.reduce_scatter(bytes_of(host), reduction_for(host.dtype), is_awaited=is_awaited)
 
         def finish() -> None:
             part = self._part(host, output)
@@ -94,23 +105,25 @@ class TensorCollectives:
 
         return TensorWork([work], finish)
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> TensorWork:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, is_awaited: bool = False) -> TensorWork:
         """Make ``output`` the parts of all ranks, rank k's ``source`` being part k."""
         self._check_parts(source, output, "all_gather")
         host = output.detach() if _is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
         self._part(host, source).copy_(source.detach())
-        work = self._communicator.all_gather(bytes_of(host))
+        work = self._communicator.all_gather(bytes_of(host), is_awaited=is_awaited)
         return TensorWork([work], lambda: _put(host, output))
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int) -> TensorWork:
+    def broadcast(self, tensor: torch.Tensor, *, root: int, is_awaited: bool = False) -> TensorWork:
         """Give every rank the ``tensor`` of ``root``."""
         if not 0 <= root < self._communicator.world_size:
             raise ConfigurationError(f"root must be a rank, 0 to {self._communicator.world_size - 1}, not {root}")
         host = _host(tensor)
-        work = self._communicator.broadcast(bytes_of(host), root=root)
+        work = self._communicator.broadcast(bytes_of(host), root=root, is_awaited=is_awaited)
         return TensorWork([work], lambda: _put(host, tensor))
 
-    def _weigh(self, host: torch.Tensor, op: Operation, weight: float | None) -> Callable[[torch.Tensor], None]:
+    def _weigh(
+        self, host: torch.Tensor, op: Operation, weight: float | None, *, is_awaited: bool
+    ) -> Callable[[torch.Tensor], None]:
         """Multiply by this rank's weight; return what divides the sum by that of all."""
         if op not in {"sum", "mean"}:
             raise ConfigurationError(f'op must be "sum" or "mean", not {op!r}')
@@ -123,7 +136,8 @@ class TensorCollectives:
         if weight is None:
             return self._divide_by_ranks
         weights = torch.tensor([weight], dtype=torch.float64)
-        total_weight = self._communicator.all_reduce(bytes_of(weights), reduction_for(weights.dtype))
+        adds = reduction_for(weights.dtype)
+        total_weight = self._communicator.all_reduce(bytes_of(weights), adds, is_awaited=is_awaited)
         host.mul_(weight)
 
         def divide(total: torch.Tensor) -> None:

@@ -32,6 +32,8 @@ class Environment:
     trace: Path | None
     binds_thread: bool
     """Whether the communication thread may be bound to cores."""
+    uses_board: bool
+    """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -61,6 +63,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         secret=read_secret(values),
         trace=Path(trace) if trace else None,
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD"),
+        uses_board=_switch(values, "SYNCLINE_BOARD"),
     )
 
 

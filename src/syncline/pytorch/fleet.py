@@ -83,7 +83,9 @@ class Fleet:
         self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
     ) -> TensorWork | None:
         """Replace ``tensor`` by its sum, or mean weighted by each rank's ``weight``, over all ranks."""
-        return _end(self._collectives.all_reduce(tensor, op=op, weight=weight), async_op=async_op)
+        return _end(
+            self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
+        )
 
     def reduce_scatter(
         self,
@@ -95,19 +97,20 @@ class Fleet:
         async_op: bool = False,
     ) -> TensorWork | None:
         """Let ``output`` be this rank's part of the sum of ``source`` over all ranks; part k is that of rank k."""
-        return _end(self._collectives.reduce_scatter(output, source, op=op, weight=weight), async_op=async_op)
+        work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
+        return _end(work, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
         """Let ``output`` be the ``source`` of all ranks, one after another."""
-        return _end(self._collectives.all_gather(output, source), async_op=async_op)
+        return _end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
         """Replace ``tensor`` by that of rank ``root``."""
-        return _end(self._collectives.broadcast(tensor, root=root), async_op=async_op)
+        return _end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self.communicator.barrier().wait()
+        self.communicator.barrier(is_awaited=True).wait()
 
     def statistics(self) -> FleetStatistics:
         """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts."""
@@ -185,7 +188,8 @@ def init(
     recorder = _trace(trace, environment, shape)
     fleet = Fleet(_connect(environment, shape, options, recorder, timeout_s=timeout))
     try:
-        fleet.barrier()  # no one leaves before rank 0's store is gone: the next init() must not meet at this one
+        # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
+        fleet.communicator.open_board(is_wanted=environment.uses_board)
         set_current_fleet(fleet)
     except BaseException:
         fleet.close(is_failing=True)

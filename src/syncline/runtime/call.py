@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
+from syncline.observe import NullTrace, Trace
 from syncline.runtime.reduction import Reduction
 from syncline.schedule import Layout, Schedule
 
@@ -64,6 +65,14 @@ class Description:
     def signature(self) -> int:
         """32 bits that every message of the call carries."""
         return zlib.crc32(self.identity.encode())
+
+
+def trace_call(trace: Trace | NullTrace, call: CollectiveCall, start_ns: int, **args: object) -> None:
+    """Record that ``call`` went on from ``start_ns`` until now."""
+    if trace.enabled:
+        about = {"bytes": call.buffer.nbytes, "connection_class": call.connection_class}
+        step = {} if call.step is None else {"step": call.step}
+        trace.span(call.label, "communication", start_ns, trace.now_ns(), **about, **step, **args)
 
 
 class Describer:

@@ -11,13 +11,14 @@ from typing import Any
 from syncline.errors import FabricError, SynclineError
 from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
+from syncline.runtime.board import Seat, SeatLinks, open_together
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import Engine
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import LossRelay, Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
-from syncline.runtime.statistics import FleetStatistics, link_bytes
+from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes, with_traffic
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
@@ -63,6 +64,7 @@ class Communicator:
         self._classes: dict[int, tuple[int, ...]] = {}
         self._on_close = on_close
         self._is_closed = False
+        self._seat: Seat | None = None
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
@@ -129,13 +131,16 @@ class Communicator:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
         return self._plans.layout(schedule, num_elements, itemsize)
 
-    def submit(self, call: CollectiveCall) -> Work:
-        """Begin ``call``; from any thread. Its buffer must not be touched until the work is done."""
+    def submit(self, call: CollectiveCall, *, is_awaited: bool = False) -> Work:
+        """Begin ``call``; from any thread. Its buffer must not be touched until the work is done.
+
+        With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
+        """
         work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop)
-        if self._loop.is_current():
-            self._begin(call, work)
+        if self._seat is not None and call.stream == 0:
+            self._seat.submit(call, work, is_awaited=is_awaited and not self._loop.is_current())
         else:
-            self._loop.call_soon(self._begin, call, work)
+            self._start(call, work)
         return work
 
     def all_reduce(
@@ -148,10 +153,13 @@ class Communicator:
         urgency: int = 0,
         connection_class: int = 0,
         timeout_s: float | None = None,
+        is_awaited: bool = False,
     ) -> Work:
         """Sum ``buffer`` over all ranks, in place and on every rank."""
         schedule = self.plan(Collective.ALL_REDUCE, buffer.nbytes)
-        return self._submit_user(buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s)
+        return self._submit_user(
+            buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s, is_awaited
+        )
 
     def reduce_scatter(
         self,
@@ -163,13 +171,16 @@ class Communicator:
         urgency: int = 0,
         connection_class: int = 0,
         timeout_s: float | None = None,
+        is_awaited: bool = False,
     ) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
 
         The rest of the buffer holds partial sums afterwards.
         """
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self._submit_user(buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s)
+        return self._submit_user(
+            buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s, is_awaited
+        )
 
     def all_gather(
         self,
@@ -181,15 +192,15 @@ class Communicator:
         urgency: int = 0,
         connection_class: int = 0,
         timeout_s: float | None = None,
+        is_awaited: bool = False,
     ) -> Work:
         """Give every rank the whole of ``buffer``, of which rank k holds the elements [k n / N, (k + 1) n / N).
 
         ``reduction`` says what an element is (default: a byte).
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
-        return self._submit_user(
-            buffer, reduction or numpy_reduction("uint8"), schedule, label, step, urgency, connection_class, timeout_s
-        )
+        adds = reduction or numpy_reduction("uint8")
+        return self._submit_user(buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited)
 
     def broadcast(
         self,
@@ -201,17 +212,36 @@ class Communicator:
         urgency: int = 0,
         connection_class: int = 0,
         timeout_s: float | None = None,
+        is_awaited: bool = False,
     ) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
-        return self._submit_user(
-            buffer, numpy_reduction("uint8"), schedule, label, step, urgency, connection_class, timeout_s
-        )
+        adds = numpy_reduction("uint8")
+        return self._submit_user(buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited)
 
-    def barrier(self, *, label: str = "barrier", timeout_s: float | None = None) -> Work:
+    def barrier(self, *, label: str = "barrier", timeout_s: float | None = None, is_awaited: bool = False) -> Work:
         """End when every rank has called it."""
-        buffer = memoryview(bytearray(1))
-        return self.all_reduce(buffer, numpy_reduction("uint8"), label=label, timeout_s=timeout_s)
+        buffer, adds = memoryview(bytearray(1)), numpy_reduction("uint8")
+        return self.all_reduce(buffer, adds, label=label, timeout_s=timeout_s, is_awaited=is_awaited)
+
+    def open_board(self, *, is_wanted: bool = True) -> bool:
+        """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.
+
+        All ranks call this alike, once, and it ends when all have come. One that does not want it decides for all.
+        """
+        board = open_together(self, is_able=is_wanted and self._fabric.is_one_machine)
+        if board is not None:
+            links = SeatLinks(
+                start=self._start,
+                has_failed=lambda: self._engine.failure is not None,
+                give_up=lambda failure: self._loop.call_soon(self._engine.give_up, failure),
+                crash=lambda error: self._loop.call_soon(self._engine.crash, error),
+                describe_rank=self._fabric.describe_peer,
+                host_of=lambda rank: self.topology.host_of(rank).name,
+            )
+            self._seat = Seat(board, links, trace=self.trace)
+            self._relay.handlers.append(self._seat.on_lost)
+        return board is not None
 
     def open_port(self, name: str) -> Port:
         """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
@@ -271,6 +301,7 @@ class Communicator:
         urgency: int,
         connection_class: int,
         timeout_s: float | None,
+        is_awaited: bool,
     ) -> Work:
         is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         layout = self._plans.layout(
@@ -288,11 +319,17 @@ class Communicator:
             step=step,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
         )
-        return self.submit(call)
+        return self.submit(call, is_awaited=is_awaited)
 
-    def _begin(self, call: CollectiveCall, work: Work) -> None:
+    def _start(self, call: CollectiveCall, work: Work, num_skipped: int = 0) -> None:
+        if self._loop.is_current():
+            self._begin(call, work, num_skipped)
+        else:
+            self._loop.call_soon(self._begin, call, work, num_skipped)
+
+    def _begin(self, call: CollectiveCall, work: Work, num_skipped: int) -> None:
         try:
-            self._engine.submit(call, work.finish)
+            self._engine.submit(call, work.finish, num_skipped=num_skipped)
         except Exception as error:  # a bug of ours must not leave a caller waiting
             self._engine.crash(error)
             if not work.done():
@@ -312,11 +349,15 @@ class Communicator:
 
     async def _take_statistics(self) -> FleetStatistics:
         fabric, engine = self._fabric.statistics(), self._engine
+        counts = [(engine.num_calls, engine.call_bytes)]
+        if self._seat is not None:
+            fabric = with_traffic(fabric, self._seat.traffic())
+            counts.append((self._seat.num_calls, self._seat.call_bytes))
         return FleetStatistics(
             fabric=fabric,
             link_bytes=MappingProxyType(link_bytes(fabric, self.topology)),
-            calls=MappingProxyType(dict(engine.num_calls)),
-            call_bytes=MappingProxyType(dict(engine.call_bytes)),
+            calls=add_counts(calls for calls, _ in counts),
+            call_bytes=add_counts(num_bytes for _, num_bytes in counts),
             waited_s=self._waits.statistics(),
             bucket_classes=tuple(self._classes.values()),
             num_pending_calls=engine.num_pending_calls,
@@ -342,6 +383,7 @@ class Communicator:
         self._engine.leave(tell=False)
 
     def _released(self) -> None:
+        self._seat = None
         self.trace.flush()
         if self._on_close is not None:
             self._on_close()

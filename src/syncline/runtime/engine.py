@@ -17,7 +17,7 @@ from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall, Done, SliceOrder
 from syncline.runtime.agreement import Agreement, CallKey, Disagreement
-from syncline.runtime.call import CollectiveCall, Describer
+from syncline.runtime.call import CollectiveCall, Describer, trace_call
 from syncline.runtime.clock import Clock
 from syncline.runtime.control import ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
@@ -103,9 +103,12 @@ class Engine:
         """Bytes of temporaries, in use or kept, now."""
         return self._pool.used_bytes + self._pool.kept_bytes
 
-    def submit(self, call: CollectiveCall, on_done: Done) -> None:
-        """Begin ``call``; ``on_done`` is told once, with None or with what went wrong."""
-        number = self._next_numbers.get(call.stream, 0)
+    def submit(self, call: CollectiveCall, on_done: Done, *, num_skipped: int = 0) -> None:
+        """Begin ``call``; ``on_done`` is told once, with None or with what went wrong.
+
+        ``num_skipped`` calls of its stream were made elsewhere since the last one here.
+        """
+        number = self._next_numbers.get(call.stream, 0) + num_skipped
         self._next_numbers[call.stream] = number + 1
         try:
             self._check(call)
@@ -131,6 +134,10 @@ class Engine:
                 self._tell_all(payload)
         text = f"the communicator of rank {self._rank} is closed"
         self._fail(Failure(reason=failures.CLOSED, text=text, rank=self._rank, host=""), tell=False)
+
+    def give_up(self, failure: Failure) -> None:
+        """End all calls, here and on the other ranks, for what was found elsewhere."""
+        self._fail(failure)
 
     def crash(self, error: BaseException) -> None:
         """End all calls because our own code failed."""
@@ -316,16 +323,8 @@ class Engine:
         kind = call.schedule.collective.value
         self.num_calls[kind] = self.num_calls.get(kind, 0) + 1
         self.call_bytes[kind] = self.call_bytes.get(kind, 0) + call.buffer.nbytes
-        if self._trace.enabled:
-            self._trace_span(active)
+        trace_call(self._trace, call, active.started_ns)
         active.on_done(None)
-
-    def _trace_span(self, active: ActiveCall, **args: object) -> None:
-        call = active.call
-        about = {"bytes": call.buffer.nbytes, "connection_class": call.connection_class}
-        step = {} if call.step is None else {"step": call.step}
-        start_ns, end_ns = active.started_ns, self._trace.now_ns()
-        self._trace.span(call.label, "communication", start_ns, end_ns, **about, **step, **args)
 
     def _judge(self, key: CallKey, is_agreed: bool, disagreement: Disagreement | None) -> None:
         active = self._calls.get(key)
@@ -353,16 +352,12 @@ class Engine:
         active.awaited[self._rank] = active.awaited_peers(self._predecessor)
         culprits = failures.find_culprits(active.awaited, self._rank)
         sentences = [self._accuse(active, peer, waiters) for peer, waiters in sorted(culprits.items())]
-        text = "; ".join(sentences[:8]) or f"{active.call.what} was not done within {active.call.timeout_s:g} s"
         rank = min(culprits, default=self._rank)
-        self._fail(Failure(reason=failures.DEADLINE, text=text, rank=rank, host=self._host(rank)))
+        self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._heard_s[peer], active.started_s)
-        return (
-            f"{self._fabric.describe_peer(peer)} sent nothing for {silent_s:.1f} s during {active.call.what} "
-            f"(deadline {active.call.timeout_s:g} s); {failures.wait_for(waiters, 'it')}"
-        )
+        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, waiters)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""
@@ -377,8 +372,7 @@ class Engine:
         self._owners.clear()
         for active in calls:
             active.stop()
-            if self._trace.enabled:
-                self._trace_span(active, failed=failure.reason)
+            trace_call(self._trace, active.call, active.started_ns, failed=failure.reason)
         for active in calls:
             active.on_done(self._error(failure, active.call))
 

@@ -47,6 +47,20 @@ def error_for(failure: Failure, call: CollectiveCall | None) -> SynclineError:
     return PeerLostError(text, rank=failure.rank, host=failure.host)
 
 
+def accuse(whom: str, silent_s: float, call: CollectiveCall, waiters: Collection[int]) -> str:
+    """Say that a rank did not do its part of ``call``, and who waits for it."""
+    return (
+        f"{whom} sent nothing for {silent_s:.1f} s during {call.what} (deadline {call.timeout_s:g} s); "
+        f"{wait_for(waiters, 'it')}"
+    )
+
+
+def late(call: CollectiveCall, accused: list[str], *, rank: int, host: str) -> Failure:
+    """Return the failure of a ``call`` whose time is over; ``rank`` is one of those that are accused."""
+    text = "; ".join(accused[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
+    return Failure(reason=DEADLINE, text=text, rank=rank, host=host)
+
+
 def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
     """Return what ``failure`` of another rank means here."""
     if failure.reason in (MISMATCH, PEER_LOST):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from syncline.fabric import FabricStatistics
+from syncline.fabric import MEMORY_CLASS, ConnectionStatistics, FabricStatistics
 from syncline.topology import DirectedLink, Topology
 
 
@@ -38,6 +40,35 @@ class FleetStatistics:
     def queued_bytes(self) -> int:
         """Payload that waits to be sent, now."""
         return sum(connection.queued_bytes for connection in self.fabric.connections)
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the sums of counters of the same names."""
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return MappingProxyType(dict(total))
+
+
+def with_traffic(fabric: FabricStatistics, board: Mapping[int, tuple[int, int, int]]) -> FabricStatistics:
+    """Add what went over the board, as memory that was copied within the machine.
+
+    ``board``: for each peer the number of messages, and the bytes that it read of this rank's and this rank of its.
+    """
+    entries = tuple(
+        ConnectionStatistics(
+            peer=peer,
+            connection_class=MEMORY_CLASS,
+            sent_bytes=sent_bytes,
+            sent_messages=num_messages,
+            received_bytes=received_bytes,
+            received_messages=num_messages,
+            overhead_bytes=0,
+            queued_bytes=0,
+        )
+        for peer, (num_messages, sent_bytes, received_bytes) in board.items()
+    )
+    return replace(fabric, connections=fabric.connections + entries)
 
 
 def link_bytes(fabric: FabricStatistics, topology: Topology) -> dict[DirectedLink, int]:

@@ -26,7 +26,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.device.type == "cpu", "tensors on a device are moved through host memory"
     plain = tensor.detach()
     if tensor.dtype in _NUMPY_KINDS and tensor.ndim == 1 and len(tensor):
-        return memoryview(plain.numpy()).cast("B")  # four times as fast: it counts in small calls
+        numbers: Any = plain.numpy()
+        return memoryview(numbers).cast("B")  # half as long, which counts in small calls
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
