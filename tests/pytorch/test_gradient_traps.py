@@ -66,6 +66,78 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> N
         optimizer.zero_grad()
 
 
+class _Breaking(torch.autograd.Function):
+    """Lets gradients through, or raises as a backward pass does that finds no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, is_broken: bool) -> torch.Tensor:
+        ctx.is_broken = is_broken
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.is_broken:
+            raise MemoryError("no memory")
+        return gradient, None
+
+
+class _Fragile(nn.Module):
+    """Raises where ``breaks`` says so: in its forward pass, or in its backward pass behind the last layer or before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = CASES["perceptron"].make()
+        self.first, self.last = nn.Sequential(*list(layers)[:-1]), list(layers)[-1]
+        self.breaks = ""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = _Breaking.apply(self.first(values), self.breaks == "middle")  # type: ignore[no-untyped-call]
+        if self.breaks == "forward":
+            raise MemoryError("no memory")
+        return _Breaking.apply(self.last(hidden), self.breaks == "end")  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("place", ["forward", "end", "middle"])
+@by_rule
+def test_a_batch_that_breaks_can_be_left_out(rule: UpdateRule, place: str, run_fleets: Any) -> None:
+    def together(model: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        # before anything was exchanged one rank alone may go on with its next batch
+        if place == "middle" or len(batches[0][0]) == PARTS[0]:
+            model.breaks = place
+            with pytest.raises(MemoryError):
+                loss_of(model, *batches[0]).backward()
+            model.breaks = ""
+            optimizer.zero_grad()
+        plain(model, optimizer, batches[1:])
+
+    def alone(model: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        plain(model, optimizer, batches[1:])
+
+    check_like_one_process(run_fleets, rule, together, alone, model=_Fragile().double())
+
+
+@pytest.mark.parametrize(
+    "rule", [Sharded(bucket_bytes=100), AllReduce(bucket_bytes=100)], ids=["sharded", "all_reduce"]
+)
+def test_a_backward_pass_that_breaks_when_gradients_have_left_is_told(rule: UpdateRule, run_fleets: Any) -> None:
+    models = copies(_Fragile().double(), 2)
+    batches = CASES["perceptron"].batches(4, 4)
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), rule, fleet=fleet)
+        plain(model, optimizer, batches[:2])
+        model.breaks = "middle"
+        with pytest.raises(MemoryError):
+            loss_of(model, *batches[2]).backward()
+        model.breaks = ""
+        optimizer.zero_grad()
+        for _ in range(2):
+            with pytest.raises(UpdateError, match="did not come to its end"):
+                loss_of(model, *batches[3]).backward()
+
+    run_fleets(2, body)
+
+
 @by_rule
 def test_accumulation_under_no_sync(rule: UpdateRule, run_fleets: Any) -> None:
     def together(model: nn.Module, optimizer: DistributedOptimizer, batches: Any) -> None:

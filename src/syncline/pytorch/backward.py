@@ -7,6 +7,7 @@ gradient, weighted by this rank's samples, into the bucket with one multiplicati
 - Reentrant checkpoints let a hook fire several times. How often is learnt in the first step, in which buckets leave at
   the end of the backward pass; later a bucket leaves when every gradient has come as often as it ever did.
 - Parameters without a gradient are found when the backward pass ends, and take part with zeros.
+- A pass that raises (no memory, an error of the user's) never ends; the next forward pass finds that out.
 - Passes inside a pass (checkpoints again) have ends of their own; the outer one is recognised by the model's outputs.
 """
 
@@ -76,6 +77,17 @@ class GradientCollector:
         for leaf in _pytree.tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(Hook(self._on_output))  # type: ignore[no-untyped-call]
+
+    def forget_broken(self) -> None:
+        """Forget a pass that raised before its end: the next one begins anew, unless gradients had left already.
+
+        Call it where no pass is under way. That gradients had left, the update rule says when the next pass begins.
+        """
+        if self._outer_task == -1:
+            return
+        if not self._is_running:
+            self._samples.forget_last()
+        self._is_running, self._outer_task = False, -1
 
     def run_empty(self) -> None:
         """Take part in a step without a backward pass: no samples, zeros for every gradient."""

@@ -23,11 +23,17 @@ class SampleCount:
     def __init__(self, count: CountSamples | None) -> None:
         self._count = count or first_dimension
         self._seen = 0.0
+        self._last = 0.0
         self._told: float | None = None
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples of a forward pass."""
-        self._seen += _checked(self._count(*args, **kwargs))
+        """Count the samples of a forward pass that has come to its end."""
+        self._last = _checked(self._count(*args, **kwargs))
+        self._seen += self._last
+
+    def forget_last(self) -> None:
+        """Leave the last forward pass out: no gradient came of it."""
+        self._seen, self._last = self._seen - self._last, 0.0
 
     def tell(self, num_samples: float) -> None:
         """Let the user's number stand for the whole step."""
@@ -36,7 +42,7 @@ class SampleCount:
     def take(self) -> float:
         """Return the number of samples of the step, and begin the next."""
         number = self._seen if self._told is None else self._told
-        self._seen, self._told = 0.0, None
+        self._seen, self._last, self._told = 0.0, 0.0, None
         return number
 
 

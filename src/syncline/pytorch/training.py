@@ -51,7 +51,7 @@ class Training:
         self._forward_ns = 0
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self._after_forward)),
+            model.register_forward_hook(Hook(self._after_forward), with_kwargs=True),
             *self._state_hooks(),
         ]
         self.is_closed = False
@@ -77,6 +77,7 @@ class Training:
     def step(self) -> None:
         """Update the parameters, or begin to; a rank that had no data takes part with no weight."""
         self._check_open()
+        self._collector.forget_broken()
         check_in_place(self.updater.buckets)
         self._check_unfrozen()
         has_gradients = any(tensor.grad is not None for tensor in self._bucketed)
@@ -140,22 +141,22 @@ class Training:
     def _on_state(self, *_: Any) -> None:
         self.synchronize()
 
-    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs the model again, within the backward pass
+        self._collector.forget_broken()
         self._buffers.finish()
         if self.updater.channel.trace.enabled:  # torch.compile traces through here, and knows no clock
             self._forward_ns = self.updater.channel.trace.now_ns()
-        if torch.is_grad_enabled():
-            self._samples.see(args, kwargs)
-            if not torch.compiler.is_compiling():
-                self.steering.begin_forward()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.steering.begin_forward()
 
-    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+    def _after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         trace = self.updater.channel.trace
         if trace.enabled:
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
         if torch.is_grad_enabled():
+            self._samples.see(args, kwargs)
             if not torch.compiler.is_compiling():
                 self.steering.end_forward()
             self._collector.watch_outputs(output)
