@@ -234,6 +234,22 @@ def test_calls_of_other_threads_wait_for_their_turn(at_a_board):
     assert num_calls_on_board(first) == 2
 
 
+@pytest.mark.parametrize("all_wait", [True, False], ids=["on the board", "with the engine"])
+def test_a_part_that_is_elsewhere_is_gathered_too(at_a_board, all_wait):
+    communicators = at_a_board(3)
+    arrays = [np.full(10, -1.0, "f4") for _ in communicators]
+    parts = [np.arange(size, dtype="f4") + 10 * rank for rank, size in enumerate([3, 3, 4])]
+
+    def body(communicator):
+        rank = communicator.rank
+        settings = {"own_part": memoryview(parts[rank]).cast("B"), "is_awaited": all_wait or rank != 1}
+        communicator.all_gather(memoryview(arrays[rank]).cast("B"), FLOAT32, **settings).wait(20)
+
+    assert on_all(communicators, body) == [None] * 3
+    assert [array.tolist() for array in arrays] == [np.concatenate(parts).tolist()] * 3
+    assert num_calls_on_board(communicators[0]) == (1 if all_wait else 0)
+
+
 def test_one_rank_that_does_not_want_a_board_decides_for_all(in_memory):
     communicators = in_memory(3)
     answers = on_all(communicators, lambda each: each.open_board(is_wanted=each.rank != 1))

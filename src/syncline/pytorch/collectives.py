@@ -109,8 +109,12 @@ class TensorCollectives:
         """Make ``output`` the parts of all ranks, rank k's ``source`` being part k."""
         self._check_parts(source, output, "all_gather")
         host = output.detach() if _is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
-        self._part(host, source).copy_(source.detach())
-        work = self._communicator.all_gather(bytes_of(host), is_awaited=is_awaited)
+        own_part = None
+        if is_awaited and _is_plain(source):
+            own_part = bytes_of(source.detach())
+        else:
+            self._part(host, source).copy_(source.detach())
+        work = self._communicator.all_gather(bytes_of(host), is_awaited=is_awaited, own_part=own_part)
         return TensorWork([work], lambda: _put(host, output))
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, is_awaited: bool = False) -> TensorWork:

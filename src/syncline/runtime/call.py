@@ -31,6 +31,8 @@ class CollectiveCall:
     urgency: int = 0
     connection_class: int = 0
     step: int | None = None
+    own_part: memoryview | None = None
+    """What this rank brings to an all-gather, if it is not in the buffer yet; unchanged until the call ends."""
 
     def __post_init__(self) -> None:
         needed_bytes = self.layout.num_elements * self.reduction.itemsize
@@ -47,6 +49,18 @@ class CollectiveCall:
     def what(self) -> str:
         """``"all_gather of bucket 4, step 118"``."""
         return self.label if self.step is None else f"{self.label}, step {self.step}"
+
+    def own_range(self, rank: int) -> tuple[int, int]:
+        """Return the bytes of the buffer that are the part of ``rank``, where parts are in rank order."""
+        num_ranks, itemsize = self.schedule.num_ranks, self.reduction.itemsize
+        start, stop = (place * self.layout.num_elements // num_ranks * itemsize for place in (rank, rank + 1))
+        return start, stop
+
+    def place_own_part(self, rank: int) -> None:
+        """Put what ``rank`` brings where it belongs; nothing happens if it is there."""
+        if self.own_part is not None:
+            start, stop = self.own_range(rank)
+            self.buffer[start:stop] = self.own_part
 
     @property
     def num_slices(self) -> int:

@@ -140,6 +140,7 @@ class Communicator:
         if self._seat is not None and call.stream == 0:
             self._seat.submit(call, work, is_awaited=is_awaited and not self._loop.is_current())
         else:
+            call.place_own_part(self.rank)
             self._start(call, work)
         return work
 
@@ -193,14 +194,17 @@ class Communicator:
         connection_class: int = 0,
         timeout_s: float | None = None,
         is_awaited: bool = False,
+        own_part: memoryview | None = None,
     ) -> Work:
         """Give every rank the whole of ``buffer``, of which rank k holds the elements [k n / N, (k + 1) n / N).
 
-        ``reduction`` says what an element is (default: a byte).
+        ``reduction`` says what an element is (default: a byte); ``own_part`` is this rank's, if it is not there yet.
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
         adds = reduction or numpy_reduction("uint8")
-        return self._submit_user(buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited)
+        return self._submit_user(
+            buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited, own_part
+        )
 
     def broadcast(
         self,
@@ -302,6 +306,7 @@ class Communicator:
         connection_class: int,
         timeout_s: float | None,
         is_awaited: bool,
+        own_part: memoryview | None = None,
     ) -> Work:
         is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         layout = self._plans.layout(
@@ -318,6 +323,7 @@ class Communicator:
             label=label,
             step=step,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            own_part=own_part,
         )
         return self.submit(call, is_awaited=is_awaited)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from syncline.runtime.board.sums import Sum, add_up, find_sum
 from syncline.runtime.call import CollectiveCall, Describer
@@ -31,10 +30,10 @@ class Exchange:
         copied = sum(stop - start for source, start, stop in self.copies if source == rank)
         return copied + self.sum_range[1] - self.sum_range[0]
 
-    def put(self, buffer: memoryview, payload: memoryview) -> None:
+    def put(self, call: CollectiveCall, payload: memoryview) -> None:
         """Put up what the others will read."""
         start, stop = self.put_range
-        payload[: stop - start] = buffer[start:stop]
+        payload[: stop - start] = call.buffer[start:stop] if call.own_part is None else call.own_part
 
     def take(self, buffer: memoryview, payload: Callable[[int], memoryview], reduction: Reduction) -> None:
         """Make the result of what all have put up."""
@@ -47,9 +46,8 @@ class Exchange:
 
 def exchange_for(call: CollectiveCall, rank: int) -> Exchange | None:
     """Return the part of ``rank`` in ``call``; None if its sums differ from range to range."""
-    num_ranks, num_bytes, itemsize = call.schedule.num_ranks, call.buffer.nbytes, call.reduction.itemsize
-    edges = [place * (num_bytes // itemsize) // num_ranks * itemsize for place in range(num_ranks + 1)]
-    parts = list(pairwise(edges))
+    num_ranks, num_bytes = call.schedule.num_ranks, call.buffer.nbytes
+    parts = [call.own_range(place) for place in range(num_ranks)]
     collective = call.schedule.collective
     if collective is Collective.BROADCAST:
         return _broadcast(call.schedule.root, num_bytes, rank=rank, num_ranks=num_ranks)

@@ -100,8 +100,9 @@ class Seat:
     def _meet(self, number: int, call: CollectiveCall, work: Work, part: Part) -> None:
         start_ns, start_s = self._trace.now_ns(), time.monotonic()
         exchange = part.exchange
-        exchange.put(call.buffer, self._board.payload(self._board.rank, number))
+        exchange.put(call, self._board.payload(self._board.rank, number))
         self._board.put_up(number, part.signature)
+        call.place_own_part(self._board.rank)  # the others need not wait for that
         outcome = meet(
             self._board,
             self._others,
@@ -131,6 +132,7 @@ class Seat:
         return True
 
     def _hand_over(self, call: CollectiveCall, work: Work) -> None:
+        call.place_own_part(self._board.rank)
         num_skipped, self._num_skipped = self._num_skipped, 0
         self._links.start(call, work, num_skipped)
 
