@@ -268,6 +268,7 @@ def test_ranks_that_differ_do_not_connect(changed, message):
         assert message in str(results[1])
         assert "rank 0 is not connected to rank 1 (host " in str(results[0])
         assert "were refused" in str(results[0])
+        assert message in str(results[0]), "who waits is told the remedy too"
 
     asyncio.run(main())
 

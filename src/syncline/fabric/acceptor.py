@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from syncline.fabric.dialling import greet
-from syncline.fabric.handshake import RefusedError, Terms
+from syncline.fabric.handshake import Refusal, RefusedError, Terms
 
 MAX_UNAUTHENTICATED = 64
 MAX_ACCEPTS_AT_ONCE = 16
@@ -49,6 +49,8 @@ class Acceptor:
         self._num_unlogged = 0
         self.num_refused = 0
         self.last_refusal = ""
+        self.last_remedy = ""
+        """What the last of those that speak as we do was told; strangers do not count."""
         self._loop.add_reader(sock.fileno(), self._accept)
 
     @property
@@ -116,6 +118,8 @@ class Acceptor:
         sock.close()
         self.num_refused += 1
         self.last_refusal = error.refusal.name if isinstance(error, RefusedError) else type(error).__name__
+        if isinstance(error, RefusedError) and error.refusal is not Refusal.GARBAGE:
+            self.last_remedy = str(error)
         self._complain(f"refused a connection from {address} ({self.last_refusal})")
 
     def _complain(self, what: str) -> None:

@@ -238,9 +238,11 @@ class _Mesh:
         fabric, acceptor = self._fabric, self.acceptor
         missing = ", ".join(fabric.describe_peer(peer) for peer in fabric.missing_peers)
         refused = f"; {acceptor.num_refused} were refused ({acceptor.last_refusal})" if acceptor.num_refused else ""
+        remedy = acceptor.last_remedy or (
+            "check that these processes run, and that a firewall lets the hosts connect to each other on any port"
+        )
         return (
-            f"rank {fabric.rank} is not connected to {missing} after {self._options.connect_s:.0f} s{refused}; check "
-            "that these processes run, and that a firewall lets the hosts connect to each other on any port"
+            f"rank {fabric.rank} is not connected to {missing} after {self._options.connect_s:.0f} s{refused}; {remedy}"
         )
 
     def _describe_unopened(self, peers: list[Peer], silent: set[int], timeout_s: float) -> str:

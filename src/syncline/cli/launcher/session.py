@@ -31,6 +31,7 @@ from syncline.cli.launcher.supervisor import (
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
+from syncline.errors import name_ranks
 
 READ_BYTES = 1 << 16
 NUM_KEPT_LINES = 400
@@ -180,7 +181,7 @@ class _Runner:
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
             how = "Ctrl-C again kills them" if announcement.reason == "interrupt" else "as the launcher was told to end"
-            self._terminal.say(f"ending {len(self._supervisor.living)} ranks; {how}")
+            self._terminal.say(f"ending {name_ranks(self._supervisor.living)}; {how}")
             return
         failure = self._supervisor.failures[-1]
         words = describe_first(
