@@ -33,7 +33,9 @@ from syncline.updates.overlapped.worker import BucketWorker
 class FleetWorker:
     def __init__(self, rank: int, fleet: Fleet) -> None:
         self.rank = rank
-        self.machine = BucketWorker(window=fleet.window, num_turns=fleet.num_iterations, push=fleet.push)
+        self.machine = BucketWorker(
+            window=fleet.window, num_turns=fleet.num_iterations, push=fleet.push, holds_back=fleet.holds_back
+        )
         self.clock = PeriodClock(fleet.num_iterations)
         self.places: dict[int, int] = {}
         self.newest = self.base = self.fed = self.own = 0
@@ -52,11 +54,11 @@ def _twin(original):
 
 
 def _twin_run(run):
-    return run.__class__(run.place, run.first, run.last, run.weight, run.turn)
+    return run.__class__(run.place, run.first, run.last, run.weight, run.turn, run.pushed_at)
 
 
 def _twin_account(account):
-    fields = (account.accepted.copy(), account.last_turn, account.told, account.is_busy, account.has_ended)
+    fields = (account.accepted.copy(), account.last_turn, account.told, account.is_busy, account.final_turn)
     return account.__class__(*fields, account.due.copy())
 
 
@@ -85,10 +87,12 @@ class Fleet:
         push="current",
         end=False,
         is_prompt=False,
+        holds_back=False,
     ):
         self.num_iterations = num_iterations
         self.scale = math.lcm(*range(1, num_workers * num_iterations + 1))
         self.digit_bits = self.scale.bit_length() + 16
+        self.holds_back = holds_back
         self.is_prompt = is_prompt  # a push leaves at once, so runs are of one iteration; replies arrive before a step
         self.window, self.push, self.max_staleness, self.with_end = window, push, max_staleness, end
         self.shard = ServerShard(workers=range(num_workers), quorum=quorum, window=window)
@@ -162,20 +166,23 @@ class Fleet:
     def _use(self, worker: FleetWorker) -> None:
         use = worker.machine.use()
         if use is not None:
-            assert use.closed <= worker.clock.iteration, "a global gradient from the future was used"
+            newest = max((turn for turn in self.closings if turn <= use.closed), default=0)  # the others are abandoned
+            assert newest <= worker.clock.iteration, "a global gradient from the future was used"
             own = self.gradient(worker.rank, worker.clock.num_steps)
             replaced = own if use.replaces else 0
             worker.fed += worker.newest - worker.base - replaced
             worker.fed -= sum(worker.places[place] for place in use.subtract)
             worker.base = worker.newest
         self.check(worker)
-        limit = self.max_staleness
-        worker.is_waiting = limit is not None and worker.machine.staleness > limit
-        if worker.is_waiting:
+        if self._is_too_stale(worker):
             for send in worker.machine.hurry(iteration=worker.clock.iteration):
                 self._send(worker, send)
-        elif worker.clock.is_last:
+        worker.is_waiting = self._is_too_stale(worker)
+        if not worker.is_waiting and worker.clock.is_last:
             self._end(worker)
+
+    def _is_too_stale(self, worker: FleetWorker) -> bool:
+        return self.max_staleness is not None and worker.machine.staleness > self.max_staleness
 
     def _end(self, worker: FleetWorker) -> None:
         worker.has_ended = True
@@ -311,12 +318,13 @@ class Fleet:
             worker.clock.iteration,
             worker.clock.num_steps,
             worker.is_waiting,
+            machine._turnaround if self.holds_back else 0,
             machine.closed,
             machine.clock,
             machine.used,
             (making.first, making.last) if making else (),
             sending.turn if sending else 0,
-            tuple((run.turn, run.first, run.last) for run in machine._out),
+            tuple((run.turn, run.first, run.last, run.pushed_at if self.holds_back else 0) for run in machine._out),
             tuple((event.turn, event.iteration) for event in worker.up if isinstance(event, Push)),
             (reply.closed, reply.clock) if isinstance(reply, Reply) else (),
             account.last_turn,

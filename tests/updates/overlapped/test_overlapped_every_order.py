@@ -55,6 +55,19 @@ def test_three_workers_four_iterations(quorum: int, num_states: int) -> None:
     assert explore(start, check) == num_states
 
 
+@pytest.mark.parametrize("quorum", [3, 2])
+@pytest.mark.parametrize("push", ["current", "previous"])
+def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: str) -> None:
+    """No push is missed by a turn that others wait for, whatever each worker has learnt of how long pushes take."""
+
+    def check(fleet: Fleet) -> None:
+        check_finished(fleet)
+        assert sorted(fleet.closings) == list(range(1, len(fleet.closings) + 1))
+
+    start = Fleet(num_workers=3, num_iterations=3, quorum=quorum, push=push, window=2, is_prompt=True, holds_back=True)
+    assert explore(start, check) > 50
+
+
 @pytest.mark.parametrize(
     ("quorum", "num_iterations", "max_staleness", "push"),
     [

@@ -58,13 +58,13 @@ def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
     "options",
     [
         {},
-        {"quorum": 2},
+        {"rule": "swap"},
+        {"rule": "swap", "quorum": 2},
         {"quorum": 1, "rule": "additive"},
-        {"push": "previous"},
-        {"spread": False},
-        {"rule": "rebase"},
+        {"rule": "swap", "push": "previous"},
+        {"rule": "swap", "spread": False},
         {"rule": "rebase", "quorum": 2, "push": "previous"},
-        {"outer": Nesterov()},
+        {"rule": "swap", "outer": Nesterov()},
         {"rule": "rebase", "outer": Nesterov(learning_rate=0.5), "average_state": True},
     ],
 )

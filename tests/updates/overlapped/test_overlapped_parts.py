@@ -85,7 +85,7 @@ def test_tags_differ() -> None:
         for number in range(3)
         for epoch in range(3)
     }
-    assert len(tags) == 2 * 4 * 3 * 3
+    assert len(tags) == 2 * len(Lane) * 3 * 3
 
 
 def make_buffers() -> PullBuffers:
@@ -188,9 +188,9 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
     for step in range(6):
         gradient = torch.tensor([10.0])
         if step == 1:
-            feed.take(gradient, torch.tensor([8.0]), used(run_length=4, replaces=False))
+            feed.take(gradient, torch.tensor([8.0]), used(run_length=4, replaces=False), ())
         if step == 2:
-            feed.take(gradient, torch.tensor([100.0]), used(run_length=1, replaces=False))
+            feed.take(gradient, torch.tensor([100.0]), used(run_length=1, replaces=False), ())
         feed.finish(gradient)
         fed.append(gradient.item())
     assert fed == [10.0, 12.0, 112.0, 12.0, 12.0, 10.0]
@@ -199,6 +199,6 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
 def test_what_replaces_the_gradient_is_not_spread() -> None:
     for should_spread in (False, True):
         feed, gradient = Feed(should_spread=should_spread), torch.tensor([10.0])
-        feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True))
+        feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True), ())
         feed.finish(gradient)
         assert gradient.item() == 8.0

@@ -95,7 +95,7 @@ def test_a_slow_worker_does_not_hold_up_the_others() -> None:
 
 def test_state_is_averaged_where_it_should_be() -> None:
     def body(fleet, *, average_state: bool):
-        rule = Overlapped(period=5, max_staleness=None, average_state=average_state, bucket_bytes=256)
+        rule = Overlapped(period=5, rule="swap", max_staleness=None, average_state=average_state, bucket_bytes=256)
         model, optimizer = start(fleet, rule, make_adam)
         for step in range(5):
             one_step(model, optimizer, fleet.rank, step)
@@ -146,21 +146,27 @@ def reference_with_outer(outer: Nesterov, *, num_ranks: int, num_periods: int, p
     return start_of_period
 
 
+@pytest.mark.parametrize("kind", ["swap", "rebase"])
+@pytest.mark.parametrize("num_first", [2, 3])
 @pytest.mark.parametrize("outer", [None, Nesterov()])
-def test_training_goes_on_at_a_periods_end_with_another_number_of_workers(outer: Nesterov | None) -> None:
-    """Three workers for two periods, then two workers for two more: as one process with those batches."""
+def test_training_goes_on_at_a_periods_end(outer: Nesterov | None, num_first: int, kind: str) -> None:
+    """Two or three workers for two periods, then two for two more: as one process with those batches.
+
+    With an outer optimizer: as two workers that were not interrupted.
+    """
 
     def first(fleet):
-        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=256, outer=outer)
+        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=256, outer=outer, rule=kind)
         model, optimizer = start(fleet, rule, make_adam)
         for step in range(6):
             one_step(model, optimizer, fleet.rank, step)
         return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
 
-    saved_model, saved_optimizer = run_fleets(3, first)[0]
+    saved_model, saved_optimizer = run_fleets(num_first, first)[0]
 
     def second(fleet):
-        model, optimizer = start(fleet, Overlapped(period=3, max_staleness=0, bucket_bytes=128, outer=outer), make_adam)
+        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=128, outer=outer, rule=kind)
+        model, optimizer = start(fleet, rule, make_adam)
         model.load_state_dict(saved_model)
         optimizer.load_state_dict(copy.deepcopy(saved_optimizer))
         fleet.barrier()
@@ -171,16 +177,27 @@ def test_training_goes_on_at_a_periods_end_with_another_number_of_workers(outer:
     results = run_fleets(2, second)
     assert torch.equal(results[0], results[1])
     if outer is None:
-        expected = alone_with_two_crews()
-        assert torch.allclose(results[0], expected, rtol=1e-11, atol=1e-12)
+        assert torch.allclose(results[0], alone_with_two_crews(num_first), rtol=1e-11, atol=1e-12)
+    elif num_first == 2:
+        assert torch.allclose(results[0], uninterrupted(outer), rtol=1e-11, atol=1e-12)
 
 
-def alone_with_two_crews() -> torch.Tensor:
+def uninterrupted(outer: Nesterov) -> torch.Tensor:
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=3, max_staleness=0, outer=outer), make_adam)
+        for step in range(12):
+            one_step(model, optimizer, fleet.rank, step)
+        return parameters_of(model)
+
+    return run_fleets(2, body)[0]
+
+
+def alone_with_two_crews(num_first: int) -> torch.Tensor:
     from small_regression import make_model
 
     model = make_model()
     optimizer = make_adam(model.parameters())
-    train_alone(3, range(6), lambda _: optimizer, model)
+    train_alone(num_first, range(6), lambda _: optimizer, model)
     return train_alone(2, range(6, 12), lambda _: optimizer, model)
 
 
@@ -229,6 +246,13 @@ def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
 def test_a_rule_is_checked_when_it_is_made(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Overlapped(**options)
+
+
+def test_the_rule_follows_the_optimizer_unless_the_user_says_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert Overlapped().kind(make_sgd(model.parameters())) == "swap"
+    assert Overlapped().kind(make_adam(model.parameters())) == "rebase"
+    assert Overlapped(rule="swap").kind(make_adam(model.parameters())) == "swap"
 
 
 def test_terms_must_fit_the_number_of_ranks() -> None:

@@ -54,6 +54,7 @@ def test_random_fleet(seed: int) -> None:
         push="previous" if max_staleness != 0 and chance.random() < 0.3 else "current",
         end=True,
         is_prompt=chance.random() < 0.3,
+        holds_back=chance.random() < 0.5,
     )
     run(fleet, chance, num_losses=num_losses)
     alive = [worker for worker in fleet.workers if not worker.is_dead]

@@ -14,6 +14,7 @@ from syncline.updates.overlapped.events import (
     Replied,
     Reply,
     ReplyAverage,
+    Stop,
 )
 from syncline.updates.overlapped.server import ServerShard
 
@@ -168,3 +169,32 @@ def test_a_successor_does_not_wait_for_the_dead() -> None:
     instructions = shard.handle(Lost(worker=3))
     assert Clear(period=4) in instructions
     assert ReplyAverage(worker=1, period=3, part=0, is_last=True) in instructions
+
+
+def test_a_worker_that_stops_leaves_turns_to_abandon_but_what_it_has_pushed_counts() -> None:
+    """Its note may overtake its last push."""
+    shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
+    first, second = push(0, 1), push(1, 1)
+    shard.handle(first)
+    shard.handle(push(0, 2))
+    assert shard.handle(Stop(worker=1, period=0, last_turn=1)) == []
+    assert shard.handle(second) == [
+        Fold(turn=1, contributions=(given(first), given(second))),
+        Release(worker=0, place=1),
+        Release(worker=1, place=11),
+        Release(worker=0, place=2),
+        Reply(worker=0, period=0, closed=2, clock=1, accepted=(1,)),
+    ]
+    assert shard.statistics().num_abandoned == 1
+
+
+def test_the_first_message_of_a_new_period_begins_it_where_periods_end_elsewhere() -> None:
+    for event in (push(1, 1, period=1), Stop(worker=1, period=1, last_turn=0)):
+        shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
+        shard.handle(push(0, 1))
+        assert shard.handle(event) == [Release(worker=0, place=1), Clear(period=1)]
+        assert (shard.period, shard.statistics().unfinished) == (1, {0: 1})
+        late = push(0, 2)
+        assert shard.handle(late) == [Release(worker=0, place=2)]
+        assert shard.handle(Stop(worker=0, period=0, last_turn=2)) == []
+        assert shard.statistics().outdated == {0: 1}

@@ -25,7 +25,7 @@ def test_an_iteration_on_a_fast_network() -> None:
     worker.sent()
     assert worker.step(iteration=2, weight=8.0) == [Keep(place=1, add=False), send(1, 2)]
     assert worker.arrived(reply(1, 1))
-    assert worker.use() == Use(closed=1, subtract=(0,), replaces=False, run_length=1)
+    assert worker.use() == Use(closed=1, subtract=(0,), replaces=False, run_length=1, num_own=1)
     assert worker.use() is None
     assert worker.staleness == 1
 
@@ -34,7 +34,7 @@ def test_the_global_gradient_of_this_very_step_replaces_the_own_one() -> None:
     worker = make()
     worker.step(iteration=1, weight=8.0)
     worker.arrived(reply(1, 1))
-    assert worker.use() == Use(closed=1, subtract=(), replaces=True, run_length=1)
+    assert worker.use() == Use(closed=1, subtract=(), replaces=True, run_length=1, num_own=1)
     assert worker.staleness == 0
 
 
@@ -47,7 +47,7 @@ def test_gradients_join_while_a_push_is_on_its_way() -> None:
     assert worker.step(iteration=4, weight=8.0) == [Keep(place=1, add=True), send(1, 2, iteration=4, weight=20 / 3)]
     assert worker.staleness == 4
     worker.arrived(reply(2, 1, 2))
-    assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False, run_length=3, num_steps=2), (
+    assert worker.use() == Use(closed=2, subtract=(0, 1), replaces=False, run_length=3, num_steps=2, num_own=4), (
         "the run holds more than this gradient"
     )
 
@@ -134,3 +134,21 @@ def test_the_clock_ends_with_the_fleet() -> None:
     assert clock.tick(fleet=10, weight=4.0) == 10
     assert clock.is_last
     assert (clock.num_steps, clock.num_samples) == (4, 16.0)
+
+
+def test_what_would_not_come_back_before_the_period_ends_is_held_back_unless_it_is_waited_for() -> None:
+    """A push took three iterations to come back, so the last one leaves three before the end, at 20."""
+    worker = make(window=9)
+    for iteration in (1, 2, 3, 4):
+        worker.step(iteration=iteration, weight=8.0)
+        worker.sent()
+    worker.arrived(reply(1, 1))
+    worker.use()
+    assert worker.step(iteration=17, weight=8.0)[1:] == [send(0, 5, iteration=17)]
+    worker.sent()
+    assert worker.step(iteration=18, weight=8.0)[1:] == []
+    assert worker.step(iteration=19, weight=8.0) == [Keep(place=4, add=True)]
+    assert worker.hurry(iteration=19) == [send(4, 6, iteration=19)]
+    worker.sent()
+    worker.end_period()
+    assert worker.step(iteration=1, weight=8.0)[1:] == [Send(place=0, period=1, turn=1, iteration=1, weight=8.0)]

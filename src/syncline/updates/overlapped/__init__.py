@@ -49,6 +49,9 @@ the average at the end is weighted by the samples that each really used. With M 
 
 **A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
 and sends everyone the same bytes. Then turns and sums begin anew, and what still arrives for the old period is dropped.
+Where every rank is a worker and every global gradient needs all of them, the parameters do not pass through servers but
+are summed on the planner's tree (:mod:`.tree_mean`); a worker then only tells the servers that it *stops*, and the
+first message of a new period begins that. Towards the end a worker makes no pushes that could not come back in time.
 
 **Losses.** A worker that dies is not waited for. If it was a server too, the next living rank in a circle takes over
 its shards. What lay at the dead server is forgotten, so own gradients that were out stay steps of their workers; until
@@ -57,6 +60,7 @@ period it is in, and with which parameters that began, since one may have receiv
 
 Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
 :mod:`.wire`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
-:mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.exchange` (one rank), :mod:`.average`, :mod:`.outer`;
+:mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.exchange` (one rank), :mod:`.average`, :mod:`.outer`,
+:mod:`.tree_mean`, :mod:`.fixed_point`;
 :mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
 """

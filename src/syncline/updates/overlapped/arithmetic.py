@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -55,6 +55,12 @@ def correction(*, newest: torch.Tensor, base: torch.Tensor | None, subtract: Seq
     return change
 
 
+def own_inside(use: Use, place: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the own gradients that are in what is used, by where they lie; ``gradient`` is this step's."""
+    own = tuple(place(number) for number in use.subtract)
+    return (*own, gradient) if use.replaces else own
+
+
 class Feed:
     """How corrections come into the gradients that a worker's optimizer gets.
 
@@ -69,8 +75,14 @@ class Feed:
         self._rest: torch.Tensor | None = None
         self._num_left = 0
 
-    def take(self, gradient: torch.Tensor, change: torch.Tensor, use: Use) -> None:
-        """Take what a :class:`Use` has changed."""
+    def take(
+        self,
+        gradient: torch.Tensor,
+        change: torch.Tensor,
+        use: Use,
+        own: Sequence[torch.Tensor],  # noqa: ARG002 - for Collect
+    ) -> None:
+        """Take what a :class:`Use` has changed; ``own`` are the own gradients in it."""
         if use.replaces:
             gradient.copy_(change)
         elif not self._should_spread or use.run_length <= 1:

@@ -39,6 +39,15 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """``worker`` has ended ``period``, which is averaged elsewhere; it pushes for no turn after ``last_turn``."""
+
+    worker: int
+    period: int
+    last_turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replied:
     """The reply to ``worker`` has left; another may follow."""
 
@@ -61,7 +70,7 @@ class Hello:
     place: int
 
 
-ServerEvent = Push | End | Replied | Lost | Hello
+ServerEvent = Push | End | Stop | Replied | Lost | Hello
 
 # --- instructions of a server shard ------------------------------------------------------------------------------
 
@@ -177,6 +186,8 @@ class Use:
     """Own iterations that a global gradient stands for: the longest run that is settled by it."""
     num_steps: int = 1
     """Iterations of the fleet that all that is new stands for."""
+    num_own: int = 0
+    """Own iterations that are in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from syncline.errors import DeadlineError, FabricClosedError, UpdateError
+from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed
@@ -26,6 +26,7 @@ from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ExchangeCounts, OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.tree_mean import TreeMean
 
 ASK_S = 0.5
 """After so long a wait, the servers are asked whom they wait for."""
@@ -67,6 +68,7 @@ class Exchange:
         self._first_servers = tuple(placement)
         self._servers = list(placement)
         self.hosted: dict[int, HostedShard] = {}
+        self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
         self.links = [
             WorkerLink(
                 port,
@@ -112,9 +114,8 @@ class Exchange:
         while self._is_too_stale():
             self._wait("staleness", lambda: self._is_news() or not self._is_too_stale())
             self.clock.catch_up(reached=max(link.machine.reached for link in self.links))
-            for link in self.links:
-                if self._is_stale(link):
-                    link.hurry(iteration=self.clock.iteration)
+            for link in self.links:  # all of them: another worker may wait for what this one holds back
+                link.hurry(iteration=self.clock.iteration)
             num_turns += self._use(gradients)
         for link, gradient in zip(self.links, gradients, strict=True):
             link.finish_step(gradient)
@@ -135,11 +136,42 @@ class Exchange:
             [link.take_average(part, out=out) for part, out in enumerate(values)]
             for link, values in zip(self.links, parts, strict=True)
         ]
+        self._begin_period()
+        return averaged
+
+    def end_together(self, mean: TreeMean) -> None:
+        """Let ``mean`` average the parameters, in place of the servers."""
+        self.raise_failure()
+        for link in self.links:
+            link.stop()
+        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        try:
+            ends = mean.apply(num_samples=self.clock.num_samples, dropped=self._port.run(self._dropped(), DRAIN_S))
+        except PeerLostError as error:
+            self._port.call_soon(self._on_lost, error.rank, error)
+            with self._changed:
+                self._wait_for(lambda: False, ASK_S)
+            self.raise_failure()
+            raise
+        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(ASK_S))
+        self._note_wait("period", start_ns)
+        self._dropped_together = ends.dropped
+        if self._recorder is not None:
+            self._recorder.note_end()
+            if self._port.rank == 0:
+                self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
+        self._begin_period()
+
+    async def _dropped(self) -> list[int]:
+        """Count, for each rank, what the shards here have dropped."""
+        shards = self.hosted.values()
+        return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.terms.workers]
+
+    def _begin_period(self) -> None:
         for link in self.links:
             link.begin_period()
         self.clock.begin_period()
         self.counts.num_periods += 1
-        return averaged
 
     def serve(self) -> None:
         """Serve until every worker has left; for a rank that is no worker."""
@@ -154,7 +186,7 @@ class Exchange:
     def statistics(self) -> OverlappedStatistics:
         """Return all counters."""
         counts = self.counts
-        dropped = zip(*(link.dropped for link in self.links), strict=True)
+        told = zip(*(link.dropped for link in self.links), self._dropped_together, strict=True)
         return OverlappedStatistics(
             num_steps=counts.num_steps,
             num_periods=counts.num_periods,
@@ -162,7 +194,7 @@ class Exchange:
             mean_staleness=counts.sum_staleness / max(1, counts.num_steps),
             max_staleness=counts.max_staleness,
             share_with_global=counts.num_with_global / max(1, counts.num_steps),
-            dropped=tuple(sum(counted) for counted in dropped),
+            dropped=tuple(sum(counted) for counted in told),
             num_forgotten=sum(link.num_forgotten for link in self.links),
             waited_staleness_s=counts.waited_s["staleness"],
             waited_period_s=counts.waited_s["period"],
@@ -205,7 +237,7 @@ class Exchange:
 
     def _is_news(self) -> bool:
         """Whether something has come that may end a wait, or a push may follow the one that has left."""
-        return any(link.machine.num_unused or (self._is_stale(link) and link.machine.can_hurry) for link in self.links)
+        return any(link.machine.num_unused or link.machine.can_hurry for link in self.links)
 
     def _wait(self, phase: str, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""

@@ -30,11 +30,21 @@ from syncline.updates.overlapped.events import (
     ReplyAverage,
     ServerEvent,
     ServerInstruction,
+    Stop,
 )
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.server import ServerShard
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
-from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
+from syncline.updates.overlapped.wire import (
+    DownHeader,
+    Kind,
+    Lane,
+    Question,
+    UpHeader,
+    decode_stop,
+    encode_stop,
+    tag,
+)
 
 
 @dataclass(slots=True)
@@ -72,6 +82,7 @@ class HostedShard:
             window=terms.window,
             lost=[rank for rank in lost if rank in terms.workers],
             succeeds=epoch > 0,
+            ends_elsewhere=terms.ends_on_tree,
         )
         self._port = port
         self._terms = terms
@@ -83,6 +94,8 @@ class HostedShard:
         for worker in self.machine.alive:
             self._post(worker)
             self._await_question(worker)
+            if terms.ends_on_tree:
+                self._await_stop(worker, 0)
 
     @property
     def num_places(self) -> int:
@@ -190,6 +203,22 @@ class HostedShard:
             connection_class=self.bucket.connection_class,
             on_sent=lambda: self._handle(Replied(worker=worker)),
         )
+
+    def _await_stop(self, worker: int, number: int) -> None:
+        """Learn that ``worker`` has ended a period, of each in turn."""
+        message = encode_stop(period=0, last_turn=0)
+        self._port.receive(
+            worker,
+            tag(self.bucket.stream, Lane.STOP, number, epoch=self._epoch),
+            message,
+            urgency=self.bucket.index,
+            on_received=partial(self._stopped, worker, number, message),
+        )
+
+    def _stopped(self, worker: int, number: int, message: memoryview) -> None:
+        period, last_turn = decode_stop(message)
+        self._handle(Stop(worker=worker, period=period, last_turn=last_turn))
+        self._await_stop(worker, number + 1)
 
     def _await_question(self, worker: int) -> None:
         """Tell ``worker`` whom this shard waits for, whenever it asks."""

@@ -16,13 +16,13 @@ import torch
 
 from syncline.observe import Trace
 from syncline.runtime.port import Port
-from syncline.updates.overlapped.arithmetic import Feed, correction
+from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
 from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
-from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
+from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, encode_stop, tag
 from syncline.updates.overlapped.worker import BucketWorker
 
 
@@ -95,17 +95,18 @@ class WorkerLink:
             use = self.machine.use()
             if use is None:
                 return 0
-            if self._is_additive:
-                use = replace(use, subtract=(), replaces=False)
             newest, base = self._pulls.take()
         self._note(use)
         start_ns = self._trace.now_ns()
+        own = own_inside(use, lambda place: self._places[place].values, gradient)
+        if self._is_additive:
+            use = replace(use, subtract=(), replaces=False)
         change = correction(
             newest=newest.values,
             base=None if base is None else base.values,
             subtract=[self._places[place].values for place in use.subtract],
         )
-        self._feed.take(gradient, change, use)
+        self._feed.take(gradient, change, use, own)
         with self._changed:
             self._pulls.give_back()
         self._trace.span(
@@ -142,6 +143,24 @@ class WorkerLink:
         for message in self._ends:
             self._port.call_soon(self._transmit, message, epoch)
         self._port.call_soon(self.on_room)
+
+    def stop(self) -> None:
+        """Tell the server that this worker has ended the period, which is averaged without it."""
+        with self._changed:
+            self._has_ended = True
+            self._pulls.reset()
+            note = encode_stop(period=self.machine.period, last_turn=self.machine.last_turn)
+            number = self.machine.period
+        self._port.call_soon(self._tell_stop, note, number)
+
+    def _tell_stop(self, note: memoryview, number: int) -> None:
+        self._port.send(
+            self.server,
+            tag(self.bucket.stream, Lane.STOP, number, epoch=self.epoch),
+            note,
+            urgency=self.bucket.index,
+            connection_class=self.bucket.connection_class,
+        )
 
     def has_average(self) -> bool:
         """Whether the period's average is here, with all its parts that will come. Call it with the lock held."""

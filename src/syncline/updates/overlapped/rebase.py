@@ -10,6 +10,9 @@ is the trajectory of synchronous training with the same optimizer, late by some 
 that pulled the same; own steps reach ahead of it, and what they did to the optimizer's state is taken back with them. A
 step in which nothing has come is an own step, as ever. With everything settled at once it is synchronous training.
 
+Since own steps are taken back, they may be made with whatever leads to where the global steps will: not with the own
+gradient, but with a forecast of the global one, made of the own one and of the newest global one (:mod:`.forecast`).
+
 A global gradient that stands for r iterations of the fleet makes r steps with an r-th of it; so does a run of own ones.
 Costs: a copy of parameters and optimizer state, and for each iteration about one more step of the optimizer and one for
 each that is still out. An own gradient that was late is taken back too: nothing remains of it.
@@ -28,6 +31,7 @@ import torch
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.overlapped.events import Use
+from syncline.updates.overlapped.forecast import Forecast
 
 
 @dataclass(slots=True)
@@ -37,6 +41,17 @@ class Pulled:
     change: torch.Tensor
     num_steps: int
     """Iterations of the fleet that it stands for."""
+    own: torch.Tensor | None
+    """The sum of the own gradients in it, if there are any."""
+    num_own: int
+
+    def join(self, later: Pulled) -> None:
+        """Add what came later."""
+        self.change.add_(later.change)
+        self.num_steps += later.num_steps
+        self.num_own += later.num_own
+        if later.own is not None:
+            self.own = later.own if self.own is None else self.own.add_(later.own)
 
 
 class Collect:
@@ -45,13 +60,20 @@ class Collect:
     def __init__(self) -> None:
         self._pulled: Pulled | None = None
 
-    def take(self, gradient: torch.Tensor, change: torch.Tensor, use: Use) -> None:  # noqa: ARG002 - Feed's signature
+    def take(
+        self,
+        gradient: torch.Tensor,  # noqa: ARG002 - Feed's signature
+        change: torch.Tensor,
+        use: Use,
+        own: Sequence[torch.Tensor],
+    ) -> None:
         """Keep what has come."""
+        total = torch.stack([one.to(change) for one in own]).sum(0) if own else None
+        pulled = Pulled(change, use.num_steps, total, use.num_own)
         if self._pulled is None:
-            self._pulled = Pulled(change, use.num_steps)
+            self._pulled = pulled
         else:
-            self._pulled.change.add_(change)
-            self._pulled.num_steps += use.num_steps
+            self._pulled.join(pulled)
 
     def finish(self, gradient: torch.Tensor) -> None:
         """Nothing is added to the gradient."""
@@ -78,10 +100,13 @@ class Rebase:
         self._optimizer = optimizer
         self._parameters = [bucket.parameters.clone() for bucket in buckets]
         self._state: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._forecasts = [Forecast() for _ in buckets]
         self._has_moved = False
+        self._has_guessed = False
 
     def begin(self) -> None:
         """Let the base be what is there now."""
+        self._has_guessed = False
         for base, bucket in zip(self._parameters, self._buckets, strict=True):
             base.copy_(bucket.parameters)
         self._state = {
@@ -91,34 +116,66 @@ class Rebase:
             if tensor in self._optimizer.state
         }
 
-    def take_back_state(self) -> None:
-        """Let the optimizer's state be the base's before a period ends: own steps have left their mark on the other."""
-        if self._has_moved:
+    def finish(self, own: Sequence[Runs]) -> None:
+        """Make ready for a period's end: every gradient once, and of the optimizer's state what the base left.
+
+        The own gradients that are still out are stepped on as they are, in place of forecasts: the average makes
+        global ones of them.
+        """
+        if self._has_guessed:
+            with torch.no_grad():
+                self._put_back(keeps_state=True)
+                self._make_steps(own)
+        if self._has_moved or self._has_guessed:
             self._put_back_state()
-        self._has_moved = False
+        self._has_moved = self._has_guessed = False
 
     def step(self, pulled: Sequence[Pulled | None], own: Sequence[Runs]) -> None:
         """Make the step of an iteration, for each bucket with what was pulled and the own gradients that are out."""
-        if not any(one is not None for one in pulled):
-            self._optimizer.step()
-            return
         with torch.no_grad():
-            self._put_back()
-            self._has_moved = True
-            self._make_steps([[] if one is None else [(one.change, one.num_steps)] for one in pulled])
-            self.begin()
-            self._make_steps(own)
+            if any(one is not None for one in pulled):
+                self._put_back()
+                self._has_moved = True
+                self._learn(pulled)
+                self._make_steps([[] if one is None else [(one.change, one.num_steps)] for one in pulled])
+                self.begin()
+                self._make_steps(self._guessed(own))
+            elif any(forecast.newest is not None for forecast in self._forecasts):
+                for bucket, forecast in zip(self._buckets, self._forecasts, strict=True):
+                    self._show(bucket, forecast.of(bucket.gradients))
+                self._has_guessed = True
+                self._optimizer.step()
+            else:
+                self._optimizer.step()
 
-    def _put_back(self) -> None:
+    def _learn(self, pulled: Sequence[Pulled | None]) -> None:
+        for forecast, one in zip(self._forecasts, pulled, strict=True):
+            if one is not None:
+                own = None if one.own is None else one.own / one.num_own
+                forecast.learn(one.change / one.num_steps, own)
+
+    def _guessed(self, own: Sequence[Runs]) -> list[Runs]:
+        """Return the runs of own gradients with forecasts in their place."""
+        self._has_guessed = True
+        return [
+            [(forecast.of(values / count) * count, count) for values, count in runs]
+            for forecast, runs in zip(self._forecasts, own, strict=True)
+        ]
+
+    def _put_back(self, *, keeps_state: bool = False) -> None:
         for base, bucket in zip(self._parameters, self._buckets, strict=True):
             bucket.parameters.copy_(base)
-        self._put_back_state()
+        self._put_back_state(keeps=keeps_state)
 
-    def _put_back_state(self) -> None:
+    def _put_back_state(self, *, keeps: bool = False) -> None:
+        """Give the optimizer the base's state: the very tensors, or with ``keeps`` copies, so that they stay as is."""
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 if tensor in self._state:
-                    self._optimizer.state[tensor] = self._state[tensor]
+                    state = self._state[tensor]
+                    self._optimizer.state[tensor] = (
+                        {key: _copied(value) for key, value in state.items()} if keeps else state
+                    )
                 else:
                     self._optimizer.state.pop(tensor, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.updates.overlapped.events import Contribution, WorkerInstruction
@@ -34,6 +34,14 @@ class Recorder:
         """Record a decision of a hosted shard."""
         members = tuple((one.worker, one.weight) for one in given)
         self.servers.append(ServerNote(bucket=bucket, what=what, period=period, number=number, members=members))
+
+    def note_mean(self, num_buckets: int, period: int, num_samples: Sequence[float]) -> None:
+        """Record a period's average that no server made: of all ranks' parameters, by samples."""
+        members = tuple(enumerate(num_samples))
+        self.servers += [
+            ServerNote(bucket=bucket, what="average", period=period, number=0, members=members)
+            for bucket in range(num_buckets)
+        ]
 
     def begin_step(self) -> None:
         """Begin a step of the worker."""

@@ -9,15 +9,16 @@ be replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, sum_dtype
+from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside, sum_dtype
 from syncline.updates.overlapped.average import EndOfPeriod, Parts
 from syncline.updates.overlapped.events import Keep, Redo, Send, Use, WorkerInstruction
+from syncline.updates.overlapped.fixed_point import tree_mean
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.recording import Recorder, ServerNote
 from syncline.updates.overlapped.rule import Overlapped
@@ -39,7 +40,8 @@ def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], rule: Ove
 
     ``rule`` is the one of the run.
     """
-    ledger = _Ledger([note for recorder in recorders for note in recorder.servers], replicas)
+    notes = [note for recorder in recorders for note in recorder.servers]
+    ledger = _Ledger(notes, replicas, num_ranks=len(recorders))
     running = [_carry(recorders[replica.rank], _Hands(replica, ledger, rule)) for replica in replicas]
     while running:
         before = ledger.num_events
@@ -53,7 +55,7 @@ def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], rule: Ove
 class _Ledger:
     """What was pushed and what the servers made of it."""
 
-    def __init__(self, notes: Sequence[ServerNote], replicas: Sequence[Replica]) -> None:
+    def __init__(self, notes: Sequence[ServerNote], replicas: Sequence[Replica], *, num_ranks: int) -> None:
         self._folds = {(note.bucket, note.period, note.number): note.members for note in notes if note.what == "fold"}
         self._averages = {
             (note.bucket, note.period, note.number): note.members for note in notes if note.what == "average"
@@ -61,11 +63,17 @@ class _Ledger:
         self._plans = [bucket.plan for bucket in replicas[0].buckets]
         self._pushes: dict[tuple[int, int, int, int], torch.Tensor] = {}
         self._ends: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
         self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
         self.num_events = 0
+        self.num_ranks = num_ranks
 
     def push(self, bucket: int, period: int, turn: int, worker: int, values: torch.Tensor) -> None:
         self._pushes[bucket, period, turn, worker] = values.clone()
+
+    def start(self, bucket: int, period: int, values: torch.Tensor) -> None:
+        """Let ``values`` be what the period begins with, where it ends with a collective."""
+        self._starts[bucket, period] = values.clone()
 
     def end(self, bucket: int, period: int, part: int, worker: int, values: torch.Tensor) -> None:
         self._ends[bucket, period, part, worker] = values.clone()
@@ -97,7 +105,12 @@ class _Ledger:
             return None
         plan = self._plans[bucket]
         out = torch.empty(plan.num_elements, dtype=plan.dtype)
-        average([values for values in given if values is not None], [weight for _, weight in members], out=out)
+        values, weights = [one for one in given if one is not None], [weight for _, weight in members]
+        start = self._starts.get((bucket, period))
+        if start is None:
+            average(values, weights, out=out)
+        else:
+            tree_mean(values, weights, start, out=out)
         return out
 
 
@@ -128,11 +141,20 @@ class _Hands:
         buckets, optimizer = replica.buckets, replica.optimizer
         self._end = EndOfPeriod(buckets, optimizer, outer=rule.outer, should_average_state=rule.average_state)
         self._feeds = [Feed(should_spread=rule.spread) for _ in buckets]
-        self._rebase = Rebase(buckets, optimizer) if rule.rule == "rebase" else None
+        kind = rule.kind(optimizer)
+        self._is_additive = kind != "swap"
+        self._rebase = Rebase(buckets, optimizer) if kind == "rebase" else None
         self._collects = [Collect() for _ in buckets]
         self._own: list[Runs] = [[] for _ in buckets]
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._used = [0] * len(replica.buckets)
+        self._ends_on_tree = rule.terms(ledger.num_ranks).ends_on_tree
+        self._note_start()
+
+    def _note_start(self) -> None:
+        if self._ends_on_tree:
+            for bucket, memory in enumerate(self.replica.buckets):
+                self.ledger.start(bucket, self.period, memory.parameters)
 
     def obey(self, bucket: int, instruction: WorkerInstruction) -> bool:
         """Do what was done; False if that cannot be done yet."""
@@ -156,13 +178,16 @@ class _Hands:
         if newest is None:
             return False
         used = self._used[bucket]
+        own = own_inside(use, lambda place: self._places[bucket, place], gradient)
+        if self._is_additive:
+            use = replace(use, subtract=(), replaces=False)
         change = correction(
             newest=newest,
             base=self.ledger.sum(bucket, self.period, used) if used else None,
             subtract=[self._places[bucket, place] for place in use.subtract],
         )
         taker = self._feeds[bucket] if self._rebase is None else self._collects[bucket]
-        taker.take(gradient, change, use)
+        taker.take(gradient, change, use, own)
         self._used[bucket] = use.closed
         return True
 
@@ -178,7 +203,7 @@ class _Hands:
     def send_end(self) -> Parts:
         """Hand in what the period ends with."""
         if self._rebase is not None:
-            self._rebase.take_back_state()
+            self._rebase.finish(self._own)
         parts = self._end.gather()
         for bucket, values in enumerate(parts):
             for part, value in enumerate(values):
@@ -201,4 +226,5 @@ class _Hands:
             feed.clear()
         self.period += 1
         self._used = [0 for _ in parts]
+        self._note_start()
         return True

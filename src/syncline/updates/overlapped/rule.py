@@ -23,11 +23,13 @@ from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
 
+Kind = Literal["swap", "additive", "rebase"]
 WINDOW = 2
 """Pushes of one worker that may be out: one on its way while the turn of the one before closes, and no more. A worker
 near a server could fill a larger window with one iteration each, turns that then wait for workers far away, whose runs
@@ -38,13 +40,15 @@ are long; its own gradients would grow old there."""
 class Overlapped:
     """Step on the own gradient at once; fold in the global gradient of M workers when it comes (mechanism 4).
 
-    ``period`` (K): after so many iterations the parameters are averaged over all workers. ``quorum`` (M): so many
-    workers' gradients make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
+    ``period`` (K): after so many iterations the parameters are averaged over all workers; with M = N and shared servers
+    by an all-reduce, else through the servers, which costs slow links more. ``quorum`` (M): so many workers' gradients
+    make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
     spread by what their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()``
     serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
-    global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
-    global ones: choose it with Adam and its like, whose steps ``"swap"`` makes too short (see :mod:`.rebase`);
-    ``"additive"`` uses both, the literal form, and counts own gradients twice. ``push``: the gradient of the current or
+    global one in the sum that the optimizer is fed, which is right for SGD, and its default; ``"rebase"`` redoes own
+    steps on top of the global ones, the default with Adam and its like, whose steps ``"swap"`` makes too short (see
+    :mod:`.rebase`; it keeps a copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal
+    form, and counts own ones twice. ``push``: the gradient of the current or
     of the previous iteration. ``max_staleness``: with more own iterations than that for which no global gradient has
     come, ``step()`` waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than
     the workers, a global gradient stands for a run of iterations; feed it to the optimizer over as many steps.
@@ -61,7 +65,7 @@ class Overlapped:
     period: int = 64
     quorum: int | None = None
     servers: str = "shared"
-    rule: Literal["swap", "additive", "rebase"] = "swap"
+    rule: Kind | None = None
     push: PushOf = "current"
     max_staleness: int | None = 8
     spread: bool = True
@@ -75,7 +79,7 @@ class Overlapped:
     should_record: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"rule": ("swap", "additive", "rebase"), "push": ("current", "previous")}
+        choices = {"rule": (None, "swap", "additive", "rebase"), "push": ("current", "previous")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"Overlapped: {name} is one of {allowed}, not {getattr(self, name)!r}")
@@ -106,6 +110,10 @@ class Overlapped:
         """Begin to work on a model; on a dedicated server, serve until all workers have left, then end the process."""
         return OverlappedUpdater(setting, self)
 
+    def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+        """Return the rule that is meant with ``optimizer``: of SGD the steps add up as gradients do, of others not."""
+        return self.rule or ("swap" if isinstance(optimizer, torch.optim.SGD) else "rebase")
+
     def terms(self, world_size: int) -> Terms:
         """Return what follows for so many ranks; raises :class:`ConfigurationError` if the quorum is too large."""
         servers = server_ranks(self.servers, world_size)
@@ -122,6 +130,7 @@ class Overlapped:
             period=self.period,
             window=WINDOW,
             push=self.push,
+            ends_on_tree=quorum == world_size and not self.average_state,
         )
 
 
@@ -133,7 +142,7 @@ class OverlappedUpdater(WholeUpdater):
     def __init__(self, setting: Setting, rule: Overlapped) -> None:
         super().__init__(setting)
         communicator = self.channel.communicator
-        terms = rule.terms(communicator.world_size)
+        terms, kind = rule.terms(communicator.world_size), rule.kind(self.optimizer)
         plans = [bucket.plan for bucket in self.buckets]
         buckets = [
             BucketTerms(
@@ -147,7 +156,7 @@ class OverlappedUpdater(WholeUpdater):
         ]
         self._feeds: list[Collect] = []
         self._spread = rule.spread
-        self._rebase = Rebase(self.buckets, self.optimizer) if rule.rule == "rebase" else None
+        self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
         self.recorder = Recorder() if rule.should_record else None
         self.exchange = Exchange(
             communicator.open_port(f"overlapped update {terms}"),
@@ -155,13 +164,14 @@ class OverlappedUpdater(WholeUpdater):
             buckets,
             place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
-            is_additive=rule.rule != "swap",
+            is_additive=kind != "swap",
             make_feed=self._make_feed,
             timeout_s=self.channel.timeout_s,
             note_wait=self.channel.note_wait,
             trace=self.channel.trace,
             recorder=self.recorder,
         )
+        self._tree_mean = TreeMean(self.channel.control, self.buckets) if terms.ends_on_tree else None
         self._end_of_period = EndOfPeriod(
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
@@ -170,16 +180,23 @@ class OverlappedUpdater(WholeUpdater):
         self._begin()
 
     def _begin(self) -> None:
-        for link, bucket in zip(self.exchange.links, self.buckets, strict=False):
-            link.keep_start(bucket.parameters)
-        self._end_of_period.begin()
-        if self._rebase is not None:
-            self._rebase.begin()
+        self._note_start()
         self.exchange.start()
         if not self.exchange.links:
             self.exchange.serve()
             self.exchange.close()
             raise SystemExit(0)
+
+    def _note_start(self) -> None:
+        """Take note of what a period begins with, which a checkpoint may have brought."""
+        if self.exchange.counts.num_periods == 0:
+            for link, bucket in zip(self.exchange.links, self.buckets, strict=False):
+                link.keep_start(bucket.parameters)
+        self._end_of_period.begin()
+        if self._tree_mean is not None:
+            self._tree_mean.begin()
+        if self._rebase is not None:
+            self._rebase.begin()
 
     @property
     def iteration(self) -> int:
@@ -207,6 +224,8 @@ class OverlappedUpdater(WholeUpdater):
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
         trace = self.channel.trace
         start_ns = trace.now_ns()
+        if self.is_at_period_start:
+            self._note_start()
         with self._rescue_if_needed():
             self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
@@ -226,14 +245,20 @@ class OverlappedUpdater(WholeUpdater):
         if self.is_at_period_start:
             return
         if self._rebase is not None:
-            self._rebase.take_back_state()
+            self._rebase.finish([link.unsettled() for link in self.exchange.links])
         trace = self.channel.trace
         start_ns, number = trace.now_ns(), self.exchange.counts.num_periods
         with self._rescue_if_needed():
-            self._end_of_period.finish(self.exchange.end_period(self._end_of_period.gather()))
-        if self._rebase is not None:
-            self._rebase.begin()
+            self._average()
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
+
+    def _average(self) -> None:
+        parts = self._end_of_period.gather()
+        if self._tree_mean is None:
+            self._end_of_period.finish(self.exchange.end_period(parts))
+        else:
+            self.exchange.end_together(self._tree_mean)
+            self._end_of_period.finish([[True] for _ in parts])
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""

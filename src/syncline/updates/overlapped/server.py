@@ -27,6 +27,7 @@ from syncline.updates.overlapped.events import (
     ReplyAverage,
     ServerEvent,
     ServerInstruction,
+    Stop,
 )
 
 
@@ -54,8 +55,13 @@ class _Account:
     last_turn: int = 0
     told: int = 0
     is_busy: bool = False
-    has_ended: bool = False
+    final_turn: int | None = None
+    """Its last turn of this period, once that is known: it has ended the period."""
     due: deque[ReplyAverage] = field(default_factory=deque)
+
+    def may_push(self, turn: int) -> bool:
+        """Whether a push for ``turn`` may come."""
+        return self.last_turn < turn and (self.final_turn is None or turn <= self.final_turn)
 
 
 class ServerShard:
@@ -69,11 +75,14 @@ class ServerShard:
         window: int,
         lost: Iterable[int] = (),
         succeeds: bool = False,
+        ends_elsewhere: bool = False,
     ) -> None:
         """Begin with period 0; with ``succeeds``, learn the period from the workers' greetings first.
 
-        ``lost`` are the workers that are known to be dead.
+        ``lost`` are the workers that are known to be dead. With ``ends_elsewhere`` parameters are averaged without this
+        shard: a worker only tells that it stops, and the first message of a later period begins that.
         """
+        self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
         self.window = window
         self._last_part = 0
@@ -103,16 +112,19 @@ class ServerShard:
                 self._postponed.append(event)
                 return []
             case Push():
-                return self._push(event)
+                instructions = self._push(event)
             case End():
-                return self._end(event)
+                instructions = self._end(event)
+            case Stop():
+                instructions = self._stop(event)
             case Replied(worker=worker):
                 self._accounts[worker].is_busy = False
-                return self._reply(worker)
+                instructions = self._reply(worker)
             case Lost(worker=worker):
-                return self._lose(worker)
+                instructions = self._lose(worker)
             case Hello():
-                return self._greet(event)
+                instructions = self._greet(event)
+        return instructions
 
     @property
     def alive(self) -> list[int]:
@@ -151,17 +163,18 @@ class ServerShard:
 
     def _push(self, push: Push) -> list[ServerInstruction]:
         account = self._accounts[push.worker]
+        begun = self._go_on_to(push.period)
         dropped: list[ServerInstruction] = [Release(worker=push.worker, place=push.place)]
-        if push.period != self.period or account.has_ended or push.turn <= account.last_turn:
+        if push.period != self.period or not account.may_push(push.turn):
             self._outdated[push.worker] += 1
-            return dropped
+            return [*begun, *dropped]
         account.last_turn = push.turn
         if push.turn <= self.closed:
             self._late[push.worker] += 1
             return dropped
         contribution = Contribution(worker=push.worker, weight=push.weight, iteration=push.iteration, place=push.place)
         self._held.setdefault(push.turn, {})[push.worker] = contribution
-        return self._advance()
+        return [*begun, *self._advance()]
 
     def _advance(self) -> list[ServerInstruction]:
         """Close what has its M workers, abandon what cannot get them any more, and tell the workers."""
@@ -184,7 +197,7 @@ class ServerShard:
     def _num_to_come(self, turn: int, present: Iterable[int]) -> int:
         """Return how many workers may still push for ``turn``."""
         accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
-        return sum(not account.has_ended and account.last_turn < turn for account in accounts.values())
+        return sum(account.may_push(turn) for account in accounts.values())
 
     def _close(self, turn: int) -> list[ServerInstruction]:
         present = self._held.pop(turn)
@@ -215,7 +228,7 @@ class ServerShard:
         if account.due:
             account.is_busy = True
             return [account.due.popleft()]
-        if account.has_ended or account.told == self.closed:
+        if account.final_turn is not None or account.told == self.closed:
             return []
         account.is_busy = True
         account.told = self.closed
@@ -229,7 +242,8 @@ class ServerShard:
         if end.period != self.period or end.worker in ended:
             self._outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
-        self._accounts[end.worker].has_ended = True
+        account = self._accounts[end.worker]
+        account.final_turn = account.last_turn
         self._last_part = end.part if end.is_last else end.part + 1
         ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=0, place=end.place)
         return self._advance() + self._average(end.part)
@@ -254,6 +268,17 @@ class ServerShard:
             instructions += self._reply(worker)
         return instructions
 
+    def _stop(self, stop: Stop) -> list[ServerInstruction]:
+        begun = self._go_on_to(stop.period)
+        if stop.period != self.period:
+            return begun
+        self._accounts[stop.worker].final_turn = stop.last_turn
+        return [*begun, *self._advance()]
+
+    def _go_on_to(self, period: int) -> list[ServerInstruction]:
+        """Begin ``period`` if a worker is in it: it has the average before that, so all had come to its end."""
+        return self._begin_period(period) if self._ends_elsewhere and period > self.period else []
+
     def _begin_period(self, period: int) -> list[ServerInstruction]:
         leftover = [one for present in self._held.values() for one in present.values()]
         self._unfinished.update(one.worker for one in leftover)
@@ -262,7 +287,7 @@ class ServerShard:
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
             account.last_turn = account.told = 0
-            account.has_ended = False
+            account.final_turn = None
             account.accepted.clear()
         return [*self._release(leftover), Clear(period=period)]
 

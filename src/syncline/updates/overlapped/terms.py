@@ -25,6 +25,8 @@ class Terms:
     window: int
     """Pushes of one worker that may be out for one bucket."""
     push: PushOf
+    ends_on_tree: bool = False
+    """Whether a period ends with a collective (see :mod:`.tree_mean`), not through the servers."""
 
     @property
     def keeps_start(self) -> bool:

@@ -20,6 +20,7 @@ ALIGNMENT_BYTES = 64
 MAX_NAMED = 15
 _UP = struct.Struct("<IIIIId")
 _DOWN = struct.Struct("<IIIIIII")
+_STOP = struct.Struct("<II")
 
 
 class Kind(IntEnum):
@@ -39,6 +40,7 @@ class Lane(IntEnum):
     DOWN = 1
     ASK = 2
     ANSWER = 3
+    STOP = 4
 
 
 def tag(stream: int, lane: Lane, number: int, *, epoch: int) -> int:
@@ -115,6 +117,17 @@ class DownHeader:
 
 def _pack_numbers(into: memoryview, numbers: Sequence[int]) -> None:
     struct.pack_into(f"<{len(numbers)}I", into, _DOWN.size, *numbers)
+
+
+def encode_stop(*, period: int, last_turn: int) -> memoryview:
+    """Return the message of a worker that ends a period which is averaged elsewhere."""
+    return memoryview(bytearray(_STOP.pack(period, last_turn)))
+
+
+def decode_stop(message: memoryview) -> tuple[int, int]:
+    """Return the period and the last turn."""
+    period, last_turn = _STOP.unpack(message)
+    return period, last_turn
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ class _Run:
     weight: float
     turn: int = 0
     """0 until it is pushed."""
+    pushed_at: int = 0
+    """Number of own gradients when it was pushed."""
 
     @property
     def num_iterations(self) -> int:
@@ -36,15 +38,21 @@ class _Run:
 class BucketWorker:
     """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
 
-    def __init__(self, *, window: int, num_turns: int, push: PushOf = "current", period: int = 0) -> None:
+    def __init__(
+        self, *, window: int, num_turns: int, push: PushOf = "current", period: int = 0, holds_back: bool = True
+    ) -> None:
         """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
 
-        ``num_turns`` is K, the iterations of a period: a gradient that would be for a later turn is not pushed.
+        ``num_turns`` is K, the iterations of a period: a gradient that would be for a later turn is not pushed. With
+        ``holds_back`` neither is what would not come back before the period ends, by how long the last push took: it
+        would only be in the way of the average, which has it all the same.
         """
+        self._holds_back = holds_back
         self.window = window
         self.num_turns = num_turns
         self.period = period
         self._push = push
+        self._turnaround = 0
         self._sending: _Run | None = None
         self._begin()
 
@@ -90,6 +98,11 @@ class BucketWorker:
         return self._used
 
     @property
+    def last_turn(self) -> int:
+        """The newest turn that this worker pushed for."""
+        return self._last_turn
+
+    @property
     def unsettled(self) -> list[tuple[int, int]]:
         """The places of own gradients that are out or in the making, in order, and of how many iterations each is."""
         runs = [*self._out, self._making] if self._making is not None else self._out
@@ -103,9 +116,10 @@ class BucketWorker:
 
     def step(self, *, iteration: int, weight: float) -> list[Keep | Send]:
         """Take the own gradient of this iteration; ``weight`` is its number of samples."""
-        before = self._hand_over(iteration) if self._push == "previous" else []
+        may_push = not self._holds_back or iteration + self._turnaround <= self.num_turns
+        before = self._hand_over(iteration) if may_push and self._push == "previous" else []
         keep = self._keep(weight)
-        after = self._hand_over(iteration) if self._push == "current" else []
+        after = self._hand_over(iteration) if may_push and self._push == "current" else []
         return [*before, keep, *after]
 
     @property
@@ -146,6 +160,8 @@ class BucketWorker:
         self._free += [run.place for run in settled if run is not self._sending]
         self._used = newest.closed
         self.num_unused = 0
+        if settled:
+            self._turnaround = self._num_own - settled[-1].pushed_at
         longest = max((run.num_iterations for run in settled), default=1)
         advance, self._used_clock = newest.clock - self._used_clock, newest.clock
         return Use(
@@ -154,6 +170,7 @@ class BucketWorker:
             replaces=replaces,
             run_length=longest,
             num_steps=max(1, advance),
+            num_own=sum(run.num_iterations for run in inside),
         )
 
     def end_period(self) -> None:
@@ -199,6 +216,7 @@ class BucketWorker:
             return []
         self._sending = run
         self._last_turn = run.turn = turn
+        run.pushed_at = self._num_own
         self._out.append(run)
         weight = run.weight / run.num_iterations
         send = Send(place=run.place, period=self.period, turn=run.turn, iteration=iteration, weight=weight)

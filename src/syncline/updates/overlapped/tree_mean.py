@@ -1,0 +1,105 @@
+"""The end of a period by the planner's all-reduce, where every rank is a worker that every global gradient needs.
+
+Through servers, an end costs a link between two halves of N workers N times the parameters, as each worker sends its
+own to each server and gets the average back. On the planner's tree it costs them once. A collective has no part for a
+rank that is lost; so this is for fleets that end when one is (M = N, servers on the ranks). What the sums are made of,
+and why they have the same bits everywhere, is in :mod:`.fixed_point`.
+
+    1. all ranks tell each other their samples and how far their parameters have moved (this also waits for the last)
+    2. each bucket's moves are summed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.runtime.work import Work
+from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
+from syncline.updates.overlapped.arithmetic import shares
+from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What all ranks said of the period's end, in rank order."""
+
+    num_samples: tuple[float, ...]
+    last_waits_s: tuple[float, ...]
+    """How long each waited for the others when the period before this one ended: the last to come, hardly."""
+    dropped: tuple[int, ...]
+    """Gradients of each rank that the servers had dropped."""
+
+    def last_to_come(self, least_s: float) -> tuple[int, ...]:
+        """Return who kept others waiting for ``least_s`` or longer when the period before this one ended."""
+        last = min(range(len(self.last_waits_s)), key=self.last_waits_s.__getitem__)
+        return (last,) if max(self.last_waits_s) - self.last_waits_s[last] >= least_s else ()
+
+
+class TreeMean:
+    """Makes parameters their mean over all ranks, weighted by samples; every rank calls it at the same point."""
+
+    def __init__(self, control: ControlStream, buckets: Sequence[Bucket]) -> None:
+        self._control = control
+        self._buckets = buckets
+        self._starts = [torch.empty_like(bucket.parameters) for bucket in buckets]
+        self._last_wait_s = 0.0
+
+    def begin(self) -> None:
+        """Take note of the parameters that a period begins with, the same on all ranks."""
+        for start, bucket in zip(self._starts, self._buckets, strict=True):
+            start.copy_(bucket.parameters)
+
+    def apply(self, *, num_samples: float, dropped: Sequence[int]) -> Ends:
+        """Replace the parameters by their mean; ``dropped`` counts, for each rank, what the servers here dropped.
+
+        Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
+        """
+        moves = [largest_move(bucket.parameters, start) for bucket, start in self._pairs()]
+        start_s = time.monotonic()
+        rows = self._tell([num_samples, self._last_wait_s, *map(float, dropped), *moves])
+        self._last_wait_s = time.monotonic() - start_s
+        num_ranks = self._control.world_size
+        told_moves = rows[:, 2 + num_ranks :]
+        self._check_finite(told_moves)
+        share = shares(rows[:, 0].tolist())[self._control.rank]
+        self._sum(share, told_moves)
+        return Ends(
+            num_samples=tuple(rows[:, 0].tolist()),
+            last_waits_s=tuple(rows[:, 1].tolist()),
+            dropped=tuple(int(count) for count in rows[:, 2 : 2 + num_ranks].sum(0)),
+        )
+
+    def _pairs(self) -> list[tuple[Bucket, torch.Tensor]]:
+        return list(zip(self._buckets, self._starts, strict=True))
+
+    def _tell(self, row: list[float]) -> torch.Tensor:
+        rows = torch.zeros(self._control.world_size, len(row), dtype=torch.float64)
+        rows[self._control.rank] = torch.tensor(row, dtype=torch.float64)
+        return self._control.sum(rows, "samples and moves at the end of a period")
+
+    def _sum(self, share: float, moves: torch.Tensor) -> None:
+        under_way: list[tuple[Work, torch.Tensor, int]] = []
+        for position, (bucket, start) in enumerate(self._pairs()):
+            exponent = exponent_for(moves[:, position].tolist(), bucket.plan.dtype)
+            steps = to_steps(bucket.parameters, start, share=share, exponent=exponent)
+            label = f"mean of bucket {bucket.index} at the end of a period"
+            under_way.append((self._control.start_sum(steps, label), steps, exponent))
+        for work, _, _ in under_way:
+            work.wait()  # all of them: what a rank rescues after a loss is not half a mean
+        for (_, steps, exponent), (bucket, start) in zip(under_way, self._pairs(), strict=True):
+            from_steps(steps, start, exponent=exponent, out=bucket.parameters)
+
+    @staticmethod
+    def _check_finite(moves: torch.Tensor) -> None:
+        culprits = [rank for rank, row in enumerate(moves) if not bool(torch.isfinite(row).all())]
+        if culprits:
+            raise UpdateError(
+                f"Parameters of rank {', '.join(map(str, culprits))} are not finite at the end of a period, so they "
+                "have no mean; go on from a checkpoint with a smaller learning rate"
+            )
