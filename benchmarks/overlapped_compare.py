@@ -3,9 +3,11 @@ r"""Loss against samples and against time: synchronous, swap, additive, rebase a
     python benchmarks/overlapped_compare.py --lab two-sites --task digits --batch-size 64 --alone-steps 48 \
         --record benchmarks/records/DATE_overlapped-digits
 
-Without ``--lab`` the ranks run on loopback. What is not an option here goes to ``overlapped_rank.py``. All modes of a
-seed run in the same processes, one after another, and each is compared with what these processes computed alone just
-before and just after it. ``seconds`` of a curve are each mode's own.
+Without ``--lab`` the ranks run on loopback. What is not an option here goes to ``overlapped_rank.py``. A record is made
+of all seeds that were run into its folder, so that each may have a quiet hour of its own (``--seeds 0``, then
+``--seeds 1``); ``runs/`` in it can go when it is complete. All modes of a seed run in the same processes, one after
+another, and each is compared with what these processes computed alone just before and just after it. ``seconds`` of a
+curve are each mode's own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from overlapped_record import Place, Ranks, curve, loss_at, plot, rate, run, write_record
+from overlapped_record import Place, Ranks, curve, loss_at, plot, rate, read_all, run, write_record
 
 DEFAULT_MODES = ("local", "swap", "rebase", "additive", "synchronous", "ddp")
 
@@ -41,7 +43,8 @@ def main() -> None:
     shares: dict[str, list[float]] = {}
     for seed in options.seeds:
         arguments = ["--modes", *options.modes, "--task", options.task, "--seed", str(seed), *rest]
-        found = run(place, options.record, f"seed-{seed}", arguments, deadline_s=options.deadline_s)
+        run(place, options.record, f"seed-{seed}", arguments, deadline_s=options.deadline_s)
+    for found in read_all(options.record):
         for mode, share in compute_shares(found).items():
             runs.setdefault(mode, []).append(found[mode])
             shares.setdefault(mode, []).append(share)
@@ -67,8 +70,8 @@ TEXT = (
     "the same over what the same processes computed alone just before and after, without any exchange (lowest and "
     "highest seed), with the ends of periods and without the time waited in them. Staleness is in own iterations; "
     "`global` is the share of steps in which a global gradient was used. Curves: `loss.png`. `ddp` makes fewer steps "
-    "than the others, for its speed alone: it learns as `synchronous` does. `local` is judged on each rank's own "
-    "parameters: it has no common model at all."
+    "than the others, for its speed alone: it learns as `synchronous` does, which may make fewer too. `local` is "
+    "judged on each rank's own parameters: it has no common model at all."
 )
 
 
@@ -96,24 +99,24 @@ def verdicts(curves: dict[str, list[list[dict[str, float]]]]) -> str:
     """Say for each mode whether it wins or loses against synchronous training, by samples and by time."""
     if "synchronous" not in curves:
         return ""
-    said = ["", "", "At its end, each mode against synchronous training after as many samples, and after as long:", ""]
+    said = ["", "", "Each mode against synchronous training, after as many samples and after as long:", ""]
     for mode, seeds in curves.items():
         if mode in ("synchronous", "ddp"):
             continue
-        ends = [rows[-1] for rows in seeds]
-        loss = statistics.mean(end["loss"] for end in ends)
-        against = {
-            key: statistics.mean(
-                loss_at(rows, key, end[key]) for rows, end in zip(curves["synchronous"], ends, strict=True)
-            )
-            for key in ("samples", "seconds")
-        }
-        outcomes = [
-            f"by {key} it {'wins' if loss < other else 'loses'} ({loss:.3f} against {other:.3f})"
-            for key, other in against.items()
-        ]
+        outcomes = [verdict(seeds, curves["synchronous"], key) for key in ("samples", "seconds")]
         said.append(f"- `{mode}`: {', '.join(outcomes)}.")
     return "\n".join(said)
+
+
+def verdict(mine: list[list[dict[str, float]]], others: list[list[dict[str, float]]], key: str) -> str:
+    """Compare two modes, seed by seed, where the one that ended first had ended."""
+    ends = [min(one[-1][key], other[-1][key]) for one, other in zip(mine, others, strict=True)]
+    loss, other = (
+        statistics.mean(loss_at(rows, key, end) for rows, end in zip(runs, ends, strict=True))
+        for runs in (mine, others)
+    )
+    outcome = "wins" if loss < other else "loses"
+    return f"at {statistics.mean(ends):.0f} {key} it {outcome} ({loss:.3f} against {other:.3f})"
 
 
 def one_without_ends(ranks: Ranks) -> float:

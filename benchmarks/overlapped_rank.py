@@ -152,7 +152,8 @@ def train_alone(task: Task, options: argparse.Namespace, *, barrier: Callable[[]
 
 def train(trainee: Trainee, options: argparse.Namespace, log: Log, *, barrier: Callable[[], None]) -> None:
     """Train for so many iterations of the fleet, or seconds; snapshots are taken on the way."""
-    num_iterations = options.ddp_iterations or options.iterations if trainee.mode == "ddp" else options.iterations
+    fewer = {"ddp": options.ddp_iterations, "synchronous": options.synchronous_iterations}
+    num_iterations = fewer.get(trainee.mode) or options.iterations
     next_snapshot = 0
     barrier()
     start_s = time.perf_counter()
@@ -217,6 +218,8 @@ def run(mode: str, options: argparse.Namespace) -> Log:
         if mode in OVERLAPPED:
             counted = trainee.optimizer.statistics()
             log.counted = {name: getattr(counted, name) for name in counted.__dataclass_fields__}
+        if os.environ["RANK"] == "0":
+            print(f"{mode}: {log.num_steps} steps in {log.seconds:.1f} s, alone {log.alone_rate:.2f}/s", flush=True)
         barrier()  # with a time limit ranks end at different steps; none may leave another in the middle
     log.rows = judged(log, task)
     return log
@@ -231,6 +234,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--split", choices=("labels", "mixed"), default="labels", help="what a rank sees of the digits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=512)
+    parser.add_argument("--width", type=int, default=32, help="of the GPT")
+    parser.add_argument("--synchronous-iterations", type=int, default=0, help="fewer for synchronous, which is slow")
     parser.add_argument("--ddp-iterations", type=int, default=0, help="fewer for ddp, which learns as synchronous does")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long, without a last average")
     parser.add_argument("--alone-steps", type=int, default=0, help="steps of each measurement of compute alone")

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,7 +48,8 @@ class Place:
 def run(place: Place, record: Path, name: str, arguments: Sequence[str], *, deadline_s: float) -> dict[str, Ranks]:
     """Run all ranks; return for each mode what they wrote, or nothing if they did not end well (output is kept)."""
     out = record / "runs" / name
-    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     command = place.command([*arguments, "--out", str(out)])
     with (out / "output.txt").open("w") as output:
         print(shlex.join(command), file=output, flush=True)
@@ -55,9 +57,19 @@ def run(place: Place, record: Path, name: str, arguments: Sequence[str], *, dead
         status = subprocess.run(
             command, env=names, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=deadline_s
         ).returncode
-    ranks = [json.loads(path.read_text()) for path in sorted(out.glob("rank_*.json"))]
-    print(f"{name}: status {status}, {len(ranks)} ranks", flush=True)
-    return {mode: [one[mode] for one in ranks] for mode in ranks[0]} if status == 0 else {}
+    print(f"{name}: status {status}", flush=True)
+    return read(out) if status == 0 else {}
+
+
+def read(folder: Path) -> dict[str, Ranks]:
+    """Return for each mode what the ranks wrote to ``folder``; nothing if there is nothing."""
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+    return {mode: [one[mode] for one in ranks] for mode in ranks[0]} if ranks else {}
+
+
+def read_all(record: Path) -> list[dict[str, Ranks]]:
+    """Return what all runs of a record found, in the order of their names."""
+    return [read(folder) for folder in sorted((record / "runs").iterdir())]
 
 
 def rate(ranks: Ranks, *, fastest: bool = False) -> float:
