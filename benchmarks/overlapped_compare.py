@@ -56,18 +56,22 @@ def main() -> None:
 
 
 def compute_shares(found: dict[str, Ranks]) -> dict[str, float]:
-    """Return each mode's speed over that of compute alone, which was measured before every mode."""
-    alone = [statistics.mean(one["alone_rate"] for one in ranks) for ranks in found.values()]
+    """Return each mode's speed over that of compute alone, which was measured before every mode.
+
+    Both are those of the fleet, which has made its steps when the last rank has: where ranks share processors, one that
+    is fast has taken the time of another.
+    """
+    alone = [min(one["alone_rate"] for one in ranks) for ranks in found.values()]
     after = [*alone[1:], alone[-1]]
     return {
-        mode: rate(ranks) / statistics.mean(pair)
+        mode: min(one["num_steps"] / one["seconds"] for one in ranks) / statistics.mean(pair)
         for (mode, ranks), pair in zip(found.items(), zip(alone, after, strict=True), strict=True)
     }
 
 
 TEXT = (
     "Loss at the end on all data (mean over ranks and seeds; lowest and highest seed); steps per second of a rank; "
-    "the same over what the same processes computed alone just before and after, without any exchange (lowest and "
+    "those of the last rank over what the last made alone just before and after, without any exchange (lowest and "
     "highest seed), with the ends of periods and without the time waited in them. Staleness is in own iterations; "
     "`global` is the share of steps in which a global gradient was used. Curves: `loss.png`. `ddp` makes fewer steps "
     "than the others, for its speed alone: it learns as `synchronous` does, which may make fewer too. `local` is "
@@ -120,10 +124,11 @@ def verdict(mine: list[list[dict[str, float]]], others: list[list[dict[str, floa
 
 
 def one_without_ends(ranks: Ranks) -> float:
-    """Return by how much a rank would be faster if the ends of its periods took no time."""
-    return statistics.mean(
-        one["seconds"] / (one["seconds"] - one["counted"].get("waited_period_s", 0.0)) for one in ranks
-    )
+    """Return by how much the fleet would be faster if ends of periods took no time: by the rank that came last to them.
+
+    It waits for the average alone, the others for it too.
+    """
+    return min(one["seconds"] / (one["seconds"] - one["counted"].get("waited_period_s", 0.0)) for one in ranks)
 
 
 def spread_of(values: list[float]) -> str:

@@ -152,8 +152,8 @@ def train_alone(task: Task, options: argparse.Namespace, *, barrier: Callable[[]
 
 def train(trainee: Trainee, options: argparse.Namespace, log: Log, *, barrier: Callable[[], None]) -> None:
     """Train for so many iterations of the fleet, or seconds; snapshots are taken on the way."""
-    fewer = {"ddp": options.ddp_iterations, "synchronous": options.synchronous_iterations}
-    num_iterations = fewer.get(trainee.mode) or options.iterations
+    fewer = dict(one.split("=") for one in options.fewer)
+    num_iterations = int(fewer.get(trainee.mode, options.iterations))
     next_snapshot = 0
     barrier()
     start_s = time.perf_counter()
@@ -235,8 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=512)
     parser.add_argument("--width", type=int, default=32, help="of the GPT")
-    parser.add_argument("--synchronous-iterations", type=int, default=0, help="fewer for synchronous, which is slow")
-    parser.add_argument("--ddp-iterations", type=int, default=0, help="fewer for ddp, which learns as synchronous does")
+    parser.add_argument("--fewer", nargs="*", default=[], metavar="MODE=ITERATIONS", help="modes that are cut short")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long, without a last average")
     parser.add_argument("--alone-steps", type=int, default=0, help="steps of each measurement of compute alone")
     parser.add_argument("--period", type=int, default=64)
@@ -257,19 +256,18 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(1)
     modes = sorted(options.modes, key="ddp".__eq__)  # it keeps its store open, in which syncline would not be met
-    logs = {mode: run(mode, options) for mode in modes}
-    found = {
-        mode: {
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for mode in modes:
+        log = run(mode, options)
+        found[mode] = {
             "num_steps": log.num_steps,
             "seconds": log.seconds,
             "alone_rate": log.alone_rate,
             "counted": log.counted,
             "rows": log.rows,
         }
-        for mode, log in logs.items()
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found, indent=1))
+        (options.out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def save_checkpoint(
     """Write a checkpoint to the folder ``path``; every rank calls it. What was there becomes ``path.previous``.
 
     ``extra`` is what JSON can say (step number, seed ...), taken from rank 0. Raises :class:`CheckpointError` on every
-    rank if one of them fails; the checkpoint that was there is whole then.
+    rank if one of them fails; the checkpoint that was there is whole then. Where ranks may be lost, or only serve
+    (``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only it waits.
     """
     _save(Path(path).absolute(), model, optimizer, crew_of(model, optimizer), extra)
 
@@ -41,6 +42,8 @@ def save_alone(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
+    if not crew.saves:
+        return
     crew.synchronize()
     together = _Together(crew, target)
     together.run("cannot make a folder", lambda: _begin(target, crew, extra))

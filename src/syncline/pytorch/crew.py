@@ -23,6 +23,8 @@ class Crew:
 
     rank = 0
     world_size = 1
+    saves = True
+    """Whether this process has a part in saving."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
@@ -110,18 +112,37 @@ class FleetCrew(Crew):
         self._training.updater.load_state(source)
 
 
+class LoneCrew(Crew):
+    """A rank whose fleet cannot be asked to do a thing together: ranks may be lost, or only serve.
+
+    Each reads a checkpoint by itself, as it has the whole state; one of them writes it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, saves: bool) -> None:
+        super().__init__(model, optimizer)
+        self.saves = saves
+
+
 def crew_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Crew:
     """Return who saves or loads ``model`` and ``optimizer``: its fleet's ranks, if it is distributed."""
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.training.model is not model:
             raise CheckpointError("The optimizer was distributed with another model; give the two that belong together")
-        return FleetCrew(optimizer.training, optimizer)
+        return _crew_in(optimizer.training, optimizer)
     trainings = [training for training in trainings_of(None) if training.model is model]
     if not trainings:
         return Crew(model, optimizer)
     if optimizer is not None:
         raise CheckpointError("This model is distributed; give the optimizer that distribute() returned")
-    return FleetCrew(trainings[0], None)
+    return _crew_in(trainings[0], None)
+
+
+def _crew_in(training: Training, optimizer: DistributedOptimizer | None) -> Crew:
+    scribe = training.updater.scribe
+    if scribe is None:
+        return FleetCrew(training, optimizer)
+    plain = None if optimizer is None else optimizer.inner
+    return LoneCrew(training.model, plain, saves=scribe == training.updater.channel.rank)
 
 
 def _like(current: Any, value: Any) -> Any:

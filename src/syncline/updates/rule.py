@@ -116,6 +116,11 @@ class Updater(ABC):
         return ""
 
     @property
+    def scribe(self) -> int | None:
+        """The rank that saves checkpoints by itself, where not all can be asked to; None if they do it together."""
+        return None
+
+    @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The optimizer state that this rank keeps, by the tensors that are stepped."""
         return self.optimizer.state

@@ -36,19 +36,29 @@ def launch(num_ranks: int, options: list[str]) -> subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize("deadly_step", [-1, 37])
-def test_a_killed_worker_does_not_stop_the_others(deadly_step: int) -> None:
-    """Periods of 16 iterations, so step 37 is in the third; rank 1 hosts shards."""
+@pytest.mark.parametrize("victim", [None, 0, 1])
+def test_a_killed_worker_does_not_stop_the_others(victim: int | None, tmp_path) -> None:
+    """Periods of 16 iterations, so step 37 is in the third; each rank hosts shards. Who lives saves, to the end."""
     rule = {"period": 16, "quorum": 2}
-    results = run_script(SCRIPT, 3, *arguments(rule, 96, "--victims", "1", "--deadly-step", str(deadly_step)))
-    survivors = [rank for rank in range(3) if rank != 1 or deadly_step < 0]
+    path = str(tmp_path / "checkpoint")
+    deadly = [] if victim is None else ["--victims", str(victim), "--deadly-step", "37"]
+    results = run_script(SCRIPT, 3, *arguments(rule, 96, "--save", path, *deadly))
+    assert_saved(path, 96)
+    survivors = [rank for rank in range(3) if rank != victim]
     said = [SAID.search(results[rank][1]) for rank in survivors]
     for rank, words in zip(survivors, said, strict=True):
         assert results[rank][0] == 0, results[rank][1]
         assert words is not None, results[rank][1]
         assert words[1] == said[0][1], "parameters differ"
         assert words[3] == "6"
-        assert deadly_step < 0 or "1" in words[2]
+        assert victim is None or str(victim) in words[2]
+
+
+def assert_saved(path: str, iteration: int) -> None:
+    """What lies at ``path`` loads in one process alone, and is of ``iteration``."""
+    model = make_model()
+    assert syncline.load_checkpoint(path, model, make_adam(model.parameters()))["iteration"] == iteration
+    assert not parameters_of(model).equal(parameters_of(make_model()))
 
 
 def test_too_few_left_end_with_who_is_missing_and_a_checkpoint(tmp_path) -> None:
@@ -82,10 +92,14 @@ def test_training_that_was_killed_goes_on_with_another_number_of_workers(tmp_pat
     assert not parameters_of(saved).equal(parameters_of(make_model()))
 
 
-def test_dedicated_servers_end_when_the_workers_have_left() -> None:
-    """Ranks 3 and 4 only serve; each push is of the iteration before."""
-    done = launch(5, arguments({"period": 16, "servers": "dedicated:2", "push": "previous"}, 48))
-    assert done.returncode == 0, done.stdout
-    said = SAID.findall(done.stdout)
-    assert [periods for _, _, periods in said] == ["3", "3", "3"]
-    assert len({digest for digest, _, _ in said}) == 1
+def test_dedicated_servers_end_when_the_workers_have_left_and_others_go_on_from_what_they_saved(tmp_path) -> None:
+    """Ranks 3 and 4 only serve; each push is of the iteration before. Then two workers and one server go on."""
+    path = str(tmp_path / "checkpoint")
+    for num_ranks, num_servers, options in ((5, 2, []), (3, 1, ["--resume", path])):
+        rule = {"period": 16, "servers": f"dedicated:{num_servers}", "push": "previous"}
+        done = launch(num_ranks, arguments(rule, 48 + 16 * len(options), "--save", path, *options))
+        assert done.returncode == 0, done.stdout
+        said = SAID.findall(done.stdout)
+        assert [periods for _, _, periods in said] == (["2", "2"] if options else ["3", "3", "3"])
+        assert len({digest for digest, _, _ in said}) == 1
+        assert_saved(path, 48 + 16 * len(options))

@@ -208,6 +208,14 @@ class OverlappedUpdater(WholeUpdater):
         """Whether a period has just ended, so that all ranks have the same parameters."""
         return self.exchange.clock.num_steps == 0
 
+    @property
+    def scribe(self) -> int | None:
+        """Of a fleet that goes on without lost ranks, or has ranks that only serve, the lowest worker that lives."""
+        terms, lost = self.exchange.terms, self.exchange.lost
+        if terms.quorum == terms.world_size:
+            return None
+        return min((rank for rank in terms.workers if rank not in lost), default=None)
+
     def begin_backward(self) -> None:
         """Raise what went wrong since the last step."""
         self._raise_failure()
