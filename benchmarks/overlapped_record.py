@@ -22,6 +22,8 @@ import syncline
 Ranks = list[dict[str, Any]]
 """What each rank measured in one mode."""
 
+LEAVE_S = 30.0
+"""How long a run that is over its time may take to end."""
 RANK_SCRIPT = Path(__file__).with_name("overlapped_rank.py")
 
 
@@ -54,17 +56,21 @@ def run(place: Place, record: Path, name: str, arguments: Sequence[str], *, dead
     with (out / "output.txt").open("w") as output:
         print(shlex.join(command), file=output, flush=True)
         names = os.environ | {"OMP_NUM_THREADS": "1"}
-        status = subprocess.run(
-            command, env=names, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=deadline_s
-        ).returncode
+        with subprocess.Popen(command, env=names, stdout=output, stderr=subprocess.STDOUT) as process:
+            try:
+                status = process.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # it removes its lab
+                status = process.wait(LEAVE_S)
     print(f"{name}: status {status}", flush=True)
     return read(out) if status == 0 else {}
 
 
 def read(folder: Path) -> dict[str, Ranks]:
-    """Return for each mode what the ranks wrote to ``folder``; nothing if there is nothing."""
+    """Return for each mode what all ranks wrote to ``folder``, also where they were stopped later."""
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
-    return {mode: [one[mode] for one in ranks] for mode in ranks[0]} if ranks else {}
+    modes = [mode for mode in ranks[0] if all(mode in one for one in ranks)] if ranks else []
+    return {mode: [one[mode] for one in ranks] for mode in modes}
 
 
 def read_all(record: Path) -> list[dict[str, Ranks]]:

@@ -95,11 +95,11 @@ class Feed:
         """Add this step's part of what is left, once in a step."""
         if self._rest is None:
             return
-        part = self._rest / self._num_left
-        gradient.add_(part.to(gradient))
-        self._rest.sub_(part)
+        gradient.add_(self._rest.to(gradient), alpha=1.0 / self._num_left)
         self._num_left -= 1
-        if not self._num_left:
+        if self._num_left:
+            self._rest.mul_(self._num_left / (self._num_left + 1))
+        else:
             self._rest = None
 
     def clear(self) -> None:
