@@ -252,6 +252,9 @@ def test_the_rule_follows_the_optimizer_unless_the_user_says_one() -> None:
     model = torch.nn.Linear(2, 2)
     assert Overlapped().kind(make_sgd(model.parameters())) == "swap"
     assert Overlapped().kind(make_adam(model.parameters())) == "rebase"
+    assert Overlapped(max_staleness=None).kind(make_adam(model.parameters())) == "swap"
+    assert Overlapped(max_staleness=9).kind(make_adam(model.parameters())) == "swap"
+    assert Overlapped(rule="rebase", max_staleness=None).kind(make_adam(model.parameters())) == "rebase"
     assert Overlapped(rule="swap").kind(make_adam(model.parameters())) == "swap"
 
 

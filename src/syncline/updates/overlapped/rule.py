@@ -30,6 +30,8 @@ from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
 
 Kind = Literal["swap", "additive", "rebase"]
+FRESH = 8
+"""With gradients that are staler than so many iterations, "rebase" is no better than "swap" (decision 0012)."""
 WINDOW = 2
 """Pushes of one worker that may be out: one on its way while the turn of the one before closes, and no more. A worker
 near a server could fill a larger window with one iteration each, turns that then wait for workers far away, whose runs
@@ -42,20 +44,21 @@ class Overlapped:
 
     ``period`` (K): after so many iterations the parameters are averaged over all workers; with M = N and shared servers
     by an all-reduce, else through the servers, which costs slow links more. ``quorum`` (M): so many workers' gradients
-    make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks,
-    spread by what their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()``
-    serves until all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
-    global one in the sum that the optimizer is fed, which is right for SGD, and its default; ``"rebase"`` redoes own
-    steps on top of the global ones, the default with Adam and its like, whose steps ``"swap"`` makes too short (see
-    :mod:`.rebase`; it keeps a copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal
-    form, and counts own ones twice. ``push``: the gradient of the current or
-    of the previous iteration. ``max_staleness``: with more own iterations than that for which no global gradient has
-    come, ``step()`` waits; 0 is synchronous training, None never waits. ``spread``: where the network is slower than
-    the workers, a global gradient stands for a run of iterations; feed it to the optimizer over as many steps.
-    ``average_state``: average the optimizer's state too. ``outer``: what a period's averaged difference does (default:
-    the average is the next period's start).
-    ``rescue``: when fewer workers live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of
-    them first writes a checkpoint of what it has to this path. ``should_record``: keep all decisions, to replay them.
+    make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what
+    their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()`` serves until
+    all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
+    global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
+    global ones, which is better for Adam and its like as long as gradients are fresh (see :mod:`.rebase`; it keeps a
+    copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal form, and counts own ones
+    twice. Default: ``"swap"``, but ``"rebase"`` with optimizers other than SGD where ``max_staleness`` is at most 8.
+
+    ``push``: the gradient of the current or of the previous iteration. ``max_staleness``: with more own iterations than
+    that for which no global gradient has come, ``step()`` waits; 0 is synchronous training, None never waits.
+    ``spread``: where the network is slower than the workers, a global gradient stands for a run of iterations; feed it
+    to the optimizer over as many steps. ``average_state``: average the optimizer's state too. ``outer``: what a
+    period's averaged difference does (default: the average is the next period's start). ``rescue``: when fewer workers
+    live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of them first writes a checkpoint of
+    what it has to this path. ``should_record``: keep all decisions, to replay them.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -111,8 +114,12 @@ class Overlapped:
         return OverlappedUpdater(setting, self)
 
     def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
-        """Return the rule that is meant with ``optimizer``: of SGD the steps add up as gradients do, of others not."""
-        return self.rule or ("swap" if isinstance(optimizer, torch.optim.SGD) else "rebase")
+        """Return the rule that is meant with ``optimizer``: of SGD the steps add up as gradients do, of others not.
+
+        Steps that are redone many times on few global gradients are no better than those that are left alone.
+        """
+        is_fresh = self.max_staleness is not None and self.max_staleness <= FRESH
+        return self.rule or ("rebase" if is_fresh and not isinstance(optimizer, torch.optim.SGD) else "swap")
 
     def terms(self, world_size: int) -> Terms:
         """Return what follows for so many ranks; raises :class:`ConfigurationError` if the quorum is too large."""
