@@ -9,7 +9,6 @@ To be fair to the other connections, one callback moves at most a budget of byte
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from syncline.fabric.frames import CONTROL_CLASS, FrameError
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sockets import mark
+from syncline.fabric.turn import TurnEnd
 
 BUDGET_BYTES = 2 << 20
 """What one callback moves at most in its direction before others have their turn."""
@@ -31,12 +31,11 @@ class Connection(ABC):
 
     connection_class = CONTROL_CLASS
 
-    def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, *, on_broken: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, sock: socket.socket, turn_end: TurnEnd, *, on_broken: Callable[[Exception], None]) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._loop = loop
+        self._loop = turn_end.loop
+        self._turn_end = turn_end
         self._on_broken = on_broken
         self._buffers: list[bytes | memoryview] = []
         self._buffers_bytes = 0
@@ -59,10 +58,10 @@ class Connection(ABC):
         mark(self._socket, self.connection_class, options)
 
     def schedule_write(self) -> None:
-        """Write soon: what is queued in one iteration of the loop leaves together."""
+        """Write soon: what is queued in one turn of the loop leaves together."""
         if not (self._is_write_scheduled or self._is_watching_writer or self.is_closed):
             self._is_write_scheduled = True
-            self._loop.call_soon(self._write)
+            self._turn_end.write_soon(self.connection_class, self._write)
 
     def close(self) -> None:
         """Release the socket. Nothing is told to ``on_broken`` any more."""

@@ -1,12 +1,11 @@
 """The control connection to a peer: small frames, ahead of all data.
 
-Requests, grants, credit, heartbeats and the control messages of the layer above. Whatever is queued within one
-iteration of the loop leaves in one ``sendmsg``.
+Requests, grants, credit, heartbeats and the control messages of the layer above. Whatever is queued within one turn of
+the loop leaves in one ``sendmsg``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 
@@ -25,6 +24,7 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.protocol import MAX_CONTROL_BYTES
+from syncline.fabric.turn import TurnEnd
 
 INBOX_BYTES = 128 << 10
 """Room for what arrives at once; no frame is larger."""
@@ -38,12 +38,12 @@ class ControlConnection(Connection):
     def __init__(
         self,
         sock: socket.socket,
-        loop: asyncio.AbstractEventLoop,
+        turn_end: TurnEnd,
         *,
         on_frame: Callable[[Frame, bytes], None],
         on_broken: Callable[[Exception], None],
     ) -> None:
-        super().__init__(sock, loop, on_broken=on_broken)
+        super().__init__(sock, turn_end, on_broken=on_broken)
         self._on_frame = on_frame
         self._queue: list[bytes] = []
         self._inbox = memoryview(bytearray(INBOX_BYTES))
@@ -64,7 +64,7 @@ class ControlConnection(Connection):
         offset: int = 0,
         payload: bytes = b"",
     ) -> None:
-        """Queue a frame; it leaves in this or the next iteration of the loop."""
+        """Queue a frame; it leaves when this turn of the loop, or the next, ends."""
         if self.is_closed:
             return
         header = encode_header(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from syncline.fabric.outbox import Outbox
 from syncline.fabric.shared_host import Offer, accept_offer
 from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
+from syncline.fabric.turn import TurnEnd
 
 
 class PeerEvents(Protocol):
@@ -47,9 +47,6 @@ class PeerEvents(Protocol):
     def on_opening(self, peer: Peer) -> None:
         """Note that the peer opens further connection classes, or has them, or that they are all here."""
 
-    def grant_soon(self) -> None:
-        """Look soon whether there is something to grant."""
-
     def on_memory_shared(self, peer: Peer) -> None:
         """Note that the peer reads this process's memory: both are on one machine."""
 
@@ -68,13 +65,13 @@ class Peer:
         options: FabricOptions,
         scheduler: GrantScheduler,
         events: PeerEvents,
-        loop: asyncio.AbstractEventLoop,
+        turn_end: TurnEnd,
     ) -> None:
         self.rank = rank
         self.host = host
         self.options = options
         self._events = events
-        self._loop = loop
+        self._turn_end = turn_end
         self._sockets: dict[int, socket.socket] = {}
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
@@ -91,7 +88,7 @@ class Peer:
             credit_bytes=options.credit_bytes,
             scheduler=scheduler,
             links=InboxLinks(
-                grant_soon=events.grant_soon,
+                grant_soon=turn_end.grant_soon,
                 send_control=self.send_frame,
                 redirect=self._redirect,
                 on_mismatch=partial(events.on_mismatch, self),
@@ -240,7 +237,7 @@ class Peer:
     def _start(self) -> None:
         is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS])
         control = ControlConnection(
-            self._sockets.pop(CONTROL_CLASS), self._loop, on_frame=self._on_frame, on_broken=self._on_control_broken
+            self._sockets.pop(CONTROL_CLASS), self._turn_end, on_frame=self._on_frame, on_broken=self._on_control_broken
         )
         self._add_data_connections()
         self._control = control
@@ -258,7 +255,7 @@ class Peer:
         added = [
             DataConnection(
                 self._sockets.pop(connection_class),
-                self._loop,
+                self._turn_end,
                 connection_class=connection_class,
                 chunk_bytes=self.options.chunk_bytes,
                 receiver=self.inbox,

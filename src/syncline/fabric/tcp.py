@@ -24,6 +24,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
+from syncline.fabric.turn import TurnEnd
 from syncline.topology.priorities import Priorities
 
 MAX_REASON_BYTES = 1024
@@ -65,18 +66,20 @@ class TcpFabric:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self.scheduler = scheduler
+        self._turn_end = TurnEnd(self._loop, self._grant)
         self._fetcher = Fetcher(self._loop)
         self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
-            peer: Peer(peer, host, options=peer_options[peer], scheduler=scheduler, events=self, loop=self._loop)
+            peer: Peer(
+                peer, host, options=peer_options[peer], scheduler=scheduler, events=self, turn_end=self._turn_end
+            )
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
         self._mesh: Mesh | None = None
         self._audience = Audience()
         self._lost: dict[int, PeerLostError] = {}
-        self._is_granting_soon = False
         self._is_closing = False
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -294,12 +297,6 @@ class TcpFabric:
         """Pass a mismatch on."""
         self._audience.tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
 
-    def grant_soon(self) -> None:
-        """Grant at the end of this iteration of the loop."""
-        if not self._is_granting_soon:
-            self._is_granting_soon = True
-            self._loop.call_soon(self._grant)
-
     def on_memory_shared(self, peer: Peer) -> None:
         """Divide the machine's cores with a rank that runs on it too."""
         if self._options.binds_thread:
@@ -317,7 +314,6 @@ class TcpFabric:
         peer.flush_control()
 
     def _grant(self) -> None:
-        self._is_granting_soon = False
         for grant in self.scheduler.grants():
             self._peers[grant.peer].inbox.on_granted(grant.tag, grant.limit_bytes)
 
@@ -346,7 +342,7 @@ class TcpFabric:
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()
-        self.grant_soon()
+        self._turn_end.grant_soon()
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
