@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from syncline.errors import DeadlineError, FabricClosedError
+from syncline.runtime.time_slices import ask_for_short_slices
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class CommunicationLoop:
 
     def _main(self) -> None:
         assert self._loop is not None
+        ask_for_short_slices()
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
