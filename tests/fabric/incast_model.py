@@ -1,14 +1,18 @@
 """Two senders and one receiver on a virtual clock: the grant scheduler itself, and links that are simple queues.
 
 A granted piece leaves its sender in packets, crosses the sender's own link, and then the one link to the receiver,
-where packets queue in the order of arrival (or by class, where the switch honours priorities). A message counts as
-arrived by chunks, as on the wire.
+where packets queue in the order of arrival (or by class, where the switch honours priorities). A request goes the same
+way, as a small packet. A message counts as arrived by chunks, as on the wire. A host answers after ``delay_s``, and
+sometimes later.
 """
 
 import heapq
 import itertools
+import random
 
 PACKET_BYTES = 16 << 10
+REQUEST_BYTES = 100
+REQUEST_URGENCY = -1
 
 
 class Link:
@@ -51,9 +55,10 @@ class Clock:
 class Incast:
     """Ranks 1 and 2 send to rank 0, whose ``scheduler`` grants."""
 
-    def __init__(self, scheduler, *, bytes_per_s, chunk_bytes, delay_s, is_strict=False):
-        self.clock, self.scheduler = Clock(), scheduler
-        self.chunk_bytes, self.delay_s = chunk_bytes, delay_s
+    def __init__(self, scheduler, *, bytes_per_s, chunk_bytes, delay_s, clock=None, is_strict=False, late_s=0.0):
+        self.clock, self.scheduler = clock or Clock(), scheduler
+        self.chunk_bytes, self._delay_s, self._late_s = chunk_bytes, delay_s, late_s
+        self._random = random.Random(7)
         self.bottleneck = Link(self.clock, bytes_per_s, self._arrive, is_strict=is_strict)
         self.uplinks = {peer: Link(self.clock, bytes_per_s, self.bottleneck.put) for peer in (1, 2)}
         self.sizes, self.urgencies, self.sent, self.arrived = {}, {}, {}, {}
@@ -62,24 +67,24 @@ class Incast:
         self.most_underway = 0
 
     def wish(self, peer, num_bytes, urgency):
-        """A sender announces a message; the request takes as long as a grant."""
+        """A sender announces a message; returns its tag."""
         tag = next(self.tags)
         self.sizes[tag], self.urgencies[tag], self.sent[tag], self.arrived[tag] = num_bytes, urgency, 0, 0
-
-        def hear():
-            self.scheduler.wish(peer, tag, num_bytes=num_bytes, urgency=urgency)
-            self._grant()
-
-        self.clock.later(self.delay_s, hear)
+        request = {"peer": peer, "tag": tag, "urgency": REQUEST_URGENCY, "num_bytes": REQUEST_BYTES}
+        self.clock.later(self._answer_s(), lambda: self.uplinks[peer].put(request))
         return tag
 
     def wait(self, tag):
         self.clock.run(lambda: tag in self.finished_s)
         return self.finished_s[tag]
 
+    def _answer_s(self):
+        """How long a host takes; one in ten times it waits for a core."""
+        return self._delay_s + (self._late_s if self._random.random() < 0.1 else 0.0)
+
     def _grant(self):
         for grant in self.scheduler.grants():
-            self.clock.later(self.delay_s, lambda grant=grant: self._send(grant))
+            self.clock.later(self._answer_s(), lambda grant=grant: self._send(grant))
         self.most_underway = max(self.most_underway, self.scheduler.underway_bytes)
 
     def _send(self, grant):
@@ -94,6 +99,11 @@ class Incast:
                 self.uplinks[grant.peer].put({**packet, "ends_chunk": 0 if left else chunk})
 
     def _arrive(self, packet):
+        if packet["urgency"] == REQUEST_URGENCY:
+            tag = packet["tag"]
+            self.scheduler.wish(packet["peer"], tag, num_bytes=self.sizes[tag], urgency=self.urgencies[tag])
+            self._grant()
+            return
         if not packet["ends_chunk"]:
             return
         tag = packet["tag"]

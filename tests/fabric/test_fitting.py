@@ -1,7 +1,9 @@
 """Windows and chunks that fit the links."""
 
+import math
+
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import build_scheduler, fit_options, resize_scheduler
+from syncline.fabric.fitting import build_scheduler, fit_options, fit_window, resize_scheduler
 from syncline.topology.topology import Topology
 
 KIB = 1 << 10
@@ -10,6 +12,10 @@ KIB = 1 << 10
 def window(topology, rank=0, **settings):
     world_size = topology.num_ranks if topology else 2
     return build_scheduler(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology).window_bytes
+
+
+def window_of(rate, **settings):
+    return fit_window(rate, FabricOptions(**settings))
 
 
 def test_the_window_lasts_ten_milliseconds_on_the_link_of_the_host():
@@ -32,14 +38,18 @@ def test_chunks_last_five_milliseconds_on_their_route():
     assert fit_options(FabricOptions(), rank=0, world_size=2, topology=None)[1] == FabricOptions()
 
 
-def test_with_several_classes_less_is_under_way():
+def test_with_several_classes_the_window_may_shrink():
     topology = Topology.flat(2, rate=20e6)
-    assert window(topology, num_classes=4) == 100_000
-    assert fit_options(FabricOptions(num_classes=4), rank=0, world_size=2, topology=topology)[1].chunk_bytes == 40_000
     scheduler = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=topology)
     assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 100_000)
     resize_scheduler(scheduler, FabricOptions(num_classes=4), rank=0, world_size=2, topology=topology)
-    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (100_000, 40_000)
+    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 50_000), "a quarter of the window"
+    found = window_of(20e6, num_classes=4)
+    assert (found.most_bytes, found.least_bytes) == (200_000, 40_000)
+    assert window_of(1e6, num_classes=4).least_bytes == 32 * KIB
+    for settings in ({"num_classes": 1}, {"num_classes": 4, "grant_window_bytes": 70_000}):
+        assert window_of(20e6, **settings).is_fixed
+    assert window_of(math.inf, num_classes=4).is_fixed
 
 
 def test_eager_messages_still_fit_into_a_chunk():

@@ -5,13 +5,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
 from syncline.fabric.link_share import LinkShare
 
 
 def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
     sizes = {int(name[1:]): size for name, size in sender_bytes.items()}
-    return GrantScheduler(window_bytes=window_bytes, quantum_bytes=quantum_bytes, sender_bytes=sizes)
+    return GrantScheduler(window=GrantWindow(window_bytes), quantum_bytes=quantum_bytes, sender_bytes=sizes)
 
 
 def grant(peer, tag, limit_bytes):
@@ -75,10 +76,10 @@ def test_new_sizes_hold_from_then_on():
     one = scheduler(p1=50)
     one.wish(1, 1, num_bytes=1000, urgency=0)
     assert one.grants() == [grant(1, 1, 50)]
-    one.resize(window_bytes=300, quantum_bytes=200, sender_bytes={1: 120})
+    one.resize(window=GrantWindow(300), quantum_bytes=200, sender_bytes={1: 120})
     assert one.grants() == [grant(1, 1, 170)]
     one.arrived(1, num_bytes=170, urgency=0)
-    one.resize(window_bytes=60, quantum_bytes=60, sender_bytes={})
+    one.resize(window=GrantWindow(60), quantum_bytes=60, sender_bytes={})
     assert one.grants() == [grant(1, 1, 230)]
 
 
@@ -140,7 +141,7 @@ class Driver:
         self.limits = {peer: self.generator.randrange(1, 100) for peer in range(1, 5)}
         self.outer, self.inner = (LinkShare(self.generator.randrange(1, 100)) for _ in range(2))
         self.scheduler = GrantScheduler(
-            window_bytes=window_bytes,
+            window=GrantWindow(window_bytes),
             quantum_bytes=quantum_bytes,
             sender_bytes=self.limits,
             shares={1: (self.inner, self.outer), 2: (self.inner, self.outer), 3: (self.outer,)},
@@ -210,7 +211,7 @@ def test_credit_is_given_back_in_batches():
 
 def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
     link = LinkShare(40)
-    one = GrantScheduler(window_bytes=1000, quantum_bytes=50, shares={1: (link,), 2: (link,)})
+    one = GrantScheduler(window=GrantWindow(1000), quantum_bytes=50, shares={1: (link,), 2: (link,)})
     one.wish(1, 1, num_bytes=300, urgency=0)
     one.wish(2, 2, num_bytes=300, urgency=0)
     one.wish(3, 3, num_bytes=60, urgency=0)
@@ -224,8 +225,23 @@ def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
 
 
 def test_a_slow_link_goes_before_a_fast_one_but_not_before_urgency():
-    one = GrantScheduler(window_bytes=100, quantum_bytes=100, shares={2: (LinkShare(40),)})
+    one = GrantScheduler(window=GrantWindow(100), quantum_bytes=100, shares={2: (LinkShare(40),)})
     one.wish(1, 1, num_bytes=100, urgency=0)
     one.wish(2, 2, num_bytes=10, urgency=0)
     one.wish(3, 3, num_bytes=10, urgency=-1)
     assert [found.peer for found in one.grants()] == [3, 2, 1]
+
+
+def test_the_window_learns_from_senders_whose_route_is_as_fast_as_the_link():
+    now = [0.0]
+    window = GrantWindow(100, least_bytes=20, bytes_per_s=1000.0)
+    one = GrantScheduler(window=window, quantum_bytes=25, sender_bytes={2: 50}, now=lambda: now[0])
+    for peer, expected_bytes in ((2, 100), (1, 20)):
+        one.wish(peer, peer, num_bytes=1 << 20, urgency=0)
+        one.grants()
+        for _ in range(200):
+            now[0] += 0.025
+            one.arrived(peer, num_bytes=25, urgency=0)
+            one.grants()
+        assert one.window_bytes == expected_bytes, "what a slow route brings says nothing of the link"
+        one.forget_peer(peer, underway={0: one.underway_bytes})

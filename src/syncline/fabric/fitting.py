@@ -2,7 +2,8 @@
 
 Whatever is under way on a link delays an urgent message by the time that the link needs for it. So where the topology
 gives rates, a window lasts about 10 ms on the link that it is for, and a chunk about 5 ms on its route. Where several
-connection classes are open, someone wants order more than the last percent of the rate: then about 5 ms and 2 ms.
+connection classes are open, someone cares for order: then the window is as much less as hosts are quick to answer, down
+to 2 ms (see :mod:`syncline.fabric.grant_window`), and grants are smaller.
 
 A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
 SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back.
@@ -11,10 +12,12 @@ SHARED_WINDOW_S: half of that stands in the queue while the other half are grant
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypedDict
 
+from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.link_share import LinkShare
 from syncline.fabric.options import FabricOptions
@@ -23,18 +26,26 @@ from syncline.topology.tree import walk
 
 DEFAULT_WINDOW_BYTES = 4 << 20
 WINDOW_S, CHUNK_S = 0.010, 0.005
-CLASSES_WINDOW_S, CLASSES_CHUNK_S = 0.005, 0.002
+LEAST_WINDOW_S, LEAST_QUANTUM_S = 0.002, 0.00065
 SHARED_WINDOW_S = 0.015
 TARGET_S = 0.020
 MIN_CHUNK_BYTES = 32 << 10
+MIN_QUANTUM_BYTES = 16 << 10
 CONGESTION_WITH_RATES = "cubic"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
 ten seconds it stops a connection for 0.2 s to look at the empty route."""
 
 
-def build_scheduler(options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None) -> GrantScheduler:
+def build_scheduler(
+    options: FabricOptions,
+    *,
+    rank: int,
+    world_size: int,
+    topology: Topology | None,
+    now: Callable[[], float] = time.monotonic,
+) -> GrantScheduler:
     """Size the grant window by what drains to this rank, and each sender's share by its route."""
-    return GrantScheduler(**_sizes(options, rank, world_size, topology), shares=_shares(topology, rank))
+    return GrantScheduler(**_sizes(options, rank, world_size, topology), shares=_shares(topology, rank), now=now)
 
 
 def resize_scheduler(
@@ -45,19 +56,23 @@ def resize_scheduler(
 
 
 class _Sizes(TypedDict):
-    window_bytes: int
+    window: GrantWindow
     quantum_bytes: int
     sender_bytes: Mapping[int, int]
 
 
 def _sizes(options: FabricOptions, rank: int, world_size: int, topology: Topology | None) -> _Sizes:
     own_rate = _own_rate(topology, rank)
-    window_bytes = options.grant_window_bytes or _window(own_rate, options)
+    window = fit_window(own_rate, options)
+    if window.is_fixed:
+        quantum_bytes = max(_chunk(own_rate, options), window.most_bytes // 4)
+    else:
+        quantum_bytes = max(MIN_QUANTUM_BYTES, int(own_rate * LEAST_QUANTUM_S))
     return {
-        "window_bytes": window_bytes,
-        "quantum_bytes": max(_chunk(own_rate, options), window_bytes // 4),
+        "window": window,
+        "quantum_bytes": quantum_bytes,
         "sender_bytes": {
-            peer: min(window_bytes, _window(rate, options))
+            peer: min(window.most_bytes, _route_bytes(rate, options))
             for peer, rate in _route_rates(topology, world_size, target=rank).items()
         },
     }
@@ -69,7 +84,7 @@ def fit_options(
     """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
-        most_bytes = _soon_bytes(rate, options)
+        most_bytes = _soon_bytes(rate)
         fitted[peer] = replace(
             options,
             chunk_bytes=max(options.eager_bytes, min(options.chunk_bytes, most_bytes)),
@@ -133,18 +148,28 @@ def _route_rates(
     return rates
 
 
-def _window(bytes_per_s: float, options: FabricOptions) -> int:
+def fit_window(own_rate: float, options: FabricOptions) -> GrantWindow:
+    """Return the window for a rank to which ``own_rate`` bytes come in a second."""
+    if options.grant_window_bytes:
+        return GrantWindow(options.grant_window_bytes)
+    most_bytes = _route_bytes(own_rate, options)
+    if options.num_classes == 1 or math.isinf(own_rate):
+        return GrantWindow(most_bytes)
+    least_bytes = max(2 * MIN_QUANTUM_BYTES, int(own_rate * LEAST_WINDOW_S))
+    return GrantWindow(most_bytes, least_bytes=least_bytes, bytes_per_s=own_rate)
+
+
+def _route_bytes(bytes_per_s: float, options: FabricOptions) -> int:
+    """Return what one sender may have under way on a route of its own rate."""
     if math.isinf(bytes_per_s):
         return max(2 * options.chunk_bytes, DEFAULT_WINDOW_BYTES)
-    window_s = WINDOW_S if options.num_classes == 1 else CLASSES_WINDOW_S
-    return max(2 * _chunk(bytes_per_s, options), int(bytes_per_s * window_s))
+    return max(2 * _chunk(bytes_per_s, options), int(bytes_per_s * WINDOW_S))
 
 
 def _chunk(bytes_per_s: float, options: FabricOptions) -> int:
-    return min(options.chunk_bytes, _soon_bytes(bytes_per_s, options))
+    return min(options.chunk_bytes, _soon_bytes(bytes_per_s))
 
 
-def _soon_bytes(bytes_per_s: float, options: FabricOptions) -> int:
+def _soon_bytes(bytes_per_s: float) -> int:
     """Return what a link carries soon enough for whatever waits behind it."""
-    chunk_s = CHUNK_S if options.num_classes == 1 else CLASSES_CHUNK_S
-    return DEFAULT_WINDOW_BYTES if math.isinf(bytes_per_s) else max(MIN_CHUNK_BYTES, int(bytes_per_s * chunk_s))
+    return DEFAULT_WINDOW_BYTES if math.isinf(bytes_per_s) else max(MIN_CHUNK_BYTES, int(bytes_per_s * CHUNK_S))

@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from syncline.fabric.grant_window import GrantLog, GrantWindow
 from syncline.fabric.link_share import LinkShare
 
 
@@ -70,6 +71,8 @@ class _Sender:
     by_tag: dict[int, _Wish] = field(default_factory=dict)
     underway_bytes: int = 0
     underway_by_urgency: Counter[int] = field(default_factory=Counter)
+    log: GrantLog | None = None
+    """When grants were given, if the window learns from them."""
     ready_order: int = 0
     """Which wish was last offered in the heap of ready senders; 0 if none is in it."""
     idle_order: int = 0
@@ -93,23 +96,24 @@ _Ticket = tuple[int, float, int, int]
 class GrantScheduler:
     """Orders the grants of one rank.
 
-    ``window_bytes`` bounds what is granted and has not arrived, but for one quantum and for the allowance to what is
-    more urgent and to idle senders, twice the window in all (see the module); ``sender_bytes`` does so for single
-    senders, and ``shares`` for the slow links that a sender's route crosses (the same object for all senders behind one
-    link). A grant is for ``quantum_bytes`` at most. Each call costs O(log n) in the number of waiting messages.
+    ``window`` bounds what is granted and has not arrived, but for one quantum and for the allowance to what is more
+    urgent and to idle senders, twice the window in all (see the module); ``sender_bytes`` does so for single senders,
+    and ``shares`` for the slow links that a sender's route crosses (the same object for all senders behind one link). A
+    grant is for ``quantum_bytes`` at most, or a quarter of a window that grows. Each call costs O(log n) in the number
+    of waiting messages.
     """
 
     def __init__(
         self,
         *,
-        window_bytes: int,
+        window: GrantWindow,
         quantum_bytes: int,
         sender_bytes: Mapping[int, int] | None = None,
         shares: Mapping[int, Sequence[LinkShare]] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.window_bytes = window_bytes
-        self.quantum_bytes = quantum_bytes
+        self._window = window
+        self._least_quantum_bytes = quantum_bytes
         self._sender_bytes = dict(sender_bytes or {})
         self._shares = dict(shares or {})
         self._now = now
@@ -126,13 +130,25 @@ class GrantScheduler:
         waiting = sum(len(sender.by_tag) for sender in self._senders.values())
         return f"<GrantScheduler: {self.underway_bytes} of {self.window_bytes} bytes under way, {waiting} messages>"
 
-    def resize(self, *, window_bytes: int, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
-        """Grant with these sizes from now on; what is under way stays so."""
-        self.window_bytes, self.quantum_bytes = window_bytes, quantum_bytes
+    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
+        """Grant with these sizes from now on; what is under way stays so, and teaches the new window nothing."""
+        self._window, self._least_quantum_bytes = window, quantum_bytes
         self._sender_bytes = dict(sender_bytes)
         for peer, sender in self._senders.items():
-            sender.limit_bytes = max(self._sender_bytes.get(peer, window_bytes), 1)
+            sender.limit_bytes = self._limit_of(peer)
+            sender.log = self._log_for(sender.limit_bytes, underway_bytes=sender.underway_bytes)
             self._offer(peer, sender)
+
+    @property
+    def window_bytes(self) -> int:
+        """How much may be under way, now."""
+        return self._window.num_bytes
+
+    @property
+    def quantum_bytes(self) -> int:
+        """How much one grant is for at most, now."""
+        least_bytes = self._least_quantum_bytes
+        return least_bytes if self._window.is_fixed else max(least_bytes, self._window.num_bytes // 4)
 
     @property
     def has_wishes(self) -> bool:
@@ -148,8 +164,9 @@ class GrantScheduler:
         assert num_bytes > 0, "an empty message needs no grant"
         sender = self._senders.get(peer)
         if sender is None:
-            limit = self._sender_bytes.get(peer, self.window_bytes)
-            sender = self._senders[peer] = _Sender(limit_bytes=max(limit, 1), shares=self.shares_of(peer))
+            limit = self._limit_of(peer)
+            sender = _Sender(limit_bytes=limit, shares=self.shares_of(peer), log=self._log_for(limit))
+            self._senders[peer] = sender
         assert tag not in sender.by_tag, f"message {tag:#x} of rank {peer} wishes twice"
         self._order += 1
         wish = _Wish(tag=tag, num_bytes=num_bytes, urgency=urgency, order=self._order)
@@ -167,6 +184,8 @@ class GrantScheduler:
         if not sender.underway_by_urgency[urgency]:
             del sender.underway_by_urgency[urgency]
         self._count_arrival(urgency, num_bytes)
+        if sender.log is not None:
+            sender.log.arrived(num_bytes, self._window, now_s=self._now())
         if sender.shares:
             now_s = self._now()
             for share in sender.shares:
@@ -232,6 +251,8 @@ class GrantScheduler:
         wish.granted_bytes += amount
         sender.underway_bytes += amount
         self.underway_bytes += amount
+        if sender.log is not None:
+            sender.log.granted(amount, underway_bytes=self.underway_bytes, now_s=self._now())
         sender.underway_by_urgency[wish.urgency] += amount
         self._underway_by_urgency[wish.urgency] += amount
         if wish.granted_bytes == wish.num_bytes:
@@ -240,6 +261,15 @@ class GrantScheduler:
         if sender.wishes:
             self._offer(peer, sender)
         return Grant(peer=peer, tag=wish.tag, limit_bytes=wish.granted_bytes)
+
+    def _limit_of(self, peer: int) -> int:
+        return max(self._sender_bytes.get(peer, self._window.most_bytes), 1)
+
+    def _log_for(self, limit_bytes: int, *, underway_bytes: int = 0) -> GrantLog | None:
+        """Return a log for a sender that the window learns from: on a slower route it says nothing of this link."""
+        if self._window.is_fixed or limit_bytes < self._window.most_bytes:
+            return None
+        return GrantLog(underway_bytes=underway_bytes)
 
     def _offer(self, peer: int, sender: _Sender) -> None:
         """Put the sender's best wish where it may be chosen."""
