@@ -33,6 +33,14 @@ WAIT_S = 0.0005
 """A module that is entered so much later than it was called has waited for its parameters."""
 
 
+REVERSED = "order reversed"
+CASES = {
+    "one class": None,
+    "priorities": syncline.Priorities(measure_steps=3),
+    REVERSED: syncline.Priorities(search="equal"),
+}
+
+
 class Accelerator:
     """Computes by waiting; what it is given while it is busy, it begins when it is free, as an accelerator's queue.
 
@@ -151,17 +159,13 @@ def main() -> None:
     parser.add_argument("--layer-kib", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=6, help="in a block")
     parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with syncline.init() as fleet:
-        searched = syncline.Priorities(measure_steps=3)
-        cases = {
-            "one class": Case(options, None),
-            "priorities": Case(options, searched),
-            "order reversed": Case(options, syncline.Priorities(search="equal"), is_reversed=True),
-        }
-        transfer_s = calibrate(cases["one class"], fleet, options.steps)
+        cases = {name: Case(options, CASES[name], is_reversed=name == REVERSED) for name in options.cases}
+        transfer_s = calibrate(next(iter(cases.values())), fleet, options.steps)
         for name, case in cases.items():
             case.compute(transfer_s / 2)
             case.run(8 if name == "priorities" else 2, fleet)  # to measure, to search, to see whether classes pay
