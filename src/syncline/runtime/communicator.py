@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,10 +14,12 @@ from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.board import Seat, SeatLinks, open_together
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.engine import Engine
+from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
-from syncline.runtime.port import LossRelay, Port
+from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
+from syncline.runtime.relay import Relay
 from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes, with_traffic
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
@@ -54,6 +56,7 @@ class Communicator:
     ) -> None:
         topology.check_world_size(fabric.world_size)
         self.rank, self.world_size = fabric.rank, fabric.world_size
+        self.members, self.user_stream = place_in_job(fabric)
         self.topology = topology
         self.trace = trace if trace is not None else NullTrace()
         self.timeout_s = timeout_s
@@ -157,10 +160,8 @@ class Communicator:
         is_awaited: bool = False,
     ) -> Work:
         """Sum ``buffer`` over all ranks, in place and on every rank."""
-        schedule = self.plan(Collective.ALL_REDUCE, buffer.nbytes)
-        return self._submit_user(
-            buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s, is_awaited
-        )
+        plan = self.plan(Collective.ALL_REDUCE, buffer.nbytes)
+        return self._submit_user(buffer, reduction, plan, label, step, urgency, connection_class, timeout_s, is_awaited)
 
     def reduce_scatter(
         self,
@@ -178,10 +179,8 @@ class Communicator:
 
         The rest of the buffer holds partial sums afterwards.
         """
-        schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self._submit_user(
-            buffer, reduction, schedule, label, step, urgency, connection_class, timeout_s, is_awaited
-        )
+        plan = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
+        return self._submit_user(buffer, reduction, plan, label, step, urgency, connection_class, timeout_s, is_awaited)
 
     def all_gather(
         self,
@@ -219,8 +218,7 @@ class Communicator:
         is_awaited: bool = False,
     ) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
-        schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
-        adds = numpy_reduction("uint8")
+        schedule, adds = self.plan(Collective.BROADCAST, buffer.nbytes, root=root), numpy_reduction("uint8")
         return self._submit_user(buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited)
 
     def barrier(self, *, label: str = "barrier", timeout_s: float | None = None, is_awaited: bool = False) -> Work:
@@ -250,6 +248,12 @@ class Communicator:
     def open_port(self, name: str) -> Port:
         """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
         return Port(self._loop, self._fabric, self._relay, signature=zlib.crc32(name.encode()))
+
+    def open_group(self, ranks: Sequence[int], *, streams: range) -> Communicator:
+        """Return a communicator of some ranks, this among them (see :class:`GroupFabric`); close it before this one."""
+        fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
+        shape, planner = self.topology.restricted(fabric.members), self._plans.planner
+        return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
 
     def open_classes(self, priorities: Priorities) -> None:
         """Open the connections of ``priorities`` to every peer; all ranks call this alike, and it waits for them.
@@ -313,7 +317,7 @@ class Communicator:
             schedule, buffer.nbytes // reduction.itemsize, reduction.itemsize, is_contiguous=is_contiguous
         )
         call = CollectiveCall(
-            stream=0,
+            stream=self.user_stream,
             schedule=schedule,
             layout=layout,
             buffer=buffer,
@@ -348,8 +352,9 @@ class Communicator:
             clock=self._loop.clock,
             trace=self.trace,
             max_inflight_bytes=max_inflight_bytes,
+            members=self.members,
         )
-        self._relay = LossRelay(engine)
+        self._relay = Relay(engine)
         self._fabric.set_listener(self._relay)
         return engine
 

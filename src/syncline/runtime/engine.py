@@ -11,6 +11,8 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.fabric import Fabric, PeerLeftError
 from syncline.observe import NullTrace, Trace
@@ -32,7 +34,7 @@ class Engine:
     """Runs the collectives of one rank; every method is called on the clock's thread.
 
     ``max_inflight_bytes`` bounds the slices under way in a connection class, and so the temporaries, which need at most
-    that much for each class and level of a schedule.
+    that much for each class and level of a schedule. ``members`` are the job's numbers of the ranks, for errors.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Engine:
         clock: Clock,
         trace: Trace | None = None,
         max_inflight_bytes: int = MOST_INFLIGHT_BYTES,
+        members: Sequence[int] | None = None,
     ) -> None:
         self._fabric = fabric
+        self._members = range(fabric.world_size) if members is None else members
         self._topology = topology
         self._clock = clock
         self._trace = trace if trace is not None else NullTrace()
@@ -358,7 +362,8 @@ class Engine:
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._heard_s[peer], active.started_s)
-        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, waiters)
+        names = [self._members[waiter] for waiter in waiters]
+        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""
@@ -378,7 +383,7 @@ class Engine:
             active.on_done(self._error(failure, active.call))
 
     def _error(self, failure: Failure, call: CollectiveCall | None) -> SynclineError:
-        error = failures.error_for(failure, call)
+        error = failures.error_for(failure, call, self._members)
         error.__cause__ = self._cause
         return error
 

@@ -6,7 +6,7 @@ done. Each call gets an error of its own, with its own label and step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
 
 
-def error_for(failure: Failure, call: CollectiveCall | None) -> SynclineError:
-    """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself."""
+def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[int]) -> SynclineError:
+    """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself.
+
+    ``members`` are the job's numbers of the ranks that make the call.
+    """
     what = "a collective" if call is None else call.what
     if failure.reason == MISMATCH:
         return MismatchError(failure.text)
@@ -43,8 +46,9 @@ def error_for(failure: Failure, call: CollectiveCall | None) -> SynclineError:
         return FabricError(f"{what} cannot be done: {failure.text}")
     text = failure.text
     if call is not None:
-        text += f", during {what}; {wait_for(ranks_that_need(call.schedule, failure.rank), 'it')}"
-    return PeerLostError(text, rank=failure.rank, host=failure.host)
+        waiters = [members[rank] for rank in ranks_that_need(call.schedule, failure.rank)]
+        text += f", during {what}; {wait_for(waiters, 'it')}"
+    return PeerLostError(text, rank=members[failure.rank], host=failure.host)
 
 
 def accuse(whom: str, silent_s: float, call: CollectiveCall, waiters: Collection[int]) -> str:

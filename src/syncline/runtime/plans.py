@@ -52,7 +52,7 @@ class Plans:
         self, topology: Topology, planner: Planner, *, slice_bytes: int | None, max_layouts: int = 256
     ) -> None:
         self._topology = topology
-        self._planner = planner
+        self.planner = planner
         self.slice_bytes = slice_bytes or _slice_bytes(topology)
         self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
         self._num_ramp = NUM_RAMP if _has_rates(topology) else 0
@@ -80,7 +80,7 @@ class Plans:
         key = (collective, size_class, target, root)
         with self._lock:
             if key not in self._schedules:
-                self._schedules[key] = self._planner(self._topology, collective, 1 << size_class, target, root)
+                self._schedules[key] = self.planner(self._topology, collective, 1 << size_class, target, root)
             return self._schedules[key]
 
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int, *, is_contiguous: bool = False) -> Layout:

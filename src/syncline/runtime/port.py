@@ -10,45 +10,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from syncline.errors import FabricClosedError
-from syncline.fabric import Fabric, FabricListener
+from syncline.fabric import Fabric
 from syncline.runtime.loop import CommunicationLoop
+from syncline.runtime.relay import LossHandler, Relay
 from syncline.topology.priorities import MAX_CLASSES
 
 T = TypeVar("T")
-LossHandler = Callable[[int, Exception], None]
 
 BULK_CLASS = MAX_CLASSES - 1
 """A message of this class goes on the last one that is open: what is on class 0 overtakes it in the switches too."""
-
-
-class LossRelay:
-    """The fabric's listener: hands everything to the engine, and losses to the ports too."""
-
-    def __init__(self, engine: FabricListener) -> None:
-        self._engine = engine
-        self.handlers: list[LossHandler] = []
-
-    def on_peer_lost(self, peer: int, error: Exception) -> None:
-        """Tell the engine first: its errors name what was under way."""
-        self._engine.on_peer_lost(peer, error)
-        for handler in tuple(self.handlers):
-            handler(peer, error)
-
-    def end(self, rank: int) -> None:
-        """Tell the ports that this very rank leaves, so that nobody waits on them."""
-        error = FabricClosedError(f"the communicator of rank {rank} is closed; open a new one with syncline.init()")
-        handlers, self.handlers = self.handlers, []
-        for handler in handlers:
-            handler(rank, error)
-
-    def on_control(self, peer: int, payload: bytes) -> None:
-        """Control messages are the engine's."""
-        self._engine.on_control(peer, payload)
-
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Tell the engine, which knows the calls; a message that no call waits for is refused without more."""
-        self._engine.on_signature_mismatch(peer, tag, expected, received)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +36,7 @@ class _Sent:
 class Port:
     """One user of the fabric beside the engine. ``signature`` goes with all its messages; tags are its own streams'."""
 
-    def __init__(self, loop: CommunicationLoop, fabric: Fabric, relay: LossRelay, *, signature: int) -> None:
+    def __init__(self, loop: CommunicationLoop, fabric: Fabric, relay: Relay, *, signature: int) -> None:
         self.rank, self.world_size = fabric.rank, fabric.world_size
         self._loop = loop
         self._fabric = fabric

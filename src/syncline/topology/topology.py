@@ -173,6 +173,16 @@ class Topology:
         assert not isinstance(root, Rank)
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
+    def restricted(self, ranks: Sequence[int]) -> Topology:
+        """Return the tree of some ranks alone; the new rank k is ``ranks[k]``. What has no rank left is left out."""
+        for rank in ranks:
+            self._check_rank(rank)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise TopologyError(f"{self._label()}: a part of it names each of its ranks once, not {list(ranks)!r}")
+        root = _restrict(self.root, {old: new for new, old in enumerate(ranks)})
+        assert isinstance(root, Switch | Host), "the root is above every rank"
+        return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
+
     def check_world_size(self, world_size: int) -> None:
         """Raise unless the job has exactly as many ranks as the topology."""
         if world_size == self.num_ranks:
@@ -242,6 +252,18 @@ def _renumber(node: Node, number: Mapping[int, int]) -> Node:
     if isinstance(node, Host):
         return replace(node, ranks=tuple(replace(rank, rank=number[rank.rank]) for rank in node.ranks))
     children = tuple(_renumber(child, number) for child in node.children)
+    return Switch(name=node.name, link=node.link, children=children)  # type: ignore[arg-type]
+
+
+def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
+    """Return what is left of a node; None if nothing is."""
+    if isinstance(node, Rank):
+        return replace(node, rank=number[node.rank]) if node.rank in number else None
+    children = tuple(child for old in node.children if (child := _restrict(old, number)) is not None)
+    if not children:
+        return None
+    if isinstance(node, Host):
+        return replace(node, ranks=children)  # type: ignore[arg-type]
     return Switch(name=node.name, link=node.link, children=children)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,151 @@
+"""A group: some ranks of a job, on the job's own fabric, as if they were a job of their own.
+
+A member's rank in its group is its place in the group's list. Errors name the job's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from syncline.errors import ConfigurationError
+from syncline.fabric import Fabric, FabricListener
+from syncline.fabric.statistics import FabricStatistics
+from syncline.runtime.relay import Relay, enclose
+from syncline.topology.priorities import Priorities
+
+
+class GroupFabric:
+    """The fabric of a job as the members of one group see it; closing it leaves the job's open.
+
+    Every member opens it alike; rank k of the group is ``members[k]``. ``streams`` are the group's alone, the first of
+    them for the calls of its communicator's own methods. What fails in a group ends the group, and not the job.
+    """
+
+    def __init__(self, fabric: Fabric, relay: Relay, members: Sequence[int], *, streams: range) -> None:
+        self.members = tuple(members)
+        if len(set(self.members)) != len(self.members) or not all(0 <= k < fabric.world_size for k in self.members):
+            raise ConfigurationError(
+                f"A group lists each of its ranks once, from 0 to {fabric.world_size - 1}, not {list(self.members)}"
+            )
+        if fabric.rank not in self.members:
+            raise ConfigurationError(
+                f"Rank {fabric.rank} cannot open a group that it is not in: {list(self.members)}; let its members do so"
+            )
+        self.rank, self.world_size = self.members.index(fabric.rank), len(self.members)
+        self.streams = streams
+        self._fabric = fabric
+        self._relay = relay
+        self._listener: FabricListener | None = None
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all of the job's ranks run on one machine; what they share is the job's, not a group's."""
+        return False
+
+    def set_listener(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""
+        is_first = self._listener is None
+        self._listener = listener
+        if is_first:
+            self._relay.add_group(self)
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        connection_class: int,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Send to a member."""
+        self._fabric.send(
+            self.members[peer],
+            tag,
+            payload,
+            signature=signature,
+            urgency=urgency,
+            connection_class=connection_class,
+            on_sent=on_sent,
+        )
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+    ) -> None:
+        """Receive from a member."""
+        member = self.members[peer]
+        self._fabric.receive(member, tag, destination, signature=signature, urgency=urgency, on_received=on_received)
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a posted receive."""
+        self._fabric.cancel(self.members[peer], tag)
+
+    def send_control(self, peer: int, payload: bytes) -> None:
+        """Send a control message to the group's listener at a member."""
+        self._fabric.send_control(self.members[peer], enclose(self.streams.start, payload))
+
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:  # noqa: ARG002 - it cannot be
+        """Refuse: connections are the job's."""
+        raise ConfigurationError("Connection classes are opened by all ranks of a job together, not by a group")
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether a member was reported lost."""
+        return self._fabric.is_lost(self.members[peer])
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host b1)"``, as the job numbers it."""
+        return self._fabric.describe_peer(self.members[peer])
+
+    def statistics(self) -> FabricStatistics:
+        """Return the job's counters of connections between members."""
+        whole = self._fabric.statistics()
+        place = {rank: index for index, rank in enumerate(self.members)}
+        kept = [replace(one, peer=place[one.peer]) for one in whole.connections if one.peer in place]
+        lost = tuple(place[rank] for rank in whole.lost_peers if rank in place)
+        suspect = tuple(place[rank] for rank in whole.suspect_peers if rank in place)
+        return replace(whole, rank=self.rank, connections=tuple(kept), lost_peers=lost, suspect_peers=suspect)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        self._relay.remove_group(self)
+
+    def abort(self) -> None:
+        """Listen no more."""
+        self._relay.remove_group(self)
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """Pass on the loss of a member."""
+        if peer in self.members:
+            self._listening.on_peer_lost(self.members.index(peer), error)
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """Pass on what another member's engine tells."""
+        if peer in self.members:
+            self._listening.on_control(self.members.index(peer), payload)
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """Pass on that members call different things."""
+        if peer in self.members:
+            self._listening.on_signature_mismatch(self.members.index(peer), tag, expected, received)
+
+    @property
+    def _listening(self) -> FabricListener:
+        assert self._listener is not None, "a group is with the relay only while someone listens"
+        return self._listener
+
+
+def place_in_job(fabric: Fabric) -> tuple[tuple[int, ...], int]:
+    """Return the job's numbers of the ranks of ``fabric``, and the stream of the calls that its user makes."""
+    if isinstance(fabric, GroupFabric):
+        return fabric.members, fabric.streams.start
+    return tuple(range(fabric.world_size)), 0

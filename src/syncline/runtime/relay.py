@@ -1,0 +1,106 @@
+"""The relay: a communicator's one listener on its fabric, which hands what happens to whom it concerns.
+
+That is the engine of all ranks, the ports, and the groups: some ranks of the job that make collectives among
+themselves, with an engine of their own. A group's control messages travel in an envelope with the group's number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+from syncline.errors import FabricClosedError
+from syncline.fabric import FabricListener
+from syncline.runtime.tags import call_of_tag
+
+LossHandler = Callable[[int, Exception], None]
+
+_ENVELOPE = struct.Struct("<BH")
+_GROUP = 0xFF
+"""The first byte of an envelope; no kind of control message of an engine has it."""
+
+
+class Member(Protocol):
+    """A group of which this rank is a member, as the relay sees it; ranks are those of the job."""
+
+    @property
+    def streams(self) -> range:
+        """Its calls' streams, which nobody else uses; the first is its number."""
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """Take note that a rank is gone; it need not be a member."""
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """Take a control message of another member."""
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """Take note that a message of another member has another signature than its receive."""
+
+
+def enclose(number: int, payload: bytes) -> bytes:
+    """Return a control message of group ``number`` as it travels."""
+    return _ENVELOPE.pack(_GROUP, number) + payload
+
+
+class Relay:
+    """The fabric's listener: hands everything to the engine or to a group, and losses to everyone."""
+
+    def __init__(self, engine: FabricListener) -> None:
+        self._engine = engine
+        self._groups: dict[int, Member] = {}
+        self._ended_groups: set[int] = set()
+        self._early: dict[int, list[tuple[int, bytes]]] = {}
+        self._losses: dict[int, Exception] = {}
+        self.handlers: list[LossHandler] = []
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """Tell the engines first: their errors name what was under way."""
+        self._losses[peer] = error
+        self._engine.on_peer_lost(peer, error)
+        for group in tuple(self._groups.values()):
+            group.on_peer_lost(peer, error)
+        for handler in tuple(self.handlers):
+            handler(peer, error)
+
+    def end(self, rank: int) -> None:
+        """Tell the ports that this very rank leaves, so that nobody waits on them."""
+        error = FabricClosedError(f"the communicator of rank {rank} is closed; open a new one with syncline.init()")
+        handlers, self.handlers = self.handlers, []
+        for handler in handlers:
+            handler(rank, error)
+
+    def on_control(self, peer: int, payload: bytes) -> None:
+        """Hand a control message to the engine, or to its group, which may not have been opened here yet."""
+        if payload[0] != _GROUP:
+            self._engine.on_control(peer, payload)
+            return
+        _, number = _ENVELOPE.unpack_from(payload)
+        inner = payload[_ENVELOPE.size :]
+        if number in self._groups:
+            self._groups[number].on_control(peer, inner)
+        elif number not in self._ended_groups:
+            self._early.setdefault(number, []).append((peer, inner))
+
+    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+        """Tell the engine whose call the tag is of; a message that no call waits for is refused without more."""
+        stream, _ = call_of_tag(tag)
+        for group in self._groups.values():
+            if stream in group.streams:
+                group.on_signature_mismatch(peer, tag, expected, received)
+                return
+        self._engine.on_signature_mismatch(peer, tag, expected, received)
+
+    def add_group(self, group: Member) -> None:
+        """Tell ``group`` from now on, and what was for it before."""
+        number = group.streams.start
+        self._groups[number] = group
+        for peer, error in self._losses.items():
+            group.on_peer_lost(peer, error)
+        for peer, payload in self._early.pop(number, ()):
+            group.on_control(peer, payload)
+
+    def remove_group(self, group: Member) -> None:
+        """Drop whatever still comes for ``group``."""
+        if self._groups.pop(group.streams.start, None) is not None:
+            self._ended_groups.add(group.streams.start)
