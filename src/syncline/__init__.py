@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PeerLostError,
         RendezvousError,
         ScheduleError,
+        StorageError,
         SynclineError,
         TopologyError,
         UnitError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.distribute import distribute
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
+    from syncline.pytorch.phased import PhasedTrainer, phase
     from syncline.topology import Topology
     from syncline.topology.priorities import Priorities
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
@@ -51,6 +53,8 @@ _HOMES = {
     "QuorumLostError": "syncline.updates",
     "Clustered": "syncline.updates",
     "Priorities": "syncline.topology.priorities",
+    "phase": "syncline.pytorch.phased",
+    "PhasedTrainer": "syncline.pytorch.phased",
     "no_sync": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
@@ -74,6 +78,7 @@ _HOMES = {
     "MismatchError": "syncline.errors",
     "UpdateError": "syncline.errors",
     "CheckpointError": "syncline.errors",
+    "StorageError": "syncline.errors",
     "LaunchError": "syncline.errors",
     "LabError": "syncline.errors",
 }
@@ -88,6 +93,8 @@ __all__ = [
     "QuorumLostError",
     "Clustered",
     "Priorities",
+    "phase",
+    "PhasedTrainer",
     "no_sync",
     "synchronize",
     "batch_size",
@@ -111,6 +118,7 @@ __all__ = [
     "MismatchError",
     "UpdateError",
     "CheckpointError",
+    "StorageError",
     "LaunchError",
     "LabError",
 ]

@@ -72,6 +72,10 @@ class CheckpointError(SynclineError):
     """A checkpoint cannot be written or read."""
 
 
+class StorageError(SynclineError):
+    """A stage of a phased model cannot be written to its storage, or read from it."""
+
+
 class LaunchError(SynclineError):
     """A rank's process failed, or could not be started."""
 

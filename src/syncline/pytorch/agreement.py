@@ -31,17 +31,26 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, p
     return lines
 
 
-def check_agreement(lines: Sequence[str], control: ControlStream) -> None:
-    """Raise :class:`UpdateError` on every rank if one describes another model; the error names the difference."""
+WHOLE_CALL = "distribute() with the same model, optimizer, update rule and priorities"
+
+
+def check_agreement(
+    lines: Sequence[str], control: ControlStream, *, call: str = WHOLE_CALL, ranks: Sequence[int] | None = None
+) -> None:
+    """Raise :class:`UpdateError` on every rank if one describes another model; the error names the difference.
+
+    ``call`` says what must be alike; ``ranks`` are the job's numbers of the ranks, if these are not all.
+    """
+    names = range(control.world_size) if ranks is None else ranks
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(set(control.exchange(digest, "digest of the model"))) == 1:
         return
     of_root = control.exchange(list(lines) if control.rank == 0 else [], "description of the model")[0]
-    differences = control.exchange(_first_difference(of_root, lines), "difference of the model")
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
+    differences = control.exchange(_first_difference(of_root, lines, names[0]), "difference of the model")
+    found = [f"rank {rank}: {text}" for rank, text in zip(names, differences, strict=True) if text]
     raise UpdateError(
-        "All ranks must call distribute() with the same model, optimizer, update rule and priorities, but they differ "
-        "from rank 0: " + "; ".join(found) + ". Build the model in the same way on every rank"
+        f"All ranks must call {call}, but they differ from rank {names[0]}: {'; '.join(found)}. Build the model in the "
+        "same way on every rank"
     )
 
 
@@ -62,8 +71,8 @@ def broadcast_model(model: nn.Module, buckets: Iterable[Bucket], control: Contro
         bucket.unstage_parameters()
 
 
-def _first_difference(of_root: Sequence[str], mine: Sequence[str]) -> str:
+def _first_difference(of_root: Sequence[str], mine: Sequence[str], root: int) -> str:
     for theirs, own in zip_longest(of_root, mine, fillvalue="nothing more"):
         if theirs != own:
-            return f"it has {own!r}, rank 0 has {theirs!r}"
+            return f"it has {own!r}, rank {root} has {theirs!r}"
     return ""

@@ -37,15 +37,15 @@ def check_is_served(optimizer: optim.Optimizer) -> None:
         raise UpdateError("SparseAdam takes sparse gradients alone, and buckets are dense; use Adam, and sparse=False")
 
 
-def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool) -> None:
-    """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that it would be given."""
+def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule: str = "Sharded") -> None:
+    """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that ``rule`` would give it."""
     kind = type(optimizer)
     check_is_served(optimizer)
     if kind not in ELEMENTWISE and not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UpdateError(
-            f"Sharded() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
-            f'allow (known: {names}); use Sharded(align="parameter"), where it gets whole parameters'
+            f"{rule}() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
+            f'allow (known: {names}); use {rule}(align="parameter"), where it gets whole parameters'
         )
 
 

@@ -95,6 +95,22 @@ class Shard:
             if loaded:
                 self._inner.state[piece.tensor] = loaded
 
+    def pieces(self) -> Iterator[tuple[tuple[Segment, ...], Mapping[str, Any]]]:
+        """Yield the segments of each piece, and its state as the optimizer has it."""
+        for piece in self._pieces:
+            assert self._inner is not None, "pieces have an optimizer"
+            yield piece.segments, self._inner.state.get(piece.tensor, {})
+
+    def load_pieces(self, pieces: Sequence[tuple[Sequence[Segment], dict[str, Any]]]) -> None:
+        """Go on with what :meth:`pieces` of another shard of the same ranges has told; the state is taken over."""
+        if self._inner is None:
+            return
+        self._inner.state.clear()
+        self._replace_pieces([Piece(self._bucket, segments, shaped=self._whole) for segments, _ in pieces])
+        for piece, (_, state) in zip(self._pieces, pieces, strict=True):
+            if state:
+                self._inner.state[piece.tensor] = state
+
     def _divide(self, present: Sequence[bool]) -> None:
         pieces: list[Piece] = []
         for piece in self._pieces:

@@ -1,0 +1,226 @@
+"""``phase()``: a model of stages, trained by pairs of ranks of which neither could hold its parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.phased_setup import MakeStage, check_stages, set_up
+from syncline.pytorch.registry import current_fleet
+from syncline.pytorch.samples import CountSamples, SampleCount
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
+from syncline.updates.lane import LaneOptions, check_sizes
+from syncline.updates.phased.computing import Loss
+from syncline.updates.phased.driver import PairDriver
+from syncline.updates.phased.phases import Pass
+from syncline.updates.phased.setting import PhasedSetting
+from syncline.updates.phased.shelf import parameters_name
+from syncline.updates.phased.statistics import PhasedStatistics
+from syncline.updates.phased.storage import Folder, Storage
+
+
+def phase(
+    stages: Iterable[nn.Module | MakeStage],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    loss: Loss,
+    storage: str | Path | Storage | None = None,
+    stages_in_memory: int = 2,
+    align: Literal["element", "parameter"] = "element",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    slice_bytes: int | None = None,
+    samples: CountSamples | None = None,
+    fleet: Fleet | None = None,
+) -> PhasedTrainer:
+    """Train a model of ``stages`` on pairs of ranks: while one computes a stage, the other stores and loads.
+
+    Every rank calls it alike. Ranks of one host, or else of one switch, form pairs. The first rank of a pair computes
+    stages 0, 2 ..., the second 1, 3 ...; each pair trains on batches of its own. Ranks that hold the same stages divide
+    their update, as ``Sharded()`` does.
+    ``stages``: at least two modules, or functions that build one, in forward order (an ``nn.Sequential`` does). Each is
+    called with what the one before returned: a tensor, or a tuple of tensors as one argument. A function is called on
+    the ranks that hold its stage alone, so that no process ever holds the whole model; seed the generator in it. All
+    pairs go on from the first pair's values. ``make_optimizer`` gets the parameters of this rank's stages and returns
+    an optimizer (which ones can be used: see ``align`` of :class:`Sharded`). ``loss(output, targets)`` returns the mean
+    over the samples. ``storage``: a folder in which each rank has one of its own, which stays; None is a temporary one.
+    ``stages_in_memory``: how many stages have memory at once on each rank. ``samples`` gets the inputs and returns
+    their number (default: the first dimension of the first tensor).
+
+    Raises :class:`ConfigurationError` (an odd number of ranks ...), :class:`UpdateError`, :class:`StorageError`.
+    """
+    fleet = fleet or current_fleet()
+    options = _options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes, max_stages=stages_in_memory)
+    kept = _storage(storage, fleet.rank)
+    try:
+        setting = set_up(
+            fleet,
+            check_stages(stages),
+            make_optimizer,
+            loss=loss,
+            storage=kept,
+            max_stages=stages_in_memory,
+            lane_options=options,
+            bucket_bytes=bucket_bytes,
+        )
+        trainer = PhasedTrainer(setting, SampleCount(samples))
+    except BaseException:
+        kept.close()
+        raise
+    fleet.on_close(partial(_end, trainer))
+    fleet.add_update(trainer.statistics)
+    return trainer
+
+
+class PhasedTrainer:
+    """A model of stages in training on one rank of a pair; made by :func:`phase`. The fleet's close ends it.
+
+    Stages take part in a step one after another, so nothing that needs all gradients at once can be had: no norm over
+    the whole model, no accumulation over several calls, no ``GradScaler``. Parameters are in host memory; between
+    steps those of most stages are not there at all: :meth:`stage_states` brings them one stage at a time.
+    """
+
+    def __init__(self, setting: PhasedSetting, samples: SampleCount) -> None:
+        self.optimizer = setting.optimizer
+        """Its ``param_groups`` count for the next step; LR schedulers take it. It steps nothing itself."""
+        self.num_stages = setting.num_stages
+        self.side = setting.side
+        """0 computes stages 0, 2 ..., and 1 the others."""
+        self.partner = setting.partner
+        self._setting = setting
+        self._samples = samples
+        self._driver = PairDriver(setting)
+        self._is_closed = False
+        self._driver.start()
+
+    def __repr__(self) -> str:
+        return f"<PhasedTrainer: stages {', '.join(map(str, self._setting.stages))} of {self.num_stages}>"
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this rank computes the first stage."""
+        return self.side == 0
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this rank computes the last stage, and so the loss."""
+        return self.side == (self.num_stages - 1) % 2
+
+    def step(self, inputs: Any = None, targets: Any = None) -> float:
+        """Make a training step on this pair's batch; return the loss of the batch, on both ranks.
+
+        Both ranks of a pair call it with the same batch; ``inputs`` are used where :attr:`needs_inputs`, ``targets``
+        where :attr:`needs_targets`. Updates go on when it returns; the next step waits for what it needs of them.
+        Raises what went wrong: :class:`PeerLostError`, :class:`DeadlineError`, :class:`StorageError` with who, or
+        what a stage itself raises, after which no further step can be made.
+        """
+        self._check_open()
+        if self.needs_targets and targets is None:
+            raise UpdateError(f"Rank {self._setting.port.rank} computes the loss, so its step() needs targets")
+        done = self._driver.run(Pass.TRAIN, inputs, targets, num_samples=self._count(inputs))
+        assert done.loss is not None, "the way back tells the loss"
+        self.optimizer.step()  # no parameter has a gradient any more: this tells schedulers alone that a step was made
+        return done.loss
+
+    def evaluate(self, inputs: Any = None) -> Any:
+        """Run all stages forward in evaluation mode; return the output where :attr:`needs_targets`, else None."""
+        self._check_open()
+        modules = [stage.module for stage in self._setting.stages.values()]
+        were_training = [[module.training for module in whole.modules()] for whole in modules]
+        for whole in modules:
+            whole.eval()
+        try:
+            return self._driver.run(Pass.EVALUATE, inputs, None, num_samples=self._count(inputs)).output
+        finally:
+            for whole, modes in zip(modules, were_training, strict=True):
+                for module, mode in zip(whole.modules(), modes, strict=True):
+                    module.training = mode
+
+    def synchronize(self) -> None:
+        """Wait until every update is over, and stored."""
+        self._check_open()
+        self._driver.synchronize()
+
+    def stage_states(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Yield the number and state (as ``state_dict`` of the stage) of each stage of this rank, one at a time."""
+        self.synchronize()
+        for number, stage in self._setting.stages.items():
+            stored, _ = self._setting.storage.read(parameters_name(number))
+            buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
+            keys = stage.module.state_dict(keep_vars=True)
+            yield number, {key: value for key, value in (stored | buffers).items() if key in keys}
+
+    def export(self, folder: str | Path) -> None:
+        """Write each stage to ``folder`` as ``stage-0000.safetensors``, ...; every rank calls it.
+
+        The first pair writes; the folder is one that both its ranks share. Any program reads the files, with
+        ``safetensors.torch.load_file`` or the like, and loads them with the stage's ``load_state_dict``.
+        """
+        if self._setting.channel.rank == 0:
+            shelf = Folder(folder)
+            for number, state in self.stage_states():
+                shelf.write(f"stage-{number:04d}", state, {"stages": str(self.num_stages)})
+        else:
+            self.synchronize()
+
+    def statistics(self) -> PhasedStatistics:
+        """Return a frozen record of what was computed, waited for, loaded and stored, and of the most memory in use."""
+        return self._driver.statistics()
+
+    def close(self, *, is_failing: bool = False) -> None:
+        """Store what is under way and release everything; the stages have no parameters then. The fleet calls it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        channel = self._setting.channel
+        try:
+            self._driver.close(is_failing=is_failing)
+        finally:
+            self._setting.port.call_soon(self._setting.port.close)
+            (channel.communicator.abort if is_failing else channel.communicator.close)()
+            self._setting.storage.close()
+
+    def _count(self, inputs: Any) -> float:
+        if not self.needs_inputs:
+            return 0.0
+        if inputs is None:
+            raise UpdateError(f"Rank {self._setting.port.rank} computes stage 0, so it needs inputs")
+        self._samples.see((inputs,), {})
+        number = self._samples.take()
+        if number <= 0:
+            raise UpdateError(
+                f"Rank {self._setting.port.rank} has a batch of no samples; a pair takes part in each step with at "
+                "least one, so divide the last batch, or leave it out, on all pairs alike"
+            )
+        return number
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UpdateError("The fleet of this model was closed; call syncline.init() and phase() again")
+
+
+def _options(align: str, *, bucket_bytes: int, slice_bytes: int | None, max_stages: int) -> LaneOptions:
+    check_sizes(bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
+    if max_stages < 1:
+        raise ConfigurationError(f"stages_in_memory is at least 1, not {max_stages}; 2 hides loading")
+    if align not in {"element", "parameter"}:
+        raise ConfigurationError(f'align must be "element" or "parameter", not {align!r}')
+    return LaneOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
+
+
+def _storage(given: str | Path | Storage | None, rank: int) -> Storage:
+    if given is None:
+        return Folder(None)
+    if isinstance(given, str | Path):
+        return Folder(Path(given) / f"rank-{rank:04d}")
+    return given
+
+
+def _end(trainer: PhasedTrainer, is_failing: bool) -> None:
+    trainer.close(is_failing=is_failing)

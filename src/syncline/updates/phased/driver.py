@@ -1,0 +1,322 @@
+"""One rank of a pair at work: does what its :class:`Phases` say, and tells them what has happened.
+
+The training thread computes; a storage thread reads and writes; an update thread steps; messages come on the loop's
+thread. Each tells the machine under one lock what it has done, and does what follows from that; nothing that is done
+there waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from syncline.errors import DeadlineError, PeerLostError, UpdateError
+from syncline.fabric import PeerLeftError
+from syncline.updates.phased.link import PairLink
+from syncline.updates.phased.messages import Message
+from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
+from syncline.updates.phased.phases import (
+    Compute,
+    Drop,
+    Instruction,
+    Kind,
+    Load,
+    LoadState,
+    Pass,
+    Phase,
+    Phases,
+    Reduce,
+    Send,
+    Store,
+    Update,
+)
+from syncline.updates.phased.rooms import Rooms
+from syncline.updates.phased.setting import PhasedSetting
+from syncline.updates.phased.shelf import Shelf
+from syncline.updates.phased.statistics import PhasedStatistics
+from syncline.updates.phased.updating import StageUpdater
+
+
+class PairDriver:
+    """Runs passes; made and closed on the training thread, which also calls :meth:`run`."""
+
+    def __init__(self, setting: PhasedSetting) -> None:
+        self._setting = setting
+        self._stages = setting.stages
+        self._trace = setting.channel.trace
+        self._timeout_s = setting.channel.timeout_s
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._left: PeerLostError | None = None
+        self._phases = Phases(num_stages=setting.num_stages, side=setting.side, max_stages=setting.max_stages)
+        self._next: Phase | None = None
+        self._message: Message | None = None
+        self._outgoing: Message | None = None
+        self._pass: CurrentPass | None = None
+        self._num_passes = self._num_steps = 0
+        self._computing_s = 0.0
+        self._waiting_s = {"input": 0.0, "parameters": 0.0, "update": 0.0}
+        largest = max(stage.plan.num_bytes for stage in self._stages.values())
+        self._rooms = Rooms(num_rooms=setting.max_stages, num_bytes=largest)
+        self._placed: dict[int, torch.Tensor] = {}
+        rank = setting.port.rank
+        name = f"syncline-phased-storage-{rank}"
+        self._shelf = Shelf(setting.storage, self._stages, trace=self._trace, name=name, on_failure=self.fail)
+        self._updater = StageUpdater(
+            setting.channel, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
+        )
+        self._work = PhaseWork(setting, self._updater)
+        self._link = PairLink(
+            setting.port,
+            partner=setting.partner,
+            stream=setting.stream,
+            on_message=self._on_message,
+            trace=self._trace,
+        )
+
+    def __repr__(self) -> str:
+        return f"<PairDriver with {self._partner}: {self._phases!r}>"
+
+    def start(self) -> None:
+        """Load what the first pass needs first, and listen to the partner."""
+        self._setting.port.call_soon(self._setting.port.watch_losses, self._on_lost)
+        self._link.open()
+        with self._changed:
+            self._obey(self._phases.start())
+
+    def run(self, kind: Pass, inputs: Any, targets: Any, *, num_samples: float) -> CurrentPass:
+        """Run a pass to the end of this rank's part of it."""
+        self.raise_failure()
+        try:
+            self._link.wait_sent(self._timeout_s)
+            self._begin(kind, inputs, targets, num_samples)
+            while (phase := self._wait_phase()) is not None:
+                self._compute(phase)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        done, self._pass = self._pass, None
+        assert done is not None, "a pass was begun"
+        return done
+
+    def synchronize(self) -> None:
+        """Wait until every update is over, and stored."""
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: self._failure or self._phases.is_settled, self._timeout_s)
+        self.raise_failure()
+        if not is_over:
+            raise DeadlineError(
+                f"Updates of stages were not stored in {self._shelf.storage.place} within {self._timeout_s:g} s; the "
+                "disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """End everything with ``error``; the first one counts. From any thread."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+        self._link.give_up()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def statistics(self) -> PhasedStatistics:
+        """Return a frozen record of all counters."""
+        shelf = self._shelf
+        return PhasedStatistics(
+            side=self._setting.side,
+            partner=self._setting.partner,
+            num_steps=self._num_steps,
+            computing_s=self._computing_s,
+            waiting_s=dict(self._waiting_s),
+            reading_s=shelf.reading_s,
+            writing_s=shelf.writing_s,
+            read_bytes=shelf.read_bytes,
+            written_bytes=shelf.written_bytes,
+            sent_bytes=self._link.sent_bytes,
+            num_loads=shelf.num_loads,
+            largest_stage_bytes=self._rooms.num_bytes,
+            peak_parameter_bytes=self._rooms.ledger.peak_bytes,
+            peak_gradient_bytes=self._work.rooms.ledger.peak_bytes,
+            peak_state_bytes=shelf.state_ledger.peak_bytes,
+        )
+
+    def close(self, *, is_failing: bool) -> None:
+        """Release threads and memory; without ``is_failing`` everything is stored before."""
+        try:
+            if not is_failing:
+                self.synchronize()
+                self._link.wait_sent(self._timeout_s)
+        finally:
+            self._shelf.close(is_failing=is_failing or self._failure is not None)
+            self._updater.close()
+            self._link.give_up()
+            for stage in self._stages.values():
+                stage.leave()
+                stage.close()
+
+    # --- the training thread -------------------------------------------------------------------------------------
+
+    def _begin(self, kind: Pass, inputs: Any, targets: Any, num_samples: float) -> None:
+        self._num_passes += 1
+        self._num_steps += kind is Pass.TRAIN
+        current = CurrentPass(
+            kind=kind, number=self._num_passes, inputs=inputs, targets=targets, num_samples=num_samples
+        )
+        self._work.begin(current)
+        with self._changed:
+            self._pass = current
+            self._obey(self._phases.begin(kind))
+
+    def _wait_phase(self) -> Phase | None:
+        """Return the next phase, once it can be computed; None if this rank's part of the pass is over."""
+        start_ns = time.monotonic_ns()
+        with self._changed:
+            last = self._phases.awaited()
+
+            def can_go_on() -> bool:
+                nonlocal last
+                last = self._phases.awaited() or last
+                return self._failure is not None or self._next is not None or self._phases.is_idle
+
+            is_over = self._changed.wait_for(lambda: can_go_on() or self._is_left_alone(), self._timeout_s)
+            self.raise_failure()
+            phase, self._next = self._next, None
+            if phase is None and not self._phases.is_idle:
+                raise self._wait_error(is_over)
+        if last:
+            self._note_wait(last[0], start_ns)
+        return phase
+
+    def _is_left_alone(self) -> bool:
+        self._check_message()
+        return self._left is not None and "input" in self._phases.awaited()
+
+    def _check_message(self) -> None:
+        """Refuse a message of another call; every call of the partner has its counterpart here."""
+        message, current = self._message, self._pass
+        if message is None or current is None or (message.kind, message.number) == (current.kind, self._num_passes):
+            return
+        raise UpdateError(
+            f"Both ranks of a pair make the same calls in the same order, but {self._partner} called "
+            f"{message.kind.value}() as call {message.number} and this rank {current.kind.value}() as call "
+            f"{self._num_passes}"
+        )
+
+    def _wait_error(self, is_left: bool) -> Exception:
+        phase, reasons = self._phases.next_phase, self._phases.awaited()
+        if is_left and self._left is not None:
+            return PeerLostError(
+                f"{self._partner} closed its fleet, but the {phase} needs its part; both ranks of a pair make the same "
+                "number of steps",
+                rank=self._left.rank,
+                host=self._left.host,
+            )
+        limit = f"within {self._timeout_s:g} s"
+        if "input" in reasons:
+            return DeadlineError(f"{self._partner} sent nothing for the {phase} {limit}; it is far behind, or hangs")
+        what = "read" if "parameters" in reasons else "updated and stored"
+        return DeadlineError(f"Stage {phase and phase.stage} was not {what} {limit} ({self._shelf.storage.place})")
+
+    def _compute(self, phase: Phase) -> None:
+        assert self._pass is not None, "phases are computed within a pass"
+        message = None if phase == Phase(Kind.FORWARD, 0) else self._take_message(phase)
+        start_ns = time.monotonic_ns()
+        self._outgoing = self._work.compute(phase, self._pass, message)
+        end_ns = time.monotonic_ns()
+        self._computing_s += (end_ns - start_ns) / 1e9
+        self._trace.span(str(phase), "compute", start_ns, end_ns, step=self._pass.number)
+        with self._changed:
+            self._obey(self._phases.computed(phase, self._pass.kind))
+
+    def _take_message(self, phase: Phase) -> Message:
+        with self._changed:
+            message, self._message = self._message, None
+        assert message is not None, "a phase is computed once its input is there"
+        assert message.phase == phase, f"the partner sent what the {message.phase} needs, not the {phase}"
+        self._link.take_next()
+        return message
+
+    def _note_wait(self, reason: str, start_ns: int) -> None:
+        end_ns = time.monotonic_ns()
+        seconds = (end_ns - start_ns) / 1e9
+        self._waiting_s[reason] += seconds
+        self._setting.note_wait(f"stage's {reason}", seconds)
+        self._trace.span(f"stage's {reason}", "wait", start_ns, end_ns)
+
+    # --- any thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def _partner(self) -> str:
+        return self._setting.port.describe_peer(self._setting.partner)
+
+    def _tell(self, event: Callable[[int], list[Instruction]], stage: int) -> None:
+        """Tell the machine what has happened with a stage, and do what follows from it."""
+        with self._changed:
+            if self._failure is None:
+                self._obey(event(stage))
+                self._changed.notify_all()
+
+    def _on_message(self, message: Message) -> None:
+        with self._changed:
+            self._message = message
+            if self._failure is None:
+                self._obey(self._phases.arrived(message.phase))
+            self._changed.notify_all()
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        if not isinstance(error, PeerLeftError):
+            self.fail(error)
+        elif peer == self._setting.partner:
+            with self._changed:
+                self._left = error
+                self._changed.notify_all()
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Load(number) | Drop(number):
+                    self._place(number, is_coming=isinstance(instruction, Load))
+                case LoadState(number):
+                    self._shelf.load_state(number, partial(self._tell, self._phases.state_loaded, number))
+                case Compute(phase):
+                    self._next = phase
+                case Send():
+                    assert self._outgoing is not None, "what is sent was computed just before"
+                    self._link.send(self._outgoing)
+                case Reduce(number):
+                    then = partial(self._tell, self._phases.reduced, number)
+                    self._updater.reduce(self._work.gradients[number], number, then)
+                case Update(number):
+                    self._work.gradients[number].state = self._shelf.take_state(number)
+                    self._updater.update(self._work.gradients[number], number, partial(self._on_updated, number))
+                case Store(number):
+                    self._store(number)
+
+    def _place(self, number: int, *, is_coming: bool) -> None:
+        stage = self._stages[number]
+        if is_coming:
+            room = self._placed[number] = self._rooms.take(stage.plan.num_bytes)
+            stage.place(room)
+            self._shelf.load(number, partial(self._tell, self._phases.loaded, number))
+        else:
+            stage.leave()
+            self._rooms.give_back(self._placed.pop(number))
+
+    def _on_updated(self, number: int) -> None:
+        self._work.give_back(self._work.gradients[number])
+        self._tell(self._phases.updated, number)
+
+    def _store(self, number: int) -> None:
+        gradients = self._work.gradients.pop(number)
+        state = gradients.state if gradients.buckets else None
+        then = partial(self._tell, self._phases.stored, number)
+        self._shelf.store(number, state, then, step=gradients.pass_number)

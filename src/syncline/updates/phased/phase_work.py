@@ -1,0 +1,131 @@
+"""One phase after another, as the training thread computes it: from what the partner sent to what it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from syncline.updates.phased.computing import Given, StageComputer, outputs_of, own_memory
+from syncline.updates.phased.messages import Message
+from syncline.updates.phased.phases import Kind, Pass, Phase
+from syncline.updates.phased.rooms import Rooms
+from syncline.updates.phased.setting import PhasedSetting
+from syncline.updates.phased.stage import Stage
+from syncline.updates.phased.updating import Samples, StageGradients, StageUpdater
+
+
+@dataclass(slots=True, kw_only=True)
+class CurrentPass:
+    """A pass that is under way at this rank."""
+
+    kind: Pass
+    number: int
+    inputs: Any
+    targets: Any
+    num_samples: float
+    """Of this pair; the second rank is told by the first."""
+    options: tuple[dict[str, Any], ...] = ()
+    """Hyper-parameters of each group, as they were when it began."""
+    samples: Samples | None = None
+    loss: float | None = None
+    output: Any = None
+    """Of the last stage, in a forward pass alone."""
+
+
+class PhaseWork:
+    """Computes phases; keeps the gradients of each stage until its update is over."""
+
+    def __init__(self, setting: PhasedSetting, updater: StageUpdater) -> None:
+        self._stages = setting.stages
+        self._num_stages = setting.num_stages
+        self._side = setting.side
+        self._updater = updater
+        self._computer = StageComputer(setting.loss)
+        largest = max(stage.plan.num_gradient_bytes for stage in self._stages.values())
+        self.rooms = Rooms(num_rooms=setting.max_stages, num_bytes=largest)
+        self.gradients: dict[int, StageGradients] = {}
+
+    def begin(self, current: CurrentPass) -> None:
+        """Make ready for a pass."""
+        if current.kind is Pass.TRAIN:
+            current.options = self._updater.options()
+            if self._side == 0:
+                current.samples = self._updater.count_samples(current.num_samples)
+
+    def compute(self, phase: Phase, current: CurrentPass, message: Message | None) -> Message | None:
+        """Compute ``phase`` from ``message``; return what is to be sent, if anything is."""
+        stage = self._stages[phase.stage]
+        if message is not None:
+            current.num_samples = message.num_samples
+            current.loss = message.loss if message.loss is not None else current.loss
+        if current.kind is Pass.TRAIN and current.samples is None:
+            current.samples = self._updater.count_samples(current.num_samples)
+        if phase.kind is Kind.FORWARD:
+            return self._forward(stage, current, message)
+        assert message is not None, "the way back begins with what the partner sent"
+        return self._backward(phase, stage, current, message)
+
+    def give_back(self, gradients: StageGradients) -> None:
+        """Free the memory of gradients that were used."""
+        room, gradients.room = gradients.room, None
+        assert room is not None, "a stage is updated once"
+        self.rooms.give_back(room)
+
+    def _forward(self, stage: Stage, current: CurrentPass, message: Message | None) -> Message | None:
+        given = Given(value=current.inputs) if message is None else _given(message)
+        output = self._computer.forward(stage, given, keeps_input=current.kind is Pass.TRAIN)
+        if stage.number == self._num_stages - 1:
+            current.output = output
+            return None
+        outputs = outputs_of(output, stage.number)
+        theirs = [leaf for leaf in _pytree.tree_leaves(given.value) if isinstance(leaf, torch.Tensor)]
+        kept = [*theirs, *stage.module.parameters(), *stage.module.buffers()]
+        is_turn = current.kind is Pass.TRAIN and stage.number == self._num_stages - 2
+        return Message(
+            phase=Phase(Kind.TURN if is_turn else Kind.FORWARD, stage.number + 1),
+            kind=current.kind,
+            number=current.number,
+            tensors=own_memory(outputs.tensors, kept),
+            is_tuple=outputs.is_tuple,
+            num_samples=current.num_samples,
+        )
+
+    def _backward(self, phase: Phase, stage: Stage, current: CurrentPass, message: Message) -> Message | None:
+        room = self.rooms.take(stage.plan.num_gradient_bytes)
+        stage.begin_backward(room)
+        loss: float | None = None
+        if phase.kind is Kind.TURN:
+            loss, gradients = self._computer.turn(stage, _given(message), current.targets)
+            current.loss = loss
+        else:
+            gradients = self._computer.backward(stage, message.tensors)
+        assert current.samples is not None, "samples are counted before the way back"
+        present, work = self._updater.count_present(stage.present)
+        self.gradients[stage.number] = StageGradients(
+            buckets=stage.end_backward(),
+            samples=current.samples,
+            options=current.options,
+            present=present,
+            present_work=work,
+            pass_number=current.number,
+            room=room,
+        )
+        if stage.number == 0:
+            return None
+        return Message(
+            phase=Phase(Kind.BACKWARD, stage.number - 1),
+            kind=current.kind,
+            number=current.number,
+            tensors=tuple(None if one is None else one.contiguous() for one in gradients),
+            is_tuple=message.is_tuple,
+            num_samples=current.num_samples,
+            loss=loss,
+        )
+
+
+def _given(message: Message) -> Given:
+    tensors = [tensor for tensor in message.tensors if tensor is not None]
+    return Given.received(tensors, is_tuple=message.is_tuple)

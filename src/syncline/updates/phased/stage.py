@@ -1,0 +1,150 @@
+"""One stage on the rank that computes it: a module whose parameters have memory only while the stage is held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from syncline.updates.bucket import Bucket, BucketPlan, Slot
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Where the parameters of a stage lie in its room, bucket after bucket."""
+
+    number: int
+    trained: tuple[BucketPlan, ...]
+    """Buckets that are updated; their numbers run on from stage to stage."""
+    frozen: tuple[BucketPlan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all parameters, with what alignment adds."""
+        return sum(_aligned(plan.num_bytes) for plan in (*self.trained, *self.frozen))
+
+    @property
+    def num_gradient_bytes(self) -> int:
+        """Size of all gradients."""
+        return sum(_aligned(plan.num_bytes) for plan in self.trained)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are updated."""
+        return sum(len(plan.slots) for plan in self.trained)
+
+
+class Stage:
+    """A module, and where its parameters are. ``trained`` and ``frozen`` own the plan's slots, bucket by bucket."""
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        module: nn.Module,
+        *,
+        trained: Sequence[Sequence[nn.Parameter]],
+        frozen: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self.present = [False] * plan.num_trained
+        """For each trained parameter, whether it got a gradient in the last backward pass."""
+        self._owners = [tuple(owners) for owners in (*trained, *frozen)]
+        self._plans = (*plan.trained, *plan.frozen)
+        self._flats: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_Taker(self, number, slot))  # type: ignore[no-untyped-call]
+            for number, bucket in enumerate(plan.trained)
+            for slot, parameter in zip(bucket.slots, trained[number], strict=True)
+        ]
+
+    @property
+    def number(self) -> int:
+        """Its place in the model."""
+        return self.plan.number
+
+    def place(self, room: torch.Tensor) -> None:
+        """Let the parameters lie in ``room``, whatever is in it."""
+        self._flats = _divide(room, self._plans)
+        for plan, flat, owners in zip(self._plans, self._flats, self._owners, strict=True):
+            for slot, owner in zip(plan.slots, owners, strict=True):
+                owner.data = slot.view(flat)
+
+    def leave(self) -> None:
+        """Let the parameters have no memory."""
+        self._flats = []
+        for owners in self._owners:
+            for owner in owners:
+                owner.data = ghost(owner)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all parameters by name, as they are stored; the stage is held."""
+        return {
+            slot.name: flat[slot.start : slot.stop].view(slot.shape)
+            for plan, flat in zip(self._plans, self._flats, strict=True)
+            for slot in plan.slots
+        }
+
+    def begin_backward(self, room: torch.Tensor) -> None:
+        """Let gradients be gathered in ``room``; they begin as zeros."""
+        self._gradients = _divide(room, self.plan.trained)
+        for flat in self._gradients:
+            flat.zero_()
+        self.present = [False] * self.plan.num_trained
+
+    def take_gradient(self, bucket: int, slot: Slot, parameter: nn.Parameter) -> None:
+        """Put the gradient of one parameter in its place."""
+        if self._gradients and parameter.grad is not None:
+            slot.view(self._gradients[bucket]).copy_(parameter.grad)
+            self.present[slot.position] = True
+        parameter.grad = None
+
+    def end_backward(self) -> tuple[Bucket, ...]:
+        """Return the stage's buckets, gradients and all."""
+        gradients, self._gradients = self._gradients, []
+        trained = len(self.plan.trained)
+        return tuple(
+            Bucket(plan, parameters=flat, gradients=gradient, owners=owners)
+            for plan, flat, gradient, owners in zip(
+                self.plan.trained, self._flats[:trained], gradients, self._owners[:trained], strict=True
+            )
+        )
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Taker:
+    """The hook of one parameter."""
+
+    def __init__(self, stage: Stage, bucket: int, slot: Slot) -> None:
+        self._stage, self._bucket, self._slot = stage, bucket, slot
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter), "hooks are set on parameters"
+        self._stage.take_gradient(self._bucket, self._slot, parameter)
+
+
+def ghost(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a parameter without memory: its shape, with one element for all, which is NaN."""
+    value = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
+    return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _divide(room: torch.Tensor, plans: Sequence[BucketPlan]) -> list[torch.Tensor]:
+    flats, start = [], 0
+    for plan in plans:
+        flats.append(room[start : start + plan.num_bytes].view(plan.dtype))
+        start += _aligned(plan.num_bytes)
+    return flats
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,33 @@
+"""What a rank of a phased model counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasedStatistics:
+    """Counters of one rank since its model was set up; times in seconds."""
+
+    side: int
+    """Which stages it computes: 0 those of even number, 1 the others."""
+    partner: int
+    num_steps: int
+    computing_s: float
+    waiting_s: Mapping[str, float]
+    """Time that the training thread waited, by what came last: ``"input"`` from the partner, ``"parameters"`` from
+    storage, or the ``"update"`` of the step before."""
+    reading_s: float
+    writing_s: float
+    read_bytes: int
+    written_bytes: int
+    sent_bytes: int
+    """Activations and their gradients, to the partner."""
+    num_loads: int
+    largest_stage_bytes: int
+    peak_parameter_bytes: int
+    """Most bytes of parameters that had memory at once."""
+    peak_gradient_bytes: int
+    peak_state_bytes: int
+    """Most bytes of optimizer state in memory at once."""

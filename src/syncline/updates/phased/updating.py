@@ -1,0 +1,135 @@
+"""The update of one stage: reduce-scatter among the ranks of this side, step the own shard, all-gather.
+
+Every rank of a side holds the same stages, each from another pair's batch. A group's gradients are weighted by its
+samples before they are summed, so the sum is the mean over the union of the batches. With one pair nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.runtime.work import Work
+from syncline.updates.bucket import Bucket
+from syncline.updates.channel import Channel
+from syncline.updates.inner import hyperparameters
+from syncline.updates.phased.state_file import ShardState
+from syncline.updates.shard import Shard
+from syncline.updates.update_thread import UpdateThread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """How many samples this group put into a pass, and (once ``work`` is done) how many all of them did."""
+
+    own: float
+    total: torch.Tensor
+    work: Work
+
+    @property
+    def weight(self) -> float:
+        """This group's weight in the mean."""
+        total = float(self.total[0])
+        if total <= 0:
+            raise UpdateError(f"A step needs at least one sample in at least one pair, but all together had {total:g}")
+        return self.own / total
+
+
+@dataclass(slots=True, kw_only=True)
+class StageGradients:
+    """What a backward pass left of one stage, until its update."""
+
+    buckets: tuple[Bucket, ...]
+    samples: Samples
+    options: tuple[dict[str, Any], ...]
+    """Hyper-parameters of each group, as they were when the pass began."""
+    present: torch.Tensor
+    """For each parameter, how many groups had a gradient for it, once ``present_work`` is done."""
+    present_work: Work
+    pass_number: int
+    room: torch.Tensor | None
+    state: ShardState | None = None
+    shards: list[Shard] = field(default_factory=list)
+
+
+class StageUpdater:
+    """Updates stages on a thread of its own; ``channel`` and its control are those of this side's ranks."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole_parameters: bool,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._channel = channel
+        self._optimizer = optimizer
+        self._whole = whole_parameters
+        self._thread = UpdateThread(f"syncline-phased-update-{channel.rank}", on_failure=on_failure)
+
+    def count_samples(self, number: float) -> Samples:
+        """Begin to sum the samples of a pass; the training thread of every rank calls this once a pass."""
+        total = torch.tensor([number], dtype=torch.float64)
+        work = self._channel.control.start_sum(total, "samples of a pass")
+        return Samples(own=number, total=total, work=work)
+
+    def options(self) -> tuple[dict[str, Any], ...]:
+        """Return the hyper-parameters of each group as they are now."""
+        return tuple(hyperparameters(self._optimizer, group) for group in range(len(self._optimizer.param_groups)))
+
+    def count_present(self, present: Sequence[bool]) -> tuple[torch.Tensor, Work]:
+        """Begin to count which parameters have gradients; as :meth:`count_samples`, after each backward pass."""
+        counts = torch.tensor([float(one) for one in present], dtype=torch.float64)
+        return counts, self._channel.control.start_sum(counts, "gradients of a stage")
+
+    def reduce(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
+        """Begin to reduce-scatter; ``then`` runs on the update thread when this rank's shard is complete."""
+        self._thread.submit(urgency, (gradients.samples.work,), partial(self._reduce, gradients, urgency, then))
+
+    def update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
+        """Step this rank's shard and begin to all-gather; ``then`` runs when all parameters are there."""
+        self._thread.submit(urgency, (gradients.present_work,), partial(self._update, gradients, urgency, then))
+
+    def close(self) -> None:
+        """End the thread after what it does now."""
+        self._thread.close()
+
+    def _reduce(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
+        gradients.samples.work.wait()
+        weight = gradients.samples.weight
+        works = []
+        for bucket in gradients.buckets:
+            if weight != 1.0:
+                bucket.gradients.mul_(weight)
+            works.append(self._channel.reduce_scatter(bucket, gradients.pass_number))
+        self._thread.submit(urgency, works, partial(_finish, works, then))
+
+    def _update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
+        gradients.present_work.wait()
+        trace = self._channel.trace
+        start_ns = trace.now_ns()
+        present = [count > 0 for count in gradients.present.tolist()]
+        scales = [1.0] * len(present)
+        for number, bucket in enumerate(gradients.buckets):
+            owned = self._channel.lanes[bucket.index].owned
+            shard = Shard(bucket, owned, self._optimizer, whole_parameters=self._whole)
+            if gradients.state is not None:
+                shard.load_pieces(gradients.state.buckets[number])
+            shard.step(gradients.options[bucket.plan.group], present, scales)
+            gradients.shards.append(shard)
+        gradients.state = ShardState.of(gradients.shards)
+        trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.pass_number)
+        works = [self._channel.all_gather(bucket, gradients.pass_number) for bucket in gradients.buckets]
+        self._thread.submit(urgency, works, partial(_finish, works, then))
+
+
+def _finish(works: Sequence[Work], then: Callable[[], None]) -> None:
+    for work in works:
+        work.wait()
+    then()

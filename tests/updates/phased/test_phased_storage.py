@@ -1,0 +1,183 @@
+"""Files of stages: the published format, whole or not at all, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from syncline.errors import StorageError, UpdateError
+from syncline.updates.bucket import BucketPlan, Slot
+from syncline.updates.phased import storage as storage_module
+from syncline.updates.phased.messages import HEADER_BYTES, Message, decode
+from syncline.updates.phased.phases import Kind, Pass, Phase
+from syncline.updates.phased.rooms import Rooms
+from syncline.updates.phased.state_file import ShardState, read_state
+from syncline.updates.phased.storage import Folder
+from syncline.updates.piece import Segment
+
+TENSORS = {
+    "weight": torch.randn(3, 5, dtype=torch.float64),
+    "half": torch.randn(7).to(torch.bfloat16),
+    "step": torch.tensor(4.0),
+    "empty": torch.zeros(0, 3),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_any_program_reads_what_is_written(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    num_bytes = folder.write("stage", TENSORS, {"step": "3"})
+    path = tmp_path / "stage.safetensors"
+    assert path.stat().st_size == num_bytes
+    found = load_file(path)
+    assert found.keys() == TENSORS.keys()
+    for name, value in TENSORS.items():
+        assert found[name].dtype is value.dtype
+        assert torch.equal(found[name], value)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"step": "3"}
+    read, notes = folder.read("stage")
+    assert notes == {"step": "3"}
+    assert all(torch.equal(read[name], value) for name, value in TENSORS.items())
+
+
+def test_what_any_program_writes_is_read_in_place(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "stage.safetensors")
+    into = {name: torch.zeros_like(TENSORS[name]) for name in ("half", "weight")}
+    assert Folder(tmp_path).read_into("stage", into) == 3 * 5 * 8 + 7 * 2
+    assert all(torch.equal(value, TENSORS[name]) for name, value in into.items())
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write("stage", TENSORS, {})
+    for name, like in (("weight", torch.zeros(5, 3, dtype=torch.float64)), ("bias", torch.zeros(2))):
+        with pytest.raises(StorageError, match=f"should hold '{name}' .* it belongs to another model"):
+            folder.read_into("stage", {name: like})
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, -3])
+def test_a_file_that_was_cut_off_is_refused(kept: int, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write("stage", {"weight": TENSORS["weight"]}, {})
+    path = tmp_path / "stage.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(StorageError, match=r"stage\.safetensors cannot be read"):
+        folder.read_into("stage", {"weight": torch.zeros(3, 5, dtype=torch.float64)})
+    with pytest.raises(StorageError, match=r"stage\.safetensors cannot be read"):
+        folder.read("stage")
+
+
+def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(file: Any, memory: memoryview) -> None:
+        file.write(memory[: len(memory) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = Folder(tmp_path)
+    folder.write("stage", {"weight": torch.ones(4)}, {"step": "1"})
+    monkeypatch.setattr(storage_module, "_write_all", fill_up)
+    with pytest.raises(StorageError, match=r"The storage is full: .* bytes .* are free .*make room"):
+        folder.write("stage", {"weight": torch.zeros(4)}, {"step": "2"})
+    assert [path.name for path in tmp_path.iterdir()] == ["stage.safetensors"]
+    found, notes = folder.read("stage")
+    assert found["weight"].tolist() == [1.0] * 4
+    assert notes == {"step": "1"}
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(StorageError, match="cannot be made for stages"):
+        Folder(tmp_path / "taken")
+
+
+def test_types_that_the_format_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="complex128"):
+        Folder(tmp_path).write("stage", {"weight": torch.zeros(2, dtype=torch.complex128)}, {})
+
+
+def test_a_temporary_folder_ends_with_its_use() -> None:
+    folder = Folder(None)
+    folder.write("stage", TENSORS, {})
+    place = Path(folder.place)
+    assert place.exists()
+    folder.close()
+    assert not place.exists()
+
+
+def slot(position: int, start: int, stop: int) -> Slot:
+    return Slot(name=f"p{position}", position=position, start=start, stop=stop, shape=(stop - start,), stride=(1,))
+
+
+def test_state_of_pieces_comes_back_as_it_was(tmp_path: Path) -> None:
+    slots = (slot(1, 0, 6), slot(4, 6, 10))
+    plan = BucketPlan(index=0, group=0, dtype=torch.float32, device=torch.device("cpu"), slots=slots)
+    segments = (Segment(slot=slots[0], start=2, stop=6), Segment(slot=slots[1], start=6, stop=7))
+    other = (Segment(slot=slots[1], start=8, stop=10),)
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.randn(5), "momentum_buffer": None}
+    before = ShardState([[(segments, state), (other, {})]])
+    assert before.num_bytes == 4 + 5 * 4
+    folder = Folder(tmp_path)
+    folder.write("state", before.tensors(), before.notes())
+    after = read_state([plan], *folder.read("state"))
+    (found, values), (rest, nothing) = after.buckets[0]
+    assert (found, rest, nothing) == (segments, other, {})
+    assert values["momentum_buffer"] is None
+    assert torch.equal(values["exp_avg"], state["exp_avg"])
+    assert values["step"].shape == ()
+
+
+def test_state_that_no_file_can_hold() -> None:
+    with pytest.raises(UpdateError, match="keeps 'history' as a list"):
+        ShardState([[((), {"history": [1, 2]})]]).notes()
+
+
+def test_a_message_describes_what_follows() -> None:
+    message = Message(
+        phase=Phase(Kind.BACKWARD, 3),
+        kind=Pass.TRAIN,
+        number=17,
+        tensors=(torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(1.0)),
+        is_tuple=True,
+        num_samples=2.5,
+        loss=0.1,
+    )
+    header = message.encode()
+    assert len(header) == HEADER_BYTES
+    found = decode(header)
+    assert (found.phase, found.kind, found.number) == (message.phase, message.kind, 17)
+    assert (found.is_tuple, found.num_samples, found.loss) == (True, 2.5, 0.1)
+    assert [None if one is None else (one.dtype, tuple(one.shape)) for one in found.tensors] == [
+        (torch.bfloat16, (2, 3)),
+        None,
+        (torch.float32, ()),
+    ]
+    json.loads(bytes(header))
+
+
+def test_more_tensors_than_a_header_describes() -> None:
+    many = tuple(torch.zeros(1, 2, 3) for _ in range(200))
+    message = Message(
+        phase=Phase(Kind.FORWARD, 1), kind=Pass.TRAIN, number=1, tensors=many, is_tuple=True, num_samples=1
+    )
+    with pytest.raises(UpdateError, match="Stage 1 is given 200 tensors"):
+        message.encode()
+
+
+def test_rooms_are_used_again_and_counted() -> None:
+    rooms = Rooms(num_rooms=2, num_bytes=100)
+    first, second = rooms.take(100), rooms.take(60)
+    rooms.give_back(first)
+    third = rooms.take(30)
+    assert third.data_ptr() == first.data_ptr()
+    assert rooms.ledger.live_bytes == 90
+    rooms.give_back(second)
+    rooms.give_back(third)
+    assert (rooms.ledger.live_bytes, rooms.ledger.peak_bytes) == (0, 160)
