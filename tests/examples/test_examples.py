@@ -37,6 +37,18 @@ def test_digits_are_learnt_alike_on_all_ranks(update):
     assert all(abs(int(state) - expected_kib) < 2 for _, state in shares)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_digits_are_learnt_in_phases(num_ranks):
+    shown = run_example("--ranks", num_ranks, EXAMPLES / "phased_digits.py")
+    shares = re.findall(r"rank \d: ([\d.]+)% of the test images read", shown)
+    assert len(shares) == num_ranks // 2
+    assert len(set(shares)) == 1
+    assert float(shares[0]) > 75
+    peaks = [int(peak) for peak in re.findall(r"at most (\d+) KiB of 7 stages' parameters", shown)]
+    assert len(peaks) == num_ranks
+    assert max(peaks) <= 2 * 4 * (256 * 256 + 256) / 1024 + 1
+
+
 def test_a_script_of_torch_distributed_alone_starts_too():
     shown = run_example("--ranks", 2, EXAMPLES / "plain_torch_ddp.py")
     losses = re.findall(r"rank \d of 2: loss ([\d.e+-]+)", shown)
