@@ -2,11 +2,13 @@
 
 import struct
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from syncline.errors import ConfigurationError
+from syncline.machines.survey import Survey
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
@@ -193,9 +195,10 @@ def test_what_the_file_says_goes_before_what_was_measured() -> None:
         )
     )
     measured = {f"h{k}": {"cpu_hz": 2e9, "memory_bytes": 8e9} for k in range(4)}
-    assert group(topology, measured) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert group(topology, measured, features=["memory_bytes"]) == (tuple(range(8)),)
-    assert len(group(topology, measured, clusters=3)) == 3
+    survey = Survey(topology=topology, measured=measured)
+    assert group(survey) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert group(replace(survey, use=["memory_bytes"])) == (tuple(range(8)),)
+    assert len(group(survey, clusters=3)) == 3
 
 
 @pytest.mark.parametrize("clusters", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2), ()), ((0, 1), (2, 3))])

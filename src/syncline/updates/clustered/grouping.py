@@ -1,20 +1,25 @@
 """Who is in which cluster: from what the topology says and what every machine measured, decided by rank 0 for all.
 
-Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise.
+Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise. What the network is like is measured
+only where the topology does not say it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from syncline.errors import ConfigurationError
-from syncline.machines.clustering import cluster_vectors
-from syncline.machines.features import Feature, build_table, topology_features, topology_latencies
+from syncline.machines.features import LATENCY, UPLINK, topology_features, topology_latencies
+from syncline.machines.network import NetworkReading
 from syncline.machines.reading import read_machine
+from syncline.machines.survey import Survey
+from syncline.runtime.communicator import Communicator
 from syncline.topology import Topology
+from syncline.updates.clustered.sounding import sound_network
 from syncline.updates.control import ControlStream
 
 _log = logging.getLogger(__name__)
@@ -23,50 +28,62 @@ Clusters = tuple[tuple[int, ...], ...]
 ClusterChoice = Literal["auto"] | int | Sequence[Sequence[int]]
 
 
-def agree_on_clusters(
-    control: ControlStream,
-    topology: Topology,
-    *,
-    clusters: ClusterChoice,
-    features: Sequence[str] | None,
-    weights: Mapping[str, float] | None,
-    measures: bool,
-    seed: int,
-) -> Clusters:
+def measure_hosts(
+    control: ControlStream, communicator: Communicator, wanted: Survey, *, stream: int, measures: bool
+) -> Survey:
+    """Return ``wanted`` with what all hosts measure, the same on every rank; every rank calls it.
+
+    Without ``measures`` nothing is measured.
+    """
+    topology = wanted.topology
+    if not measures:
+        return wanted
+    is_first_of_host = topology.host_of(control.rank).ranks[0].rank == control.rank
+    gathered = control.exchange(read_machine() if is_first_of_host else {}, "features of the machines")
+    measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
+    network: Sequence[NetworkReading] = ()
+    echoes, rates = lacks_of(wanted)
+    if echoes or rates:
+        port = communicator.open_port("a look at the network")
+        network = sound_network(control, port, topology, stream=stream, echoes=echoes, rates=rates)
+    return replace(wanted, measured=measured, network=network)
+
+
+def lacks_of(wanted: Survey) -> tuple[bool, bool]:
+    """Return whether latencies, and whether uplinks, count and are not told by the topology."""
+    topology, use = wanted.topology, wanted.use
+    if len(topology.hosts) < 2:
+        return False, False
+    told = topology_features(topology).values()
+    has_latencies = topology_latencies(topology) is not None or all(LATENCY in said for said in told)
+    has_uplinks = all(UPLINK in said for said in told)
+    return (
+        not has_latencies and (use is None or LATENCY in use),
+        not has_uplinks and (use is None or UPLINK in use),
+    )
+
+
+def agree_on_clusters(control: ControlStream, survey: Survey, *, clusters: ClusterChoice, seed: int) -> Clusters:
     """Return the ranks of each cluster, the same on every rank; every rank calls it."""
     if not isinstance(clusters, str | int):
-        return check_clusters(clusters, topology.num_ranks)
-    is_first_of_host = topology.host_of(control.rank).ranks[0].rank == control.rank
-    measured = read_machine() if measures and is_first_of_host else {}
-    gathered = control.exchange(measured, "features of the machines")
-    decided: Clusters | None = None
-    if control.rank == 0:
-        of_host = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
-        decided = group(topology, of_host, clusters=clusters, features=features, weights=weights, seed=seed)
+        return check_clusters(clusters, survey.topology.num_ranks)
+    decided = group(survey, clusters=clusters, seed=seed) if control.rank == 0 else None
     decisions = control.exchange(decided, "clusters")
     return tuple(tuple(ranks) for ranks in decisions[0])
 
 
-def group(
-    topology: Topology,
-    measured: Mapping[str, Mapping[str, Feature]],
-    *,
-    clusters: Literal["auto"] | int = "auto",
-    features: Sequence[str] | None = None,
-    weights: Mapping[str, float] | None = None,
-    seed: int = 0,
-) -> Clusters:
-    """Return the ranks of each cluster of like hosts. What the topology file says goes before what was measured."""
-    told = topology_features(topology)
-    merged = {name: dict(measured.get(name, {})) | features_of for name, features_of in told.items()}
-    table = build_table(merged, latencies_s=topology_latencies(topology), use=features, weights=weights)
-    number = None if isinstance(clusters, str) else clusters
-    clustering = cluster_vectors(table.vectors, num_clusters=number, seed=seed)
+def group(survey: Survey, *, clusters: Literal["auto"] | int = "auto", seed: int = 0) -> Clusters:
+    """Return the ranks of each cluster of like hosts."""
+    table, clustering = survey.divide(num_clusters=None if isinstance(clusters, str) else clusters, seed=seed)
     shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
     _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
+    return ranks_of(survey.topology, clustering.clusters)
+
+
+def ranks_of(topology: Topology, clusters: Sequence[Sequence[int]]) -> Clusters:
+    """Return the ranks of clusters that are given as hosts, by their place in the topology."""
     return tuple(
-        tuple(sorted(rank for host in hosts for rank in topology.ranks_of(table.hosts[host])))
-        for hosts in clustering.clusters
+        tuple(sorted(rank.rank for host in hosts for rank in topology.hosts[host].ranks)) for hosts in clusters
     )
 
 

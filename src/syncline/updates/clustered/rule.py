@@ -12,12 +12,13 @@ import torch
 from syncline.errors import ConfigurationError
 from syncline.machines.features import FeatureHistory
 from syncline.machines.reading import read_moment
+from syncline.machines.survey import Survey
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.clustered.agenda import Agenda, Kind
 from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.driver import Driver, Part
 from syncline.updates.clustered.exchanges import Mixing
-from syncline.updates.clustered.grouping import ClusterChoice, Clusters, agree_on_clusters
+from syncline.updates.clustered.grouping import ClusterChoice, Clusters, agree_on_clusters, measure_hosts
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape
 from syncline.updates.inner import check_is_served
@@ -37,7 +38,8 @@ class Clustered:
     ``period``: batches between two exchanges of the clusters. ``reelect_every``: periods after which each cluster draws
     a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows), how
     many, or the ranks of each. ``features``: the features that count (default: all); ``weights``: how much (default:
-    1 each); ``measures``: whether each machine reads its own, beside what the topology says.
+    1 each); ``measures``: whether each machine reads its own, beside what the topology says, and measures latencies and
+    uplinks, when the training starts, where the topology does not say them.
 
     ``exchange="period"`` replaces, at a period's end, the sum of the own cluster's means by the mean of all clusters';
     ``"last"`` exchanges the last batch's mean alone, the literal form. ``contribution="uniform"`` weights clusters by
@@ -52,7 +54,7 @@ class Clustered:
 
     Clusters are made once, when the training starts, and stay: optimizer state cannot be handed from one cluster to
     another, so a rank that changed sides would step from another's history. What machines measure later is told by
-    ``optimizer.statistics().features``; latency counts where the topology gives it, and is not measured.
+    ``optimizer.statistics().features``.
 
     Each rank keeps four vectors of the size of the gradients beside them, and a temporary server one for each member.
     Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends the period, and the term where
@@ -127,19 +129,20 @@ class ClusteredUpdater(WholeUpdater):
     def __init__(self, setting: Setting, rule: Clustered) -> None:
         super().__init__(setting)
         communicator = self.channel.communicator
-        self.clusters: Clusters = agree_on_clusters(
+        stream = self.channel.lanes[0].stream
+        self.survey = measure_hosts(
             self.channel.control,
-            communicator.topology,
-            clusters=rule.clusters,
-            features=rule.features,
-            weights=rule.weights,
-            measures=rule.measures,
-            seed=rule.seed,
+            communicator,
+            Survey(topology=communicator.topology, use=rule.features, weights=rule.weights),
+            stream=stream,
+            measures=rule.measures and isinstance(rule.clusters, str | int),
+        )
+        self.clusters: Clusters = agree_on_clusters(
+            self.channel.control, self.survey, clusters=rule.clusters, seed=rule.seed
         )
         self.agenda = rule.agenda(len(self.clusters))
         self._sums_period = rule.exchange == "period" and rule.period > 1
         self._shape = VectorShape.of(self.buckets)
-        stream = self.channel.lanes[0].stream
         part = Part(
             job=f"{rule.seed}/{stream}",
             clusters=self.clusters,

@@ -1,0 +1,90 @@
+"""The network between hosts as they measured it themselves: who tries whom, and what follows from all readings.
+
+For where the topology does not say: a flat one, or none. Echoes give the latency of each pair of hosts; a short bulk
+transfer to a few others, in a rotation, gives each host's uplink: the best of them, since another one may have been
+held up by a slow link farther on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MAX_TRIES = 4
+LATENCY_RESOLUTION_S = 0.5e-3
+"""A process answers later than its network by about so much; latencies below it are taken to be equal."""
+LATENCY_TOLERANCE = 0.5
+"""Latencies that differ by no more than this part of their mean are those of one network, measured differently."""
+RATE_RESOLUTION_BYTES_PER_S = 1.25e9
+"""One process sends hardly faster than 10 Gbit/s; links above it are taken to be equal."""
+UPLINK_TOLERANCE = 1.0
+"""The same for measured uplinks: two equal ones, on busy machines, were seen to differ by a factor of 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkReading:
+    """What one host measured: seconds of an echo and bytes per second, by the number of the other host."""
+
+    echoes_s: Mapping[int, float] = field(default_factory=dict)
+    rates: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def uplink_bytes_per_s(self) -> float | None:
+        """The rate of this host's own link, as far as one process can tell; None if nothing was sent."""
+        return min(max(self.rates.values()), RATE_RESOLUTION_BYTES_PER_S) if self.rates else None
+
+    def as_pairs(self) -> list[list[tuple[int, float]]]:
+        """Return it as JSON can say it."""
+        return [sorted(self.echoes_s.items()), sorted(self.rates.items())]
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[Sequence[Sequence[float]]]) -> NetworkReading:
+        """Return what :meth:`as_pairs` was made of."""
+        echoes_s, rates = ({int(host): value for host, value in part} for part in pairs)
+        return cls(echoes_s=echoes_s, rates=rates)
+
+
+def rotation(num_hosts: int, *, max_tries: int = MAX_TRIES) -> tuple[int, ...]:
+    """Return by how many places each host looks on, one try after the other: in each, all send and all receive.
+
+    Hosts beside one another in the topology are tried first, on both sides: one of the two is most likely near.
+    """
+    steps = [step for distance in range(1, num_hosts // 2 + 1) for step in (distance, num_hosts - distance)]
+    return tuple(dict.fromkeys(steps))[:max_tries]
+
+
+def rate_of(timed: Sequence[tuple[int, float]], *, echo_s: float) -> float:
+    """Return bytes per second from messages of growing size: (bytes, seconds until their receipt was back) of each.
+
+    From the first and the last, so that what every message takes falls out; from the last alone, without an echo, where
+    it took at most twice as long as the first.
+    """
+    (first_bytes, first_s), (last_bytes, last_s) = timed[0], timed[-1]
+    if last_s > 2 * first_s:
+        return (last_bytes - first_bytes) / (last_s - first_s)
+    return last_bytes / max(last_s - echo_s, last_s / 4, 1e-9)
+
+
+def latencies_of(readings: Sequence[NetworkReading]) -> Floats | None:
+    """Return the latency in seconds from each host to each other, one way: half of the pair's fastest echo.
+
+    None where all pairs are alike as far as can be told, or nothing was measured. A pair without an echo has NaN.
+    """
+    size = len(readings)
+    echoes_s = np.full((size, size), np.inf)
+    for host, reading in enumerate(readings):
+        for other, echo_s in reading.echoes_s.items():
+            echoes_s[host, other] = echo_s
+    fastest_s = np.minimum(echoes_s, echoes_s.T) / 2
+    latencies_s = np.where(np.isfinite(fastest_s), np.maximum(fastest_s, LATENCY_RESOLUTION_S), np.nan)
+    between = latencies_s[~np.eye(size, dtype=bool)]
+    known = between[np.isfinite(between)]
+    if not known.size or known.max() - known.min() <= LATENCY_TOLERANCE * known.mean():
+        return None
+    np.fill_diagonal(latencies_s, 0.0)
+    return latencies_s

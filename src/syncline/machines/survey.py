@@ -1,0 +1,70 @@
+"""The survey: what the topology says of all hosts, what they measured, and which of them are alike by both.
+
+What the topology file says goes before what was measured; what was measured later goes before what was measured first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from syncline.machines.clustering import Clustering, cluster_vectors
+from syncline.machines.features import (
+    LATENCY,
+    UPLINK,
+    Features,
+    FeatureTable,
+    Floats,
+    build_table,
+    topology_features,
+    topology_latencies,
+)
+from syncline.machines.network import UPLINK_TOLERANCE, NetworkReading, latencies_of
+from syncline.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All that is known of the hosts of a topology, and which of it counts.
+
+    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each).
+    """
+
+    topology: Topology
+    measured: Mapping[str, Features] = field(default_factory=dict)
+    """By host."""
+    network: Sequence[NetworkReading] = ()
+    """Of each host, in the topology's order; empty if nothing was measured."""
+    use: Sequence[str] | None = None
+    weights: Mapping[str, float] | None = None
+
+    def table(self, newer: Mapping[str, Features] | None = None) -> FeatureTable:
+        """Return the features as columns; ``newer`` is what hosts measured since."""
+        told = topology_features(self.topology)
+        merged = {
+            host: self._uplink(place) | dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | said
+            for place, (host, said) in enumerate(told.items())
+        }
+        is_told = all(UPLINK in said for said in told.values())
+        latencies_s = self._latencies()
+        says_nothing = {LATENCY} if self.network and latencies_s is None else set()
+        return build_table(
+            merged,
+            latencies_s=latencies_s,
+            use=None if self.use is None else [name for name in self.use if name not in says_nothing],
+            weights={name: weight for name, weight in (self.weights or {}).items() if name not in says_nothing},
+            noisy={} if is_told else {UPLINK: UPLINK_TOLERANCE},
+        )
+
+    def divide(self, *, num_clusters: int | None = None, seed: int = 0) -> tuple[FeatureTable, Clustering]:
+        """Return the features and the clusters that they make."""
+        table = self.table()
+        return table, cluster_vectors(table.vectors, num_clusters=num_clusters, seed=seed)
+
+    def _uplink(self, place: int) -> dict[str, float]:
+        rate = self.network[place].uplink_bytes_per_s if self.network else None
+        return {} if rate is None else {UPLINK: rate}
+
+    def _latencies(self) -> Floats | None:
+        told = topology_latencies(self.topology)
+        return told if told is not None or not self.network else latencies_of(self.network)

@@ -1,0 +1,161 @@
+"""The sounding: each host's first rank measures the network to the others, for features that no topology tells.
+
+    echoes    four times to every other host, all at once; the fastest of them counts
+    rates     to a few others in turn (`rotation`): messages of 64 KiB, 128 KiB, ... up to 2 MiB, one after the other,
+              until one takes long enough to be timed; all hosts send and receive at the same time, as in training
+
+Each part has a deadline; whoever does not answer by then is left out. A host sends at most 4 MiB to each that it tries,
+so on a fast network all of it takes some 0.1 s, and on any one at most 6 deadlines of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from syncline.machines.network import NetworkReading, rate_of, rotation
+from syncline.runtime.port import Port
+from syncline.runtime.tags import first_tag
+from syncline.topology import Topology
+from syncline.updates.control import ControlStream
+
+NUM_ECHOES = 4
+FIRST_BYTES, LAST_BYTES = 64 << 10, 2 << 20
+NUM_SIZES = (LAST_BYTES // FIRST_BYTES).bit_length()
+LONG_ENOUGH_S = 0.02
+PART_S = 1.0
+LOOP_S = 5.0
+ECHO, ANSWER, BULK, RECEIPT = range(3, 7)
+"""Lanes of a stream, beside those of the protocol's messages."""
+URGENCY = 0
+
+
+def sound_network(
+    control: ControlStream, port: Port, topology: Topology, *, stream: int, echoes: bool = True, rates: bool = True
+) -> list[NetworkReading]:
+    """Return what each host measured, in the topology's order, the same on every rank; every rank calls it."""
+    firsts = [host.ranks[0].rank for host in topology.hosts]
+    steps = rotation(len(firsts)) if rates else ()
+    sounding = Sounding(port, firsts, stream=stream) if port.rank in firsts else None
+    if sounding is not None:
+        port.run(sounding.open(len(steps)), LOOP_S)
+    control.exchange(None, "readiness for a look at the network")
+    if echoes:
+        if sounding is not None:
+            port.run(sounding.echo(), PART_S + LOOP_S)
+        control.exchange(None, "end of echoes")
+    for number, step in enumerate(steps):
+        if sounding is not None:
+            port.run(sounding.send(number, step), PART_S + LOOP_S)
+        control.exchange(None, f"end of try {number} of the network")
+    gathered = control.exchange(None if sounding is None else sounding.reading.as_pairs(), "the network as measured")
+    port.call_soon(port.close)
+    return [NetworkReading.of_pairs(gathered[first]) for first in firsts]
+
+
+@dataclass(slots=True)
+class _Found:
+    echoes_s: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+
+
+class Sounding:
+    """One host's part in it. On the loop's thread alone, and it reads time only from the loop."""
+
+    def __init__(self, port: Port, firsts: Sequence[int], *, stream: int) -> None:
+        self._port = port
+        self._firsts = tuple(firsts)
+        self._place = self._firsts.index(port.rank)
+        self._stream = stream
+        self._found = _Found()
+        self._lump = memoryview(bytearray(LAST_BYTES))
+
+    @property
+    def reading(self) -> NetworkReading:
+        """What was measured up to now."""
+        return NetworkReading(echoes_s=dict(self._found.echoes_s), rates=dict(self._found.rates))
+
+    async def open(self, num_tries: int) -> None:
+        """Begin to answer the others."""
+        for place, peer in enumerate(self._firsts):
+            if place != self._place:
+                for number in range(NUM_ECHOES):
+                    self._answer(peer, number)
+        for number, step in enumerate(rotation(len(self._firsts))[:num_tries]):
+            self._acknowledge(self._firsts[self._place - step], number, 0)
+
+    async def echo(self) -> None:
+        """Measure how long an echo takes to each of the others."""
+        places = [(self._place + step) % len(self._firsts) for step in range(1, len(self._firsts))]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PART_S):
+                await asyncio.gather(*(self._echo(place) for place in places))
+
+    async def send(self, number: int, step: int) -> None:
+        """Measure the rate to the host ``step`` places on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PART_S):
+                await self._send((self._place + step) % len(self._firsts), number)
+
+    async def _echo(self, place: int) -> None:
+        peer = self._firsts[place]
+        for number in range(NUM_ECHOES):
+            start_s = self._now_s()
+            answered = self._expect(peer, self._tag(ANSWER, number))
+            self._port.send(peer, self._tag(ECHO, number), memoryview(bytearray(1)), urgency=URGENCY)
+            await answered
+            taken_s = self._now_s() - start_s
+            self._found.echoes_s[place] = min(taken_s, self._found.echoes_s.get(place, taken_s))
+
+    async def _send(self, place: int, number: int) -> None:
+        """Send longer and longer messages until one takes much longer than an echo."""
+        peer, echo_s = self._firsts[place], self._found.echoes_s.get(place, 0.0)
+        self._found.rates[place] = FIRST_BYTES / PART_S  # if not even the first is there in time
+        timed: list[tuple[int, float]] = []
+        for size in range(NUM_SIZES):
+            start_s = self._now_s()
+            arrived = self._expect(peer, self._tag(RECEIPT, number, size))
+            self._port.send(peer, self._tag(BULK, number, size), self._lump[: FIRST_BYTES << size], urgency=URGENCY)
+            await arrived
+            timed.append((FIRST_BYTES << size, self._now_s() - start_s))
+            self._found.rates[place] = rate_of(timed, echo_s=echo_s)
+            if timed[-1][1] > max(LONG_ENOUGH_S, 4 * echo_s):
+                return
+
+    def _answer(self, peer: int, number: int) -> None:
+        answer = memoryview(bytearray(1))
+        send = partial(self._port.send, peer, self._tag(ANSWER, number), answer, urgency=URGENCY)
+        self._receive(peer, self._tag(ECHO, number), memoryview(bytearray(1)), send)
+
+    def _acknowledge(self, peer: int, number: int, size: int) -> None:
+        """Answer each message of a try with a receipt, and be ready for the next one."""
+
+        def received() -> None:
+            if size + 1 < NUM_SIZES:
+                self._acknowledge(peer, number, size + 1)
+            receipt = memoryview(bytearray(1))
+            self._port.send(peer, self._tag(RECEIPT, number, size), receipt, urgency=URGENCY)
+
+        self._receive(peer, self._tag(BULK, number, size), memoryview(bytearray(FIRST_BYTES << size)), received)
+
+    def _receive(self, peer: int, tag: int, destination: memoryview, received: Callable[[], None]) -> None:
+        self._port.receive(peer, tag, destination, urgency=URGENCY, on_received=received)
+
+    def _expect(self, peer: int, tag: int) -> asyncio.Future[None]:
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def received() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
+
+        self._receive(peer, tag, memoryview(bytearray(1)), received)
+        return arrived
+
+    def _tag(self, lane: int, number: int, message: int = 0) -> int:
+        return first_tag(self._stream, number, lane) + message
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

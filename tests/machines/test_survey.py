@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+
+from syncline.errors import ConfigurationError
+from syncline.machines.network import NetworkReading
+from syncline.machines.survey import Survey
+from syncline.topology import Topology
+
+FLAT = Topology.flat(4)
+HOSTS = tuple(host.name for host in FLAT.hosts)
+
+
+def network(near_s: float, far_s: float, uplinks=(1e8, 1e8, 1e8, 1e8)) -> list[NetworkReading]:
+    """Two pairs of hosts: 0 and 1, 2 and 3."""
+    return [
+        NetworkReading(
+            echoes_s={other: near_s if other // 2 == host // 2 else far_s for other in range(4) if other != host},
+            rates={(host + 1) % 4: uplinks[host]},
+        )
+        for host in range(4)
+    ]
+
+
+def test_where_the_topology_says_nothing_clusters_follow_what_was_measured() -> None:
+    _, clustering = Survey(topology=FLAT, network=network(0.0004, 0.03)).divide()
+    assert clustering.clusters == ((0, 1), (2, 3))
+    _, clustering = Survey(topology=FLAT, network=network(0.0, 0.0, (1e8, 1e7, 1e8, 1e7))).divide()
+    assert clustering.clusters == ((0, 2), (1, 3))
+
+
+def test_equal_machines_that_measured_differently_stay_together() -> None:
+    survey = Survey(topology=FLAT, network=network(0.0001, 0.0004, (0.6e8, 1.2e8, 0.9e8, 0.7e8)))
+    assert not survey.table().vectors.any()
+    assert survey.divide()[1].clusters == ((0, 1, 2, 3),)
+
+
+def test_what_the_topology_says_goes_before_what_was_measured() -> None:
+    topology = Topology.flat(4, rate=5e7)
+    (uplink,) = Survey(topology=topology, network=network(0.0, 0.0), use=["uplink_bytes_per_s"]).table().columns
+    assert uplink.values == (5e7,) * 4
+
+
+def test_what_was_measured_later_goes_before_what_was_measured_first() -> None:
+    survey = Survey(topology=FLAT, measured={HOSTS[0]: {"x": 1.0}, HOSTS[1]: {"x": 2.0}})
+    (column,) = survey.table({HOSTS[0]: {"x": 9.0}}).columns
+    np.testing.assert_equal(column.values, (9.0, 2.0, np.nan, np.nan))
+
+
+def test_latencies_that_say_nothing_may_be_asked_for() -> None:
+    asked = Survey(topology=FLAT, network=network(0.0, 0.0), use=["latency_s"], weights={"latency_s": 2.0})
+    assert asked.table().columns == ()
+    with pytest.raises(ConfigurationError, match="no host has the feature 'latency_s'"):
+        Survey(topology=FLAT, use=["latency_s"]).table()

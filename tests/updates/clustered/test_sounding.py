@@ -1,0 +1,111 @@
+"""What ranks without a told topology measure of their network, on the fabric in memory."""
+
+import asyncio
+import json
+
+import pytest
+
+from syncline.machines.survey import Survey
+from syncline.topology import Topology
+from syncline.updates.clustered import sounding
+from syncline.updates.clustered.grouping import lacks_of, measure_hosts
+from syncline.updates.clustered.sounding import FIRST_BYTES, LAST_BYTES, PART_S, Sounding
+from syncline.updates.control import ControlStream
+from thread_fleets import run_fleets
+
+TWO_ON_EACH = Topology.parse(
+    "switch: core\nchildren:\n" + "".join(f"  - {{host: h{k}, uplink: unlimited, ranks: 2}}\n" for k in range(3))
+)
+
+
+def survey_of(fleet, wanted: Survey) -> Survey:
+    streams = fleet.reserve_streams(2)
+    control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
+    return measure_hosts(control, fleet.communicator, wanted, stream=streams[1], measures=True)
+
+
+@pytest.mark.parametrize("topology", [Topology.flat(5), TWO_ON_EACH], ids=["flat", "two ranks on each host"])
+def test_every_rank_holds_what_every_host_measured(topology: Topology) -> None:
+    surveys = run_fleets(topology, lambda fleet: survey_of(fleet, Survey(topology=fleet.topology)), seed=3)
+    num_hosts = len(topology.hosts)
+    assert len({json.dumps([reading.as_pairs() for reading in survey.network]) for survey in surveys}) == 1
+    for place, reading in enumerate(surveys[0].network):
+        assert set(reading.echoes_s) == set(range(num_hosts)) - {place}
+        assert set(reading.rates) == {(place + step) % num_hosts for step in sounding.rotation(num_hosts)}
+        assert all(value > 0 for value in (*reading.echoes_s.values(), *reading.rates.values()))
+    assert len({json.dumps(survey.measured) for survey in surveys}) == 1
+    assert set(surveys[0].measured) == {host.name for host in topology.hosts}
+
+
+@pytest.mark.parametrize(
+    ("topology", "use", "expected"),
+    [
+        (Topology.flat(2), None, (True, True)),
+        (Topology.flat(2), ["cpu_hz"], (False, False)),
+        (Topology.flat(2), ["latency_s"], (True, False)),
+        (Topology.flat(2), ["uplink_bytes_per_s", "cpu_hz"], (False, True)),
+        (Topology.flat(2, rate=1e8), None, (True, False)),
+        (Topology.flat(1), None, (False, False)),
+        (Topology.load("two-sites"), None, (False, False)),
+    ],
+)
+def test_what_the_topology_says_or_does_not_count_is_not_measured(topology, use, expected) -> None:
+    assert lacks_of(Survey(topology=topology, use=use)) == expected
+
+
+class DeafPort:
+    """A port whose messages reach nobody; it counts what is sent."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+
+    def send(self, peer: int, tag: int, payload: memoryview, **options: object) -> None:
+        self.sent_bytes += payload.nbytes
+
+    def receive(self, peer: int, tag: int, destination: memoryview, **options: object) -> None:
+        pass
+
+
+def run_in_virtual_time(part) -> float:
+    """Run a coroutine on a loop whose clock jumps to the next timer; return the seconds that it thought went by."""
+    loop = asyncio.new_event_loop()
+    now_s = [0.0]
+    loop.time = lambda: now_s[0]
+    select = loop._selector.select
+
+    def jump(timeout: float | None) -> list:
+        now_s[0] += timeout or 0.0
+        return select(0)
+
+    loop._selector.select = jump
+    try:
+        loop.run_until_complete(part)
+    finally:
+        loop.close()
+    return now_s[0]
+
+
+def test_peers_that_do_not_answer_are_waited_for_no_longer_than_the_deadline() -> None:
+    port = DeafPort()
+    part = Sounding(port, (0, 1, 2), stream=1)
+    assert run_in_virtual_time(part.echo()) == pytest.approx(PART_S, abs=0.01)
+    assert run_in_virtual_time(part.send(0, 1)) == pytest.approx(PART_S, abs=0.01)
+    assert part.reading.echoes_s == {}
+    assert part.reading.rates == {1: FIRST_BYTES / PART_S}
+    assert port.sent_bytes == FIRST_BYTES + 2
+
+
+class EchoPort(DeafPort):
+    """A port to peers that answer at once."""
+
+    def receive(self, peer: int, tag: int, destination: memoryview, *, on_received, **options: object) -> None:
+        asyncio.get_running_loop().call_soon(on_received)
+
+
+def test_a_fast_peer_gets_no_more_than_so_many_bytes() -> None:
+    port = EchoPort()
+    part = Sounding(port, (0, 1), stream=1)
+    run_in_virtual_time(part.send(0, 1))
+    assert port.sent_bytes == 2 * LAST_BYTES - FIRST_BYTES
