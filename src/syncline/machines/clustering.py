@@ -21,6 +21,8 @@ Labels = NDArray[np.int64]
 REASONABLE_SILHOUETTE = 0.5
 MAX_CLUSTERS = 8
 NUM_STARTS = 8
+CLEARLY_BETTER = 0.1
+"""By so much must the silhouette of new clusters be higher, or hosts would move to and fro for what is noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,22 @@ def cluster_vectors(
     divided = {k: _divide(vectors, k, seed) for k in candidates}
     silhouettes = {k: mean_silhouette(vectors, labels) for k, labels in divided.items()}
     return _choose(num_hosts, num_distinct, divided, silhouettes)
+
+
+def reconsider(
+    vectors: Floats, labels: Sequence[int], *, num_clusters: int | None = None, seed: int = 0
+) -> Clustering | None:
+    """Return other clusters than those that ``labels`` say, if they are clearly better; None to keep these."""
+    found = cluster_vectors(vectors, num_clusters=num_clusters, seed=seed)
+    old = np.array(labels)
+    is_same = len(found.clusters) == len(set(labels)) and all(
+        len(set(old[list(hosts)])) == 1 for hosts in found.clusters
+    )
+    new_silhouette, old_silhouette = mean_silhouette(vectors, np.array(found.labels)), mean_silhouette(vectors, old)
+    if is_same or new_silhouette < old_silhouette + CLEARLY_BETTER:
+        return None
+    reason = f"silhouette {new_silhouette:.3f}, and {old_silhouette:.3f} as they were"
+    return Clustering(clusters=found.clusters, silhouettes=found.silhouettes, reason=reason)
 
 
 def _choose(

@@ -31,7 +31,11 @@ LATENCY = "latency_s"
 SITE = "site"
 UPLINK = "uplink_bytes_per_s"
 TOLERANCE = 0.1
-NOISY = {"disk_bytes_per_s": 0.5, "available_memory_bytes": 0.5}
+BATCH = "batch_s"
+AVAILABLE_MEMORY = "available_memory_bytes"
+LATER = (BATCH, AVAILABLE_MEMORY)
+"""Features that are known only once a training runs: its own seconds for a batch, and the memory that is left."""
+NOISY = {"disk_bytes_per_s": 0.5, AVAILABLE_MEMORY: 0.5, BATCH: 0.5}
 """Features whose values differ more than others where machines are equal."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from syncline.machines.clustering import Clustering, cluster_vectors
 from syncline.machines.features import (
     LATENCY,
+    LATER,
     UPLINK,
     Features,
     FeatureTable,
@@ -47,7 +48,9 @@ class Survey:
         }
         is_told = all(UPLINK in said for said in told.values())
         latencies_s = self._latencies()
-        says_nothing = {LATENCY} if self.network and latencies_s is None else set()
+        says_nothing = {name for name in LATER if not any(name in features for features in merged.values())}
+        if self.network and latencies_s is None:
+            says_nothing.add(LATENCY)
         return build_table(
             merged,
             latencies_s=latencies_s,

@@ -15,10 +15,10 @@ from syncline.updates.clustered.agenda import Agenda, Entry, Kind
 from syncline.updates.clustered.council import Council
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.member import Member
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Clusters, Contribution, Envelope, Proposal
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import Server, ServerState
-from syncline.updates.clustered.view import View
+from syncline.updates.clustered.view import Division, View
 
 JOB = "job"
 Symbol = tuple
@@ -39,8 +39,14 @@ class Player:
     node: Node
     applied: list[tuple[Entry, Agreed]] = field(default_factory=list)
     means: list[Symbol] = field(default_factory=list)
+    clusters: dict[int, Clusters] = field(default_factory=dict)
+    """Of each term that this rank knows them of."""
     is_alive: bool = True
     stop: str | None = None
+
+    def members(self, rank: int, term: int) -> tuple[int, ...]:
+        """The cluster of ``rank`` in ``term``, whose number may be another one in another term."""
+        return next(ranks for ranks in self.clusters[term] if rank in ranks)
 
 
 class World:
@@ -52,7 +58,10 @@ class World:
         num_entries: int,
         shares_results: bool = True,
         quorum: float = 0.0,
+        propose: Callable[[int, int], Clusters] | None = None,
     ) -> None:
+        """``propose``: the clusters of the next term that a rank proposes in a term, both of them given."""
+        self.propose = propose
         self.agenda = agenda
         self.num_entries = num_entries
         self.clusters = tuple(tuple(ranks) for ranks in clusters)
@@ -68,7 +77,9 @@ class World:
                     arithmetic=Symbols(),
                     shares_results=shares_results,
                     quorum=quorum,
-                )
+                    reclusters=propose is not None,
+                ),
+                clusters={0: self.clusters},
             )
             for rank in ranks
         }
@@ -101,7 +112,12 @@ class World:
             payload = ("sum", tuple(player.means))
         else:
             payload = ("parameters", tuple(agreed.payload for _, agreed in player.applied))
-        self.perform(rank, player.node.provide(samples=1.0, payload=payload))
+        proposal = NO_PROPOSAL
+        if entry.kind is Kind.AVERAGE and self.propose is not None:
+            proposal = Proposal(clusters=self.propose(rank, entry.term))
+        reading = (("of", rank),) if entry.is_exchange else ()
+        instructions = player.node.provide(samples=1.0, payload=payload, reading=reading, proposal=proposal)
+        self.perform(rank, instructions)
 
     def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
         player = self.players[rank]
@@ -132,6 +148,9 @@ class World:
             player.means.append(instruction.agreed.payload)
         else:
             player.means = []
+        term = instruction.entry.term
+        if instruction.entry.index == self.agenda.last_of_term(term):
+            player.clusters[term + 1] = instruction.agreed.clusters or player.clusters[term]
         self.compute(rank)
 
     # What may happen next.
@@ -225,14 +244,14 @@ class World:
     def check_servers(self) -> None:
         """One server per (cluster, term) among those that nobody live takes for dead."""
         buried = {dead for rank in self.live() for dead in self.players[rank].node.view.dead}
-        acting: Counter[tuple[int, int]] = Counter()
+        acting: Counter[tuple[tuple[int, ...], int]] = Counter()
         for rank in self.live():
             for term, server in self.players[rank].node.servers.items():
                 self.states_seen.add(server.state)
                 if self.on_state is not None:
                     self.on_state(rank, server.state)
                 if server.state is not ServerState.OPENING and rank not in buried:
-                    acting[self.players[rank].node.view.cluster, term] += 1
+                    acting[self.players[rank].members(rank, term), term] += 1
         assert all(number == 1 for number in acting.values()), acting
 
     def sound(self) -> list[int]:
@@ -241,13 +260,17 @@ class World:
         return [rank for rank in self.live() if rank not in buried]
 
     def check_agreement(self) -> None:
-        """Live members of a cluster hold the same entries; exchanges are the same in all clusters."""
-        for ranks in self.clusters:
-            logs = [self.log(rank) for rank in ranks if rank in self.sound()]
-            for log in logs:
-                for other in logs:
-                    shorter = min(len(log), len(other))
-                    assert log[:shorter] == other[:shorter]
+        """Live members of a cluster hold the same entries in each term; exchanges are the same in all clusters."""
+        agreed_on: dict[tuple[int, tuple[int, ...]], object] = {}
+        clusters: dict[int, Clusters] = {}
+        for rank in self.sound():
+            player = self.players[rank]
+            for entry, agreed in player.applied:
+                members = player.members(rank, entry.term)
+                value = (agreed.payload, agreed.contributions, agreed.clusters)
+                assert agreed_on.setdefault((entry.index, members), value) == value
+            for term, known in player.clusters.items():
+                assert clusters.setdefault(term, known) == known
         if self.shares_results:
             self.check_results()
         for rank in self.sound():
@@ -262,18 +285,16 @@ class World:
 
     def check_sums(self, rank: int) -> None:
         """What a result holds of this cluster is what this cluster agreed on, each mean once."""
-        cluster = self.players[rank].node.view.cluster
+        player = self.players[rank]
         means: list[Symbol] = []
         for entry, agreed in self.players[rank].applied:
             if entry.kind is Kind.MEAN:
                 means.append(agreed.payload)
             elif entry.kind is Kind.RESULT:
                 if agreed.payload is not None:
+                    cluster = player.clusters[entry.term].index(player.members(rank, entry.term))
                     assert dict(agreed.payload[2]).get(cluster) == ("sum", tuple(means))
                 means = []
-
-    def log(self, rank: int) -> list[tuple]:
-        return [(entry.index, agreed.payload, agreed.contributions) for entry, agreed in self.players[rank].applied]
 
     def check_finished(self) -> None:
         """Everybody who lives came to the end, and nobody waits."""
@@ -323,9 +344,11 @@ def frozen(value: object) -> object:
         return tuple(sorted(value))
     if isinstance(value, list | tuple):
         return tuple(frozen(item) for item in value)
+    if isinstance(value, Division):
+        return value.term, value.clusters
     if isinstance(value, Node | Member | Server | Council | View):
         return frozen({name: item for name, item in vars(value).items() if name not in _NO_STATE})
     return value
 
 
-_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "clusters", "job", "_cluster_of"}
+_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "job", "_ranks"}

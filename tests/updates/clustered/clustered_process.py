@@ -111,7 +111,7 @@ class Stage:
         is_shared = self._assignment.contribution == "uniform"
         view = node.view
         playwright = Playwright(
-            self._assignment.seed, job=view.job, clusters=view.clusters, agenda=node.agenda, is_shared=is_shared
+            self._assignment.seed, job=view.job, clusters=view.clusters(0), agenda=node.agenda, is_shared=is_shared
         )
         return playwright.write(ServerState(self._assignment.state))
 

@@ -1,12 +1,13 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from cluster_world import World, accuse
+from cluster_world import JOB, World, accuse
 
 from syncline.updates.clustered.agenda import Agenda, Kind
+from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Agreed, Envelope, Join, Ready, Supply
 from syncline.updates.clustered.server import ServerState
 
@@ -27,7 +28,33 @@ def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
         averages=num_clusters > 1 and choose.random() < 0.5,
     )
     num_entries = choose.randint(3, 14)
-    return World(clusters, agenda, num_entries=num_entries, shares_results=choose.random() < 0.6, quorum=quorum)
+    return World(
+        clusters,
+        agenda,
+        num_entries=num_entries,
+        shares_results=choose.random() < 0.6,
+        quorum=quorum,
+        propose=Proposer(choose.randrange(1 << 30), clusters) if agenda.averages else None,
+    )
+
+
+class Proposer:
+    """Proposes other clusters, of the same ranks, for each rank and term; now and then to keep those that there are."""
+
+    def __init__(self, seed: int, clusters: Sequence[Sequence[int]]) -> None:
+        self._seed = seed
+        self._ranks = [rank for ranks in clusters for rank in ranks]
+
+    def __call__(self, rank: int, term: int) -> tuple[tuple[int, ...], ...]:
+        choose = random.Random(f"{self._seed}/{rank}/{term}")
+        if choose.random() < 0.2:
+            return ()
+        num_clusters = choose.randint(1, min(4, len(self._ranks)))
+        ranks = choose.sample(self._ranks, len(self._ranks))
+        clusters = [[first] for first in ranks[:num_clusters]]
+        for other in ranks[num_clusters:]:
+            choose.choice(clusters).append(other)
+        return tuple(tuple(sorted(ranks)) for ranks in clusters)
 
 
 def test_without_faults_every_rank_holds_every_entry_and_nothing_is_refused() -> None:
@@ -193,6 +220,43 @@ def test_one_cluster_alone_goes_on_with_its_own_means() -> None:
     world.settle()
     world.check_finished()
     assert [agreed.payload for entry, agreed in world.players[0].applied if entry.is_exchange] == [None] * 3
+
+
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("num_deaths", [0, 1, 3])
+def test_clusters_are_made_anew_and_nobody_is_left_between_them(seed: int, num_deaths: int) -> None:
+    choose = random.Random(f"{seed}/{num_deaths}")
+    agenda = Agenda(period=choose.randint(1, 2), reelect_every=choose.randint(1, 2), averages=True)
+    world = World(
+        CLUSTERS,
+        agenda,
+        num_entries=4 * agenda.entries_of_term,
+        shares_results=choose.random() < 0.6,
+        propose=Proposer(seed, CLUSTERS),
+    )
+    for _ in range(num_deaths):
+        for _ in range(choose.randint(0, 150)):
+            if choices := world.choices():
+                world.happen(choose.choice(choices))
+        world.kill(choose.choice(world.live()), choose)
+    world.settle(choose)
+    world.check_finished()
+    assert len(world.live()) == 6 - num_deaths
+    if num_deaths == 0:
+        (first, *_), terms = world.players[0].applied, world.players[0].clusters
+        assert first[0].term == 0
+        assert sorted(terms) == [0, 1, 2, 3, 4]
+        for term in range(4):  # the first cluster's server proposed it, or to go on as before
+            proposer = draw_server(JOB, term, terms[term][0], set())
+            assert terms[term + 1] == (world.propose(proposer, term) or terms[term])
+
+
+def test_who_proposes_has_heard_from_everyone() -> None:
+    agenda = Agenda(period=1, reelect_every=1, averages=True)
+    world = World(CLUSTERS, agenda, num_entries=3, propose=lambda rank, term: ())
+    world.settle()
+    proposer = draw_server(JOB, 0, CLUSTERS[0], set())
+    assert world.players[proposer].node.readings == {rank: (("of", rank),) for rank in range(6)}
 
 
 def test_a_rank_that_is_cut_off_stops() -> None:

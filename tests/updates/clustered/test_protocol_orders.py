@@ -49,3 +49,37 @@ def test_a_pair_and_a_single(victim: int) -> None:
 def test_two_singles_whose_results_differ_and_who_average() -> None:
     agenda = Agenda(period=1, reelect_every=1, averages=True)
     assert explore(World(((0,), (1,)), agenda, num_entries=6, shares_results=False), 0) > 100
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("proposals", [(((0, 1),), ((1,), (0,))), ((), ((0, 1),))])
+def test_two_singles_become_a_pair_or_change_numbers(victim: int, proposals) -> None:
+    """Each rank proposes something else, and ranks know at different times what is agreed."""
+    agenda = Agenda(period=1, reelect_every=1, averages=True)
+    world = World(((0,), (1,)), agenda, num_entries=5, propose=Proposals(proposals))
+    assert explore(world, victim) > 50
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_of_a_pair_changes_sides(victim: int) -> None:
+    agenda = Agenda(period=1, reelect_every=1, averages=True)
+    changed = ((1,), (0, 2))
+    world = World(((0, 1), (2,)), agenda, num_entries=4, propose=Proposals((changed,) * 3))
+    after_entries(world, 2)
+    assert explore(world, victim) > 300
+
+
+class Proposals:
+    """What each rank proposes, in every term."""
+
+    def __init__(self, of_rank) -> None:
+        self._of_rank = of_rank
+
+    def __call__(self, rank: int, term: int):
+        return self._of_rank[rank]
+
+
+def after_entries(world: World, number: int) -> None:
+    """Go on, without a death, until all hold so many entries: so the orders that are left are fewer."""
+    while any(len(player.applied) < number for player in world.players.values()):
+        world.happen(world.choices()[0])

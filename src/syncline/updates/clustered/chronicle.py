@@ -64,5 +64,5 @@ class Chronicle:
         key = (term, len(self._view.dead))
         if self._trace.enabled and self._elected != key:
             self._elected = key
-            servers = [self._view.server(cluster, term) for cluster in range(len(self._view.clusters))]
+            servers = [self._view.server(cluster, term) for cluster in range(len(self._view.clusters(term)))]
             self._trace.instant("election", "clustered", term=term, servers=servers, dead=sorted(self._view.dead))

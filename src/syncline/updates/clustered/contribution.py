@@ -10,6 +10,7 @@ Where nothing is known yet (all C = 0), w = 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -19,6 +20,18 @@ Floats = NDArray[np.float64]
 
 DECAY = 0.9
 MIN_WEIGHT = 0.1
+
+
+def resized(flat: Sequence[float], size: int) -> Floats:
+    """Return a table that is given row by row for ``size`` clusters; those with new numbers have contributed nothing.
+
+    Clusters that were made anew keep the number of the one that they are most like.
+    """
+    old_size = math.isqrt(len(flat))
+    table = np.zeros((size, size))
+    kept = min(size, old_size)
+    table[:kept, :kept] = np.array(flat, dtype=np.float64).reshape(old_size, old_size)[:kept, :kept]
+    return table
 
 
 def update_contributions(

@@ -15,11 +15,13 @@ before its server is ready; therefore its next server brings the very same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 from syncline.updates.clustered.agenda import Entry
 from syncline.updates.clustered.instructions import Abandon, Run
-from syncline.updates.clustered.messages import Participants, Payload, Ready
+from syncline.updates.clustered.member import Provided
+from syncline.updates.clustered.messages import NO_PROPOSAL, Participants, Proposal, Reading, Ready
 from syncline.updates.clustered.view import View
 
 
@@ -36,13 +38,22 @@ class Council:
     """One exchange of one server."""
 
     def __init__(
-        self, view: View, entry: Entry, *, samples: float, payload: Payload, has_result: bool, is_shared: bool
+        self,
+        view: View,
+        entry: Entry,
+        provided: Provided,
+        *,
+        readings: Mapping[int, Reading],
+        has_result: bool,
+        is_shared: bool,
     ) -> None:
         self.entry = entry
         self.has_result = has_result
         self._view = view
-        self._samples = samples
-        self._payload = payload
+        self._cluster = view.own_cluster(entry.term)
+        self.proposal = NO_PROPOSAL
+        self._provided = provided
+        self._readings = tuple(sorted(readings.items()))
         self._is_shared = is_shared
         self._announced: Participants | None = None
         self._heard: dict[Participants, dict[int, Ready]] = {}
@@ -72,10 +83,13 @@ class Council:
         ready = Ready(
             term=self.entry.term,
             index=self.entry.index,
-            cluster=self._view.cluster,
+            cluster=self._cluster,
             participants=participants,
-            samples=self._samples,
+            samples=self._provided.samples,
             has_result=self.has_result,
+            readings=self._readings,
+            clusters=self._provided.proposal.clusters,
+            state=self._provided.proposal.state,
         )
         self.hear(ready)
         return abandoned, [(server, ready) for _, server in participants if server != self._view.rank]
@@ -95,12 +109,15 @@ class Council:
         lacking = [cluster for cluster in servers if not said[cluster].has_result]
         holders = [cluster for cluster in servers if said[cluster].has_result]
         if holders and self._is_shared:
-            return [], [servers[cluster] for cluster in lacking] if self._view.cluster == holders[0] else []
+            return [], [servers[cluster] for cluster in lacking] if self._cluster == holders[0] else []
         if not lacking:
             return [], []
         self._running = self._announced
+        first = said[self._announced[0][0]]
+        self.proposal = Proposal(clusters=first.clusters, state=first.state)
         samples = tuple(said[cluster].samples for cluster in servers)
-        return [Run(entry=self.entry, participants=self._announced, samples=samples, payload=self._payload)], []
+        payload = self._provided.payload
+        return [Run(entry=self.entry, participants=self._announced, samples=samples, payload=payload)], []
 
     def finish(self, participants: Participants) -> bool:
         """Note that the exchange among ``participants`` is over; whether its result is this cluster's."""

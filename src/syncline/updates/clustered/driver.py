@@ -17,10 +17,11 @@ from syncline.runtime.port import Port
 from syncline.topology import Topology
 from syncline.updates.clustered.agenda import Agenda, Entry
 from syncline.updates.clustered.chronicle import Chronicle
+from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.exchanges import Exchanges, Mixing
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import Mailbox
-from syncline.updates.clustered.messages import Agreed, Envelope
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Proposal, Reading
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
@@ -42,6 +43,7 @@ class Part:
     quorum: float
     stream: int
     timeout_s: float
+    reclusters: bool = False
 
 
 class Driver:
@@ -59,14 +61,14 @@ class Driver:
             arithmetic=VectorArithmetic(),
             shares_results=part.mixing.is_uniform,
             quorum=part.quorum,
+            reclusters=part.reclusters,
         )
+        self._sent_bytes_inside = 0
         self._chronicle = Chronicle(trace, self._node.view)
         self._mailbox = Mailbox(
             port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
         )
-        self._exchanges = Exchanges(
-            port, topology, stream=part.stream, num_clusters=len(part.clusters), mixing=part.mixing
-        )
+        self._exchanges = Exchanges(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
         self._entered: queue.SimpleQueue[tuple[Entry, Agreed] | SynclineError] = queue.SimpleQueue()
         self._failure: SynclineError | None = None
         self._losses: dict[int, Exception] = {}
@@ -80,10 +82,16 @@ class Driver:
         """Join the first temporary server."""
         self._port.call_soon(self._begin)
 
-    def provide(self, *, samples: float, payload: Vector | None) -> None:
+    def provide(
+        self, *, samples: float, payload: Vector | None, reading: Reading = (), proposal: Proposal = NO_PROPOSAL
+    ) -> None:
         """Give what the next entry needs; the payload must not change any more."""
         self.raise_failure()
-        self._port.call_soon(self._provide, samples, payload)
+        self._port.call_soon(self._provide, samples, payload, reading, proposal)
+
+    def readings(self) -> dict[int, Reading]:
+        """Return what this rank heard of others if it is the one whose proposal counts in this term; else nothing."""
+        return self._port.run(self._readings(), ANSWER_S)
 
     def wait(self) -> tuple[Entry, Agreed]:
         """Wait for the next entry. Raises what went wrong, or DeadlineError with what is waited for."""
@@ -136,9 +144,9 @@ class Driver:
             if self._port.is_lost(peer):
                 self._perform(self._node.lose(peer))
 
-    def _provide(self, samples: float, payload: Vector | None) -> None:
+    def _provide(self, samples: float, payload: Vector | None, reading: Reading, proposal: Proposal) -> None:
         self._chronicle.provided()
-        self._perform(self._node.provide(samples=samples, payload=payload))
+        self._perform(self._node.provide(samples=samples, payload=payload, reading=reading, proposal=proposal))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
         self._perform(self._node.receive(peer, envelope))
@@ -161,7 +169,7 @@ class Driver:
             instructions = self._interceptor(self._node, instructions)
         for instruction in instructions:
             if isinstance(instruction, Send):
-                self._mailbox.send(instruction.peer, instruction.envelope)
+                self._send(instruction)
             elif isinstance(instruction, Enter):
                 self._chronicle.entered(instruction.entry)
                 self._entered.put((instruction.entry, instruction.agreed))
@@ -177,6 +185,12 @@ class Driver:
             self._chronicle.look_at_election(self._node.term)
         if self._node.is_over:
             self._over.set()
+
+    def _send(self, message: Send) -> None:
+        num_bytes = self._mailbox.send(message.peer, message.envelope)
+        view, term = self._node.view, message.envelope.message.term
+        if view.cluster_of(message.peer, term) == view.own_cluster(term):
+            self._sent_bytes_inside += num_bytes
 
     def _finish(self, run: Run, payload: Vector, contributions: tuple[float, ...]) -> None:
         self._chronicle.ended(run, self._exchanges.sent_bytes)
@@ -203,24 +217,28 @@ class Driver:
     async def _describe(self) -> str:
         return repr(self._node).strip("<>")
 
+    async def _readings(self) -> dict[int, Reading]:
+        _, proposer = self._node.view.participants(self._node.term)[0]
+        return dict(self._node.readings) if proposer == self._port.rank else {}
+
     async def _statistics(self) -> ClusteredStatistics:
         return self._take_statistics()
 
     def _take_statistics(self) -> ClusteredStatistics:
         node, view = self._node, self._node.view
-        inside = sum(self._mailbox.sent_bytes[rank] for rank in view.clusters[view.cluster])
+        clusters = view.clusters(node.term)
         result = node.member.result
-        size = len(view.clusters)
-        flat = result.contributions if result is not None else ()
+        size = len(clusters)
+        table = resized(result.contributions, size) if result is not None and result.contributions else None
         return ClusteredStatistics(
-            clusters=view.clusters,
+            clusters=clusters,
             servers=tuple(view.server(cluster, node.term) for cluster in range(size)),
             term=node.term,
             period=node.member.next_entry.period,
-            contributions=tuple(tuple(flat[row * size : (row + 1) * size]) for row in range(size)) if flat else None,
+            contributions=None if table is None else tuple(tuple(row) for row in table.tolist()),
             samples_of_clusters=result.samples if result is not None else None,
-            sent_bytes_inside=inside,
-            sent_bytes_between=sum(self._mailbox.sent_bytes.values()) - inside + self._exchanges.sent_bytes,
+            sent_bytes_inside=self._sent_bytes_inside,
+            sent_bytes_between=self._mailbox.num_sent_bytes - self._sent_bytes_inside + self._exchanges.sent_bytes,
             num_replaced_servers=node.num_replaced,
             num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),

@@ -22,11 +22,12 @@ from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, Target, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.agenda import Entry, Kind
-from syncline.updates.clustered.contribution import Floats, mixing_shares, mixing_weights, update_contributions
+from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, resized, update_contributions
 from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
 from syncline.updates.clustered.reduced import reduced_topology
 from syncline.updates.clustered.vector import Vector, combine
+from syncline.updates.clustered.view import View
 from syncline.updates.clustered.walk import Slice, Walk
 
 SLICE_BYTES = 1 << 20
@@ -49,11 +50,11 @@ class Mixing:
 class Exchanges:
     """Runs the exchanges that the protocol asks for. On the loop's thread alone."""
 
-    def __init__(self, port: Port, topology: Topology, *, stream: int, num_clusters: int, mixing: Mixing) -> None:
+    def __init__(self, port: Port, topology: Topology, *, stream: int, view: View, mixing: Mixing) -> None:
         self._port = port
         self._topology = topology
         self._stream = stream
-        self._num_clusters = num_clusters
+        self._view = view
         self._mixing = mixing
         self._schedules: dict[tuple[Participants, Collective], Schedule] = {}
         self._walks: dict[tuple[int, Participants], Walk] = {}
@@ -112,8 +113,8 @@ class Exchanges:
         self, run: Run, vectors: list[Vector], contributions: tuple[float, ...]
     ) -> tuple[Vector, tuple[float, ...]]:
         """Return this cluster's mean, weighted by past contributions, and the table with this period in it."""
-        size = self._num_clusters
-        table: Floats = np.array(contributions or [0.0] * size**2).reshape(size, size)
+        size = len(self._view.clusters(run.entry.term))
+        table = resized(contributions, size)
         present = [cluster for cluster, _ in run.participants]
         own = present[_place(run, self._port.rank)]
         weights = mixing_weights(table, own, present, min_weight=self._mixing.min_weight)

@@ -58,14 +58,20 @@ class Mailbox:
             if peer != self._port.rank:
                 self._await_head(_Inbox(peer))
 
-    def send(self, peer: int, envelope: Envelope) -> None:
-        """Send a message; its payload must not change any more."""
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes that were sent to anyone."""
+        return sum(self.sent_bytes.values())
+
+    def send(self, peer: int, envelope: Envelope) -> int:
+        """Send a message, and return its bytes; its payload must not change any more."""
         text = envelope.encode()
         payload: Vector | None = getattr(envelope.message, "payload", None)
         number = self._next[peer]
         self._next[peer] = number + 1
         head = bytearray(HEAD_BYTES)
-        _LENGTHS.pack_into(head, 0, len(text), payload is not None)
+        num_vectors = 0 if payload is None else payload.shape.num_bytes // self._shape.num_bytes
+        _LENGTHS.pack_into(head, 0, len(text), num_vectors)
         room = HEAD_BYTES - _LENGTHS.size
         head[_LENGTHS.size : _LENGTHS.size + min(len(text), room)] = text[:room]
         self._port.send(peer, self._tag(number, HEAD), memoryview(head), urgency=HEAD_URGENCY)
@@ -76,38 +82,40 @@ class Mailbox:
             self._port.send(
                 peer, self._tag(number, PAYLOAD), payload.memory, urgency=PAYLOAD_URGENCY, connection_class=BULK_CLASS
             )
-        self.sent_bytes[peer] += HEAD_BYTES + max(0, len(text) - room) + (payload.shape.num_bytes if payload else 0)
+        num_bytes = HEAD_BYTES + max(0, len(text) - room) + (payload.shape.num_bytes if payload else 0)
+        self.sent_bytes[peer] += num_bytes
+        return num_bytes
 
     def _await_head(self, inbox: _Inbox) -> None:
         head = memoryview(bytearray(HEAD_BYTES))
 
         def received() -> None:
-            num_bytes, has_payload = _LENGTHS.unpack_from(head)
+            num_bytes, num_vectors = _LENGTHS.unpack_from(head)
             inbox.text = bytes(head[_LENGTHS.size : _LENGTHS.size + num_bytes])
             missing = num_bytes - len(inbox.text)
             if num_bytes > MAX_TEXT_BYTES:
                 self._on_nonsense(inbox.peer, f"a text of {num_bytes} bytes")
             elif missing > 0:
-                self._await_rest(inbox, missing, has_payload=bool(has_payload))
+                self._await_rest(inbox, missing, num_vectors=num_vectors)
             else:
-                self._await_payload(inbox, has_payload=bool(has_payload))
+                self._await_payload(inbox, num_vectors=num_vectors)
 
         self._receive(inbox, HEAD, head, received)
 
-    def _await_rest(self, inbox: _Inbox, num_bytes: int, *, has_payload: bool) -> None:
+    def _await_rest(self, inbox: _Inbox, num_bytes: int, *, num_vectors: int) -> None:
         rest = memoryview(bytearray(num_bytes))
 
         def received() -> None:
             inbox.text += bytes(rest)
-            self._await_payload(inbox, has_payload=has_payload)
+            self._await_payload(inbox, num_vectors=num_vectors)
 
         self._receive(inbox, REST, rest, received)
 
-    def _await_payload(self, inbox: _Inbox, *, has_payload: bool) -> None:
-        if not has_payload:
+    def _await_payload(self, inbox: _Inbox, *, num_vectors: int) -> None:
+        if not num_vectors:
             self._deliver(inbox, None)
             return
-        vector = self._shape.empty()
+        vector = self._shape.times(num_vectors).empty()
         self._receive(inbox, PAYLOAD, vector.memory, lambda: self._deliver(inbox, vector))
 
     def _deliver(self, inbox: _Inbox, payload: Vector | None) -> None:

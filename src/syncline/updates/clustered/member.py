@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from syncline.updates.clustered.agenda import Agenda, Entry, Kind
-from syncline.updates.clustered.messages import Agreed, Contribution, Join, Message, Payload
+from syncline.updates.clustered.messages import (
+    NO_PROPOSAL,
+    Agreed,
+    Contribution,
+    Join,
+    Message,
+    Payload,
+    Proposal,
+    Reading,
+)
 from syncline.updates.clustered.view import View
 
 
@@ -41,6 +50,8 @@ class Provided:
     index: int
     samples: float
     payload: Payload = field(repr=False)
+    reading: Reading = ()
+    proposal: Proposal = NO_PROPOSAL
 
 
 class Member:
@@ -106,8 +117,7 @@ class Member:
         terms = {self.oldest_term, self.next_entry.term}
         self._followed = {term: server for term, server in self._followed.items() if term in terms}
         for term in sorted(terms):
-            server = self._view.server(self._view.cluster, term)
-            assert server is not None, "this rank itself is alive"
+            server = self._view.own_server(term)
             if self._followed.get(term) != server:
                 self._followed[term] = server
                 messages.append((server, Join(term=term, index=self.position)))
@@ -125,5 +135,11 @@ class Member:
             return []
         self._contributed = (entry.index, server)
         payload = provided.payload if entry.kind is Kind.MEAN else None
-        message = Contribution(term=entry.term, index=entry.index, samples=provided.samples, payload=payload)
+        message = Contribution(
+            term=entry.term,
+            index=entry.index,
+            samples=provided.samples,
+            reading=provided.reading,
+            payload=payload,
+        )
         return [(server, message)]

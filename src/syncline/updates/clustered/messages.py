@@ -17,6 +17,23 @@ Payload = Any
 Participants = tuple[tuple[int, int], ...]
 """(cluster, its server's rank) for each cluster that is alive, by cluster."""
 
+Clusters = tuple[tuple[int, ...], ...]
+"""The ranks of each cluster."""
+
+Reading = tuple[tuple[str, Any], ...]
+"""What a rank tells of itself, by name, so that clusters can be made anew; the protocol hands it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """New clusters from the next term on, none to keep the old ones; and what optimizer state is to move with ranks."""
+
+    clusters: Clusters = ()
+    state: tuple[str, ...] = ()
+
+
+NO_PROPOSAL = Proposal()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
@@ -36,6 +53,7 @@ class Contribution:
     term: int
     index: int
     samples: float
+    reading: Reading = ()
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
@@ -52,6 +70,10 @@ class Agreed:
     samples: tuple[float, ...]
     contributions: tuple[float, ...] = ()
     """After a result: the table of contributions, row by row; what a next server needs beside the entries."""
+    clusters: Clusters = ()
+    """After a term: the clusters of the next one, if they are others."""
+    state: tuple[str, ...] = ()
+    """With new clusters: the optimizer state that moves with ranks."""
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
@@ -73,6 +95,10 @@ class Ready:
     participants: Participants
     samples: float
     has_result: bool
+    readings: tuple[tuple[int, Reading], ...] = ()
+    clusters: Clusters = ()
+    """What this server proposes; that of the first participant is agreed, with the exchange itself."""
+    state: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from syncline.updates.clustered.agenda import Agenda, Entry
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
 from syncline.updates.clustered.member import Member, Provided
 from syncline.updates.clustered.messages import (
+    NO_PROPOSAL,
     Agreed,
     Contribution,
     Envelope,
@@ -17,6 +18,8 @@ from syncline.updates.clustered.messages import (
     Notice,
     Participants,
     Payload,
+    Proposal,
+    Reading,
     Ready,
     Supply,
 )
@@ -42,8 +45,9 @@ class Node:
         arithmetic: Arithmetic,
         shares_results: bool = True,
         quorum: float = 0.5,
+        reclusters: bool = False,
     ) -> None:
-        self.view = View(job=job, rank=rank, clusters=clusters)
+        self.view = View(job=job, rank=rank, clusters=clusters, reclusters=reclusters)
         self.agenda = agenda
         self.member = Member(self.view, agenda)
         self.servers: dict[int, Server] = {}
@@ -54,7 +58,10 @@ class Node:
         self._arithmetic = arithmetic
         self._shares_results = shares_results
         self._quorum = quorum
+        self.readings: dict[int, Reading] = {}
+        """The newest that this rank, as a server, heard of each rank."""
         self._mail: list[tuple[int, Message]] = []
+        self._early: list[tuple[int, Message]] = []
         self._instructions: list[Instruction] = []
 
     def __repr__(self) -> str:
@@ -71,11 +78,19 @@ class Node:
         self._post(self.member.follow())
         return self._flush()
 
-    def provide(self, *, samples: float, payload: Payload) -> list[Instruction]:
+    def provide(
+        self, *, samples: float, payload: Payload, reading: Reading = (), proposal: Proposal = NO_PROPOSAL
+    ) -> list[Instruction]:
         """Note that what the next entry needs of this rank is in place."""
         if self.stopped is None:
-            index = self.member.position + 1
-            self._post(self.member.provide(Provided(index=index, samples=samples, payload=payload)))
+            provided = Provided(
+                index=self.member.position + 1,
+                samples=samples,
+                payload=payload,
+                reading=reading,
+                proposal=proposal,
+            )
+            self._post(self.member.provide(provided))
         return self._flush()
 
     def receive(self, peer: int, envelope: Envelope) -> list[Instruction]:
@@ -128,7 +143,7 @@ class Node:
         news = dead - self.view.dead
         if not news:
             return False
-        self.num_replaced += self.view.server(self.view.cluster, self.term) in news
+        self.num_replaced += self.view.own_server(self.term) in news
         self.view.dead |= news
         for rank in sorted(news):  # one who lives after all learns that the job goes on without it
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
@@ -182,11 +197,15 @@ class Node:
         if isinstance(message, Farewell):
             self.departed.add(peer)
             return
-        if isinstance(message, Agreed):
+        if message.term == self.view.last_known_term + 1:
+            self._early.append((peer, message))
+        elif message.term > self.view.last_known_term:
+            self.num_refused += 1
+        elif isinstance(message, Agreed):
             self._take(peer, message)
         elif isinstance(message, Ready):
             self._serve(peer, message)
-        elif self.view.cluster_of(peer) != self.view.cluster:
+        elif self.view.cluster_of(peer, message.term) != self.view.own_cluster(message.term):
             self.num_refused += 1
         elif isinstance(message, Supply):
             held = self.member.held(message.index)
@@ -200,8 +219,10 @@ class Node:
         if server is not None and isinstance(message, Join):
             server.join(peer, message)
         elif server is not None and isinstance(message, Contribution):
+            self._note_readings([(peer, message.reading)])
             is_welcome = server.contribute(peer, message)
         elif server is not None and isinstance(message, Ready):
+            self._note_readings(message.readings)
             server.hear(message)
         self.num_refused += not is_welcome
         if server is not None:
@@ -209,10 +230,7 @@ class Node:
 
     def _server(self, term: int) -> Server | None:
         """Return this rank as the server of ``term``; None if it is not, or if that term is over or far away."""
-        if (
-            not self.member.oldest_term <= term <= self.term + 1
-            or self.view.server(self.view.cluster, term) != self.view.rank
-        ):
+        if not self.member.oldest_term <= term <= self.term + 1 or self.view.own_server(term) != self.view.rank:
             return None
         if term not in self.servers:
             self.servers[term] = Server(
@@ -227,7 +245,7 @@ class Node:
 
     def _take(self, peer: int, agreed: Agreed) -> None:
         """Take an entry as a member, or as a server that fetches it for its cluster."""
-        if self.view.cluster_of(peer) != self.view.cluster:
+        if self.view.cluster_of(peer, agreed.term) != self.view.own_cluster(agreed.term):
             server = self._server(agreed.term)
             self.num_refused += server is None or not server.fetch(agreed)
             if server is not None:
@@ -238,9 +256,20 @@ class Node:
             return
         entry = self.agenda.entry(agreed.index)
         self._instructions.append(Enter(entry=entry, agreed=agreed))
+        if agreed.index == self.agenda.last_of_term(entry.term) and entry.term == self.view.last_known_term:
+            self._begin_term(entry.term + 1, agreed)
         oldest = self.member.oldest_term
         self.servers = {term: server for term, server in self.servers.items() if term >= oldest}
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):  # a successor takes its seat once it holds the entry itself
             server.advance()
             self._gather(server)
+
+    def _begin_term(self, term: int, agreed: Agreed) -> None:
+        """Take note of the clusters of a term, and hear what was said in it by those who knew them before."""
+        self.view.divide(term, agreed.clusters)
+        early, self._early = self._early, []
+        self._mail += [(peer, message) for peer, message in early if peer not in self.view.dead]
+
+    def _note_readings(self, readings: Iterable[tuple[int, Reading]]) -> None:
+        self.readings |= {rank: reading for rank, reading in readings if reading}

@@ -80,12 +80,12 @@ class Server:
 
     def __repr__(self) -> str:
         missing = f", waits for ranks {self.missing()}" if self.missing() else ""
-        where = f"rank {self._view.rank} of cluster {self._view.cluster}, term {self.term}"
+        where = f"rank {self._view.rank} of cluster {self._view.own_cluster(self.term)}, term {self.term}"
         return f"<Server {where}: {self.state.value}{missing}>"
 
     def missing(self) -> list[int]:
         """Return the members that this server waits for."""
-        live = self._view.live_members()
+        live = self._view.live_members(self.term)
         if self.state is ServerState.OPENING:
             return [rank for rank in live if rank not in self._positions]
         if self.state is not ServerState.COLLECTING:
@@ -137,7 +137,7 @@ class Server:
         council = self._councils.get(entry.index)
         if council is None or not council.finish(participants):
             return
-        of_cluster = [0.0] * len(self._view.clusters)
+        of_cluster = [0.0] * len(self._view.clusters(self.term))
         for (cluster, _), amount in zip(participants, samples, strict=True):
             of_cluster[cluster] = amount
         payload, contributions = result
@@ -147,13 +147,15 @@ class Server:
                 index=entry.index,
                 samples=tuple(of_cluster),
                 contributions=contributions,
+                clusters=council.proposal.clusters,
+                state=council.proposal.state,
                 payload=payload,
             )
         )
 
     def advance(self) -> None:
         """Go as far as what is known allows."""
-        live = self._view.live_members()
+        live = self._view.live_members(self.term)
         if any(rank not in self._positions for rank in live):
             self.state = ServerState.OPENING
             return
@@ -208,7 +210,7 @@ class Server:
         self._handed_out = agreed.index
         if self._agenda.entry(agreed.index).is_exchange:
             self._councils = {index: council for index, council in self._councils.items() if index >= agreed.index}
-        for rank in self._view.live_members():
+        for rank in self._view.live_members(self.term):
             self._positions[rank] = agreed.index
             self.outbox.append((rank, agreed))
         self.advance()
@@ -222,12 +224,12 @@ class Server:
             self._open_council(entry, has_result=True)
 
     def _open_council(self, entry: Entry, *, has_result: bool) -> None:
-        provided = self._member.provided[entry.index]
+        contributions = self._contributions.get(entry.index, {})
         council = Council(
             self._view,
             entry,
-            samples=provided.samples,
-            payload=provided.payload,
+            self._member.provided[entry.index],
+            readings={rank: message.reading for rank, message in contributions.items() if message.reading},
             has_result=has_result,
             is_shared=self._shares_results or entry.kind is Kind.AVERAGE,
         )

@@ -38,6 +38,10 @@ class VectorShape:
         """Size of a vector, each part on an aligned address."""
         return sum(_aligned(dtype.itemsize * number) for dtype, number in self.parts)
 
+    def times(self, number: int) -> VectorShape:
+        """Return the shape of so many vectors, one after the other."""
+        return self if number == 1 else VectorShape(parts=self.parts * number)
+
     def empty(self) -> Vector:
         """Return a vector of undefined numbers."""
         return Vector(self, torch.empty(self.num_bytes, dtype=torch.uint8))
@@ -69,6 +73,11 @@ class Vector:
         """All of it, as writable bytes."""
         return bytes_of(self._storage)
 
+    def piece(self, shape: VectorShape, number: int) -> Vector:
+        """Return one of several vectors of ``shape`` that this one is made of, as a view."""
+        size = shape.num_bytes
+        return Vector(shape, self._storage[number * size : (number + 1) * size])
+
     def copy(self) -> Vector:
         """Return a copy."""
         return Vector(self.shape, self._storage.clone())
@@ -91,6 +100,16 @@ class Vector:
             float(torch.dot(mine.to(torch.float64), theirs.to(torch.float64)))
             for mine, theirs in zip(self.parts[:-1], other.parts[:-1], strict=True)
         )
+
+
+def joined(vectors: Sequence[Vector]) -> Vector:
+    """Return vectors of one shape as a single one, one after the other."""
+    shape = vectors[0].shape
+    whole = shape.times(len(vectors)).empty()
+    for number, vector in enumerate(vectors):
+        for mine, theirs in zip(whole.piece(shape, number).parts, vector.parts, strict=True):
+            mine.copy_(theirs)
+    return whole
 
 
 def combine(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:

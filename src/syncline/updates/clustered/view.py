@@ -2,53 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from syncline.updates.clustered.election import draw_server
-from syncline.updates.clustered.messages import Participants
+from syncline.updates.clustered.messages import Clusters, Participants
 
 
 class View:
-    """The clusters, the dead, and the servers that follow from both."""
+    """The clusters of each term, the dead, and the servers that follow from both.
 
-    def __init__(self, *, job: str, rank: int, clusters: Sequence[Sequence[int]]) -> None:
+    Where clusters can be made anew, those of a term are known once the term before is over.
+    """
+
+    def __init__(self, *, job: str, rank: int, clusters: Sequence[Sequence[int]], reclusters: bool = False) -> None:
         self.rank = rank
-        self.clusters = tuple(tuple(sorted(ranks)) for ranks in clusters)
         self.dead: set[int] = set()
         self.job = job
-        self._cluster_of = {member: number for number, ranks in enumerate(self.clusters) for member in ranks}
-
-    @property
-    def cluster(self) -> int:
-        """The cluster of this rank."""
-        return self._cluster_of[self.rank]
+        self.last_known_term: float = 0 if reclusters else math.inf
+        self._ranks = frozenset(rank for ranks in clusters for rank in ranks)
+        self._divisions = [Division.of(0, clusters)]
 
     @property
     def world_size(self) -> int:
         """Number of ranks that the job began with."""
-        return len(self._cluster_of)
+        return len(self._ranks)
 
-    def cluster_of(self, rank: int) -> int:
-        """Return a rank's cluster."""
-        return self._cluster_of[rank]
+    def divide(self, term: int, clusters: Sequence[Sequence[int]]) -> None:
+        """Note the clusters of ``term``, the first that is not known; none: as before."""
+        assert term == self.last_known_term + 1
+        self.last_known_term = term
+        if clusters:
+            assert self._ranks == {rank for ranks in clusters for rank in ranks}
+            self._divisions = [*self._divisions[-1:], Division.of(term, clusters)]
+
+    def clusters(self, term: int) -> Clusters:
+        """Return the ranks of each cluster in a term; of old ones, the last that matters."""
+        return self._division(term).clusters
+
+    def own_cluster(self, term: int) -> int:
+        """Return the cluster of this rank in a term."""
+        return self.cluster_of(self.rank, term)
+
+    def cluster_of(self, rank: int, term: int) -> int:
+        """Return a rank's cluster in a term."""
+        return self._division(term).cluster_of[rank]
 
     def is_member(self, rank: int) -> bool:
         """Whether ``rank`` is one of the job's."""
-        return rank in self._cluster_of
+        return rank in self._ranks
 
     def live(self) -> tuple[int, ...]:
         """Return all ranks that are not known to be dead."""
-        return tuple(rank for rank in sorted(self._cluster_of) if rank not in self.dead)
+        return tuple(rank for rank in sorted(self._ranks) if rank not in self.dead)
 
-    def live_members(self) -> tuple[int, ...]:
-        """Return those of this rank's cluster."""
-        return tuple(rank for rank in self.clusters[self.cluster] if rank not in self.dead)
+    def live_members(self, term: int) -> tuple[int, ...]:
+        """Return those of this rank's cluster in a term."""
+        return tuple(rank for rank in self.clusters(term)[self.own_cluster(term)] if rank not in self.dead)
 
     def server(self, cluster: int, term: int) -> int | None:
         """Return the temporary server of a cluster in a term; None if all its ranks are dead."""
-        return draw_server(self.job, term, self.clusters[cluster], self.dead)
+        return draw_server(self.job, term, self.clusters(term)[cluster], self.dead)
+
+    def own_server(self, term: int) -> int:
+        """Return the temporary server of this rank's cluster in a term."""
+        server = self.server(self.own_cluster(term), term)
+        assert server is not None, "this rank itself is alive"
+        return server
 
     def participants(self, term: int) -> Participants:
         """Return the servers of all live clusters in a term."""
-        drawn = ((cluster, self.server(cluster, term)) for cluster in range(len(self.clusters)))
+        drawn = ((cluster, self.server(cluster, term)) for cluster in range(len(self.clusters(term))))
         return tuple((cluster, server) for cluster, server in drawn if server is not None)
+
+    def _division(self, term: int) -> Division:
+        """Return the newest that is not newer; terms before the one before that do not matter any more."""
+        return next((division for division in reversed(self._divisions) if division.term <= term), self._divisions[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """The clusters from a term on."""
+
+    term: int
+    clusters: Clusters
+    cluster_of: Mapping[int, int]
+
+    @classmethod
+    def of(cls, term: int, clusters: Sequence[Sequence[int]]) -> Division:
+        """Return the division into these clusters."""
+        of_rank = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
+        return cls(term=term, clusters=tuple(tuple(sorted(ranks)) for ranks in clusters), cluster_of=of_rank)

@@ -1,0 +1,37 @@
+"""What a rank notes of its machine in each period: its clock, free memory, and its own seconds for a batch."""
+
+from __future__ import annotations
+
+import time
+
+from syncline.machines.features import BATCH, Feature, FeatureHistory
+from syncline.machines.reading import read_moment
+
+
+class Pace:
+    """The history of one rank's machine. A batch's own time is from one mean to the next that this rank asks for."""
+
+    def __init__(self) -> None:
+        self._history = FeatureHistory()
+        self._began_s: float | None = None
+        self._batches_s: list[float] = []
+
+    def began(self) -> None:
+        """Note that nothing is waited for any more."""
+        self._began_s = time.monotonic()
+
+    def computed(self, *, is_batch: bool) -> None:
+        """Note that a batch was computed; or only that one is over, in which this rank had nothing to do."""
+        if is_batch and self._began_s is not None:
+            self._batches_s.append(time.monotonic() - self._began_s)
+        self._began_s = None
+
+    def end_period(self) -> None:
+        """Record what the period was like."""
+        own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if self._batches_s else {}
+        self._history.record(read_moment() | own)
+        self._batches_s.clear()
+
+    def summary(self) -> dict[str, Feature]:
+        """Return the mean over past periods."""
+        return self._history.summary()

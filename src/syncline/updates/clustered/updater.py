@@ -1,0 +1,257 @@
+"""The clustered update at work: what a rank's training thread does for each batch, period and term."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from syncline.machines.survey import Survey
+from syncline.updates.bucket import Bucket
+from syncline.updates.clustered.agenda import Kind
+from syncline.updates.clustered.driver import Driver, Part
+from syncline.updates.clustered.grouping import Clusters, agree_on_clusters, measure_hosts
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Proposal, Reading
+from syncline.updates.clustered.moving import MovingState, num_vectors
+from syncline.updates.clustered.pace import Pace
+from syncline.updates.clustered.regrouping import Regrouping, reading_of
+from syncline.updates.clustered.statistics import ClusteredStatistics
+from syncline.updates.clustered.vector import Vector, VectorShape, joined
+from syncline.updates.report import PendingReport
+from syncline.updates.rule import Setting
+from syncline.updates.whole import WholeUpdater
+
+if TYPE_CHECKING:
+    from syncline.updates.clustered.rule import Clustered
+
+FAREWELL_S = 10.0
+"""A rank that ends the job does not wait longer for the others to have all that they need."""
+
+
+class ClusteredUpdater(WholeUpdater):
+    """The clustered update at work on one model."""
+
+    is_synchronous = False
+
+    def __init__(self, setting: Setting, rule: Clustered) -> None:
+        super().__init__(setting)
+        communicator = self.channel.communicator
+        stream = self.channel.lanes[0].stream
+        wanted = Survey(topology=communicator.topology, use=rule.features, weights=rule.weights)
+        measures = rule.measures and isinstance(rule.clusters, str | int)
+        self.survey = measure_hosts(self.channel.control, communicator, wanted, stream=stream, measures=measures)
+        self.clusters: Clusters = agree_on_clusters(
+            self.channel.control, self.survey, clusters=rule.clusters, seed=rule.seed
+        )
+        self.agenda = rule.agenda(len(self.clusters))
+        self._sums_period = rule.exchange == "period" and rule.period > 1
+        self._shape = VectorShape.of(self.buckets)
+        part = Part(
+            job=f"{rule.seed}/{stream}",
+            clusters=self.clusters,
+            agenda=self.agenda,
+            mixing=rule.mixing,
+            quorum=rule.quorum,
+            stream=stream,
+            timeout_s=self.channel.timeout_s,
+            reclusters=rule.recluster_every > 0,
+        )
+        name = f"clustered update {self.clusters} {self.agenda} {rule.contribution} {rule.exchange}"
+        port, trace = communicator.open_port(name), self.channel.trace
+        self._driver = Driver(port, communicator.topology, self._shape, part, trace)
+        self._position = 0
+        self._samples = 0.0
+        self._present: Sequence[bool] = ()
+        self._sum: Vector | None = None
+        self._samples_of_period = 0.0
+        self._samples_of_term = 0.0
+        self._pace = Pace() if rule.measures else None
+        self._moving_state = MovingState(self.buckets, self.optimizer, self._shape)
+        self._moving: tuple[str, ...] | None = None
+        """The state that is to be made equal in this cluster with the next mean; None if it is equal."""
+        self._recluster_every = rule.recluster_every
+        self._regrouping = Regrouping(
+            survey=self.survey,
+            num_clusters=rule.clusters if isinstance(rule.clusters, int) else None,
+            seed=rule.seed,
+        )
+        self._driver.start()
+
+    def begin_backward(self) -> None:
+        """Raise why this rank cannot go on, if it cannot."""
+        self._driver.raise_failure()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Wait for the step: a gradient is sent as the user leaves it, clipped if he does so."""
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Take note of how many samples are behind the gradients."""
+        self._samples = report.total
+        self._present = report.result().present
+        return self._present
+
+    def step(self) -> None:
+        """Send the own gradients, wait for the cluster's mean, and step; at the end of a period, also exchange."""
+        self._batch(self._samples, self._own_gradients())
+        self._samples = 0.0
+        self.step_number += 1
+
+    def end_period(self) -> None:
+        """End the period now, and the term too if parameters are averaged at its end; every rank calls it."""
+        while not self._is_at_start():
+            self._batch(0.0, None)
+
+    def finish(self) -> None:
+        """End what is under way, so that all ranks have the same parameters, and wait until they have."""
+        self.end_period()
+        self._driver.depart(FAREWELL_S)
+
+    def statistics(self) -> ClusteredStatistics:
+        """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
+        return replace(self._driver.statistics(), features={} if self._pace is None else self._pace.summary())
+
+    def progress(self) -> str:
+        """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
+        return self._driver.statistics().progress()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._driver.close()
+
+    def _batch(self, samples: float, gradients: Vector | None) -> None:
+        """Go through the entries of one batch: its mean, and at a period's end the result and the average."""
+        mean = self._mean(samples, gradients)
+        if self.agenda.entry(self._position).kind is Kind.RESULT:
+            mean = self._exchange(mean)
+        elif self.agenda.exchanges and self._sums_period and mean is not None:
+            self._sum = mean.copy() if self._sum is None else self._sum.add(mean)
+        if mean is not None:
+            self._show(mean)
+            self.optimizer.step()
+        if self.agenda.entry(self._position).kind is Kind.AVERAGE:
+            self._average()
+
+    def _mean(self, samples: float, gradients: Vector | None) -> Vector | None:
+        """Return the cluster's mean; after a change of clusters, also take the mean of their optimizers' state."""
+        if self._pace is not None:
+            self._pace.computed(is_batch=gradients is not None)
+        moving = self._moving
+        if not moving or gradients is None:
+            together = self._agree(samples, gradients, "cluster mean")
+        else:
+            vectors = [gradients, *self._moving_state.pack(moving)]
+            together = self._agree(samples, joined(vectors), "cluster mean")
+        if self._pace is not None:
+            self._pace.began()
+        if not moving or together is None:
+            return together
+        mean, *state = (together.piece(self._shape, number) for number in range(1 + num_vectors(moving)))
+        self._moving_state.unpack(moving, state)
+        self._moving = None
+        return mean
+
+    def _exchange(self, mean: Vector | None) -> Vector | None:
+        """Return what to step on in the last batch of a period: mean + (the exchange's result - what was brought)."""
+        brought = mean
+        if self._sum is not None:
+            brought = self._sum if mean is None else self._sum.add(mean)
+        samples, self._samples_of_period, self._sum = self._samples_of_period, 0.0, None
+        if self._pace is not None:
+            self._pace.end_period()
+        own = brought if brought is not None else self._shape.zeros()
+        result = self._agree(samples, own, "exchange of clusters", reading=self._reading())
+        if result is None or brought is mean:
+            return mean if result is None else result
+        step_on = brought.copy().scale(-1.0) if brought is not None else self._shape.zeros()
+        if mean is not None:
+            step_on.add(mean)
+        step_on.add(result)
+        step_on.presence.copy_(result.presence if mean is None else result.presence + mean.presence)
+        return step_on
+
+    def _average(self) -> None:
+        """Average the parameters over the clusters."""
+        own = self._shape.zeros()
+        for bucket, part in zip(self.buckets, own.parts, strict=False):
+            bucket.stage_parameters()
+            part.copy_(bucket.wire_parameters)
+        samples, self._samples_of_term = self._samples_of_term, 0.0
+        average = self._agree(samples, own, "average of parameters", proposal=self._propose())
+        if average is None:
+            return
+        for bucket, part in zip(self.buckets, average.parts, strict=False):
+            bucket.wire_parameters.copy_(part)
+            bucket.unstage_parameters()
+
+    def _is_regrouping(self) -> bool:
+        """Whether the term of the next entry is one after which clusters may be made anew."""
+        term = self.agenda.entry(self._position).term
+        return self._recluster_every > 0 and (term + 1) % self._recluster_every == 0
+
+    def _reading(self) -> Reading:
+        if not self._is_regrouping():
+            return ()
+        return reading_of({} if self._pace is None else self._pace.summary(), self._moving_state.names())
+
+    def _propose(self) -> Proposal:
+        """Return new clusters if this rank is the one to propose them, and finds better ones."""
+        if not self._is_regrouping():
+            return NO_PROPOSAL
+        readings = self._driver.readings()
+        return self._regrouping.propose(self.clusters, readings) if readings else NO_PROPOSAL
+
+    def _move(self, agreed: Agreed) -> None:
+        """Go on in a new cluster: its optimizers are made equal with its first mean, unless they are already."""
+        before = next(ranks for ranks in self.clusters if self.channel.rank in ranks)
+        self.clusters = agreed.clusters
+        if self._moving is not None or before not in self.clusters:
+            self._moving = agreed.state
+
+    def _agree(
+        self,
+        samples: float,
+        payload: Vector | None,
+        phase: str,
+        *,
+        reading: Reading = (),
+        proposal: Proposal = NO_PROPOSAL,
+    ) -> Vector | None:
+        """Provide what the next entry needs, wait for it, and return its payload."""
+        start_ns = time.monotonic_ns()
+        self._driver.provide(samples=samples, payload=payload, reading=reading, proposal=proposal)
+        entry, agreed = self._driver.wait()
+        assert entry.index == self._position, f"entry {entry.index} came in place of {self._position}"
+        self._position += 1
+        self.channel.note_wait(phase, start_ns)
+        if entry.kind is Kind.MEAN:
+            self._samples_of_period += agreed.samples[0]
+            self._samples_of_term += agreed.samples[0]
+        if agreed.clusters:
+            self._move(agreed)
+        found: Vector | None = agreed.payload
+        return found
+
+    def _is_at_start(self) -> bool:
+        if self._position == 0 or not self.agenda.exchanges:
+            return True
+        last = self.agenda.entry(self._position - 1)
+        return last.kind is (Kind.AVERAGE if self.agenda.averages else Kind.RESULT)
+
+    def _own_gradients(self) -> Vector:
+        own = self._shape.empty()
+        for bucket, part in zip(self.buckets, own.parts, strict=False):
+            bucket.stage_gradients()
+            part.copy_(bucket.wire_gradients)
+        own.presence.copy_(torch.tensor(self._present, dtype=torch.float32))
+        return own
+
+    def _show(self, vector: Vector) -> None:
+        """Put what to step on where the optimizer reads it; a parameter that nobody used keeps no gradient."""
+        present = (vector.presence > 0).tolist()
+        for bucket, part in zip(self.buckets, vector.parts, strict=False):
+            bucket.wire_gradients.copy_(part)
+            bucket.unstage_gradients()
+            bucket.show_gradients(present)
