@@ -15,7 +15,16 @@ runner = CliRunner()
 def test_table_clusters_silhouettes_and_why() -> None:
     result = runner.invoke(app, ["two-sites"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
-    for text in ("site", "uplink_bytes_per_s", "+0.50", "silhouette", "k = 2 has the highest silhouette (1.000)"):
+    for text in (
+        "site",
+        "uplink_bytes_per_s",
+        "1 Gbit/s",
+        "mean 10 ms",
+        "to h0 h1 h2 ...",
+        "+0.50",
+        "silhouette",
+        "k = 2 has the highest silhouette (1.000)",
+    ):
         assert text in result.output
     assert "cluster 0: hosts h0, h1, h2, h3 (ranks 0, 1, 2, 3)" in result.output
 
@@ -41,7 +50,28 @@ def test_this_machine() -> None:
     assert result.output.startswith("features: {cpu_hz:") or "memory_bytes:" in result.output
 
 
-@pytest.mark.parametrize("arguments", [[], ["two-sites", "--weight", "site"], ["two-sites", "--feature", "moon"]])
+def test_what_is_left_to_be_measured_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "net.yaml"
+    path.write_text(
+        "switch: core\nchildren:\n  - {host: 'h[0-2]', uplink: unlimited, features: {memory_bytes: 8 GiB}}\n"
+    )
+    output = runner.invoke(app, [str(path)]).output
+    assert "does not tell latency and uplink: ranks measure it when a training starts" in output
+    assert "8 GiB" in output
+    assert "does not tell" not in runner.invoke(app, ["two-sites"]).output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["two-sites", "--weight", "site"],
+        ["two-sites", "--feature", "moon"],
+        ["two-sites", "--tolerance", "nan"],
+        ["two-sites", "--tolerance", "-1"],
+        ["two-sites", "--seed", "-1"],
+    ],
+)
 def test_a_wrong_call_is_explained(arguments: list[str]) -> None:
     result = runner.invoke(app, arguments)
     assert isinstance(result.exception, ConfigurationError)

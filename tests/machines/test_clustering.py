@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import silhouette_score
 
 from syncline.errors import ConfigurationError
-from syncline.machines.clustering import cluster_vectors, keep_numbers, mean_silhouette
+from syncline.machines.clustering import cluster_vectors, keep_numbers, mean_silhouette, reconsider
 from syncline.machines.features import build_table, topology_features, topology_latencies
 from syncline.topology import Topology
 
@@ -79,3 +79,21 @@ def test_clusters_keep_their_numbers() -> None:
     assert keep_numbers(((0, 3, 4, 5), (1, 2)), before) == ((1, 2), (0, 3, 4, 5))
     assert keep_numbers(((3, 4), (0, 1, 2), (5,)), before) == ((0, 1, 2), (3, 4), (5,))
     assert keep_numbers(((0, 1, 2, 3, 4, 5),), before) == ((0, 1, 2, 3, 4, 5),)
+
+
+def test_hosts_move_only_for_clusters_that_are_clearly_better() -> None:
+    vectors = np.array([[0.0], [0.1], [1.0], [1.1]])
+    assert reconsider(vectors, [0, 0, 1, 1]) is None
+    assert reconsider(vectors, [1, 1, 0, 0]) is None
+    found = reconsider(vectors, [0, 1, 0, 1])
+    assert found is not None
+    assert found.clusters == ((0, 1), (2, 3))
+    evenly = np.arange(5.0)[:, None]  # 2 and 3 hosts are as good as 3 and 2
+    assert reconsider(evenly, [0, 0, 1, 1, 1], num_clusters=2) is None
+    assert reconsider(evenly, [0, 0, 0, 1, 1], num_clusters=2) is None
+    assert reconsider(np.zeros((4, 1)), [0, 0, 1, 1]) is None
+
+
+def test_a_seed_is_a_natural_number() -> None:
+    with pytest.raises(ConfigurationError, match="seed"):
+        cluster_vectors(np.eye(4), seed=-1)

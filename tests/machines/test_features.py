@@ -75,8 +75,31 @@ def test_a_wrong_choice_is_named(arguments: dict, message: str) -> None:
 
 
 def test_text_on_one_host_and_a_number_on_another_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="text on some hosts"):
-        build_table({"a": {"site": "x"}, "b": {"site": 2.0}})
+    with pytest.raises(
+        ConfigurationError, match=r"text on some hosts \(a: 'x'\) and a number on others \(b, c: 2\.0\)"
+    ):
+        build_table({"a": {"site": "x"}, "b": {"site": 2.0}, "c": {"site": 3.0}})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_are_finite(value: float) -> None:
+    with pytest.raises(ConfigurationError, match="feature 'x' of host b is"):
+        build_table({"a": {"x": 1.0}, "b": {"x": value}})
+    with pytest.raises(ConfigurationError, match="tolerance is a part"):
+        build_table({"a": {"x": 1.0}}, tolerance=value)
+
+
+def hosts_with(*features: str) -> Topology:
+    hosts = "".join(f"  - {{host: h{k}, uplink: 1 Gbit/s, features: {{{text}}}}}\n" for k, text in enumerate(features))
+    return Topology.parse(f"switch: core\nchildren:\n{hosts}")
+
+
+def test_quantities_of_the_file_may_have_units() -> None:
+    found = topology_features(hosts_with("memory_bytes: 64 GiB, disk_bytes_per_s: 1 GB/s, batch_s: 5 ms, gpu: 80 GiB"))
+    expected = {"memory_bytes": 64 << 30, "disk_bytes_per_s": 1e9, "batch_s": 0.005, "gpu": "80 GiB"}
+    assert found["h0"] == {"uplink_bytes_per_s": 125e6} | expected
+    with pytest.raises(ConfigurationError, match="feature 'memory_bytes' of host h1: 'lots' is not a size"):
+        topology_features(hosts_with("memory_bytes: 1 GiB", "memory_bytes: lots"))
 
 
 def test_the_topology_tells_site_and_uplink_and_its_file_goes_first() -> None:

@@ -52,7 +52,7 @@ def test_a_latency_is_half_of_the_pairs_fastest_echo() -> None:
 
 
 def test_a_pair_that_did_not_answer_is_not_known() -> None:
-    readings = readings_of(np.array([[0, 0.001, 0.02], [0.001, 0, 0.02], [0.02, 0.02, 0]]))
+    readings = readings_of(np.array([[0, 0.002, 0.02], [0.002, 0, 0.02], [0.02, 0.02, 0]]))
     silent = [NetworkReading(echoes_s={1: readings[0].echoes_s[1]}), readings[1], NetworkReading()]
     found = latencies_of(silent)
     assert found is not None

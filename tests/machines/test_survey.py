@@ -51,3 +51,26 @@ def test_latencies_that_say_nothing_may_be_asked_for() -> None:
     assert asked.table().columns == ()
     with pytest.raises(ConfigurationError, match="no host has the feature 'latency_s'"):
         Survey(topology=FLAT, use=["latency_s"]).table()
+
+
+@pytest.mark.parametrize(
+    ("topology", "use", "expected"),
+    [
+        (Topology.flat(2), None, ("latency_s", "uplink_bytes_per_s")),
+        (Topology.flat(2), ["cpu_hz"], ()),
+        (Topology.flat(2), ["latency_s"], ("latency_s",)),
+        (Topology.flat(2), ["uplink_bytes_per_s", "cpu_hz"], ("uplink_bytes_per_s",)),
+        (Topology.flat(2, rate=1e8), None, ("latency_s",)),
+        (Topology.flat(1), None, ()),
+        (Topology.load("two-sites"), None, ()),
+    ],
+)
+def test_what_the_topology_says_or_does_not_count_is_not_lacking(topology, use, expected) -> None:
+    assert Survey(topology=topology, use=use).lacks == expected
+
+
+def test_what_is_known_only_once_a_training_runs_may_be_asked_for_before() -> None:
+    asked = Survey(topology=FLAT, use=["batch_s"], weights={"batch_s": 2.0})
+    assert asked.table().columns == ()
+    (column,) = asked.table({HOSTS[0]: {"batch_s": 0.1}}).columns
+    assert (column.label, column.weight) == ("batch_s", 2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,9 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
+from syncline.machines.survey import Survey
 from syncline.topology import Topology
+from syncline.units import format_duration, format_rate, format_size
 
 app = new_app()
 _MAX_FORMS = 3
@@ -69,7 +72,7 @@ def cluster(
     if as_json:
         print(json.dumps(_record(loaded, table, clustering), indent=2))
     else:
-        _print_tables(loaded, table, clustering)
+        _print_tables(loaded, table, clustering, use=feature or None)
 
 
 def _parse_weights(texts: list[str]) -> dict[str, float]:
@@ -114,7 +117,9 @@ def _ranks(topology: Topology, table: FeatureTable, hosts: tuple[int, ...]) -> l
     return sorted(rank for host in hosts for rank in topology.ranks_of(table.hosts[host]))
 
 
-def _print_tables(topology: Topology, table: FeatureTable, clustering: Clustering) -> None:
+def _print_tables(
+    topology: Topology, table: FeatureTable, clustering: Clustering, *, use: Sequence[str] | None
+) -> None:
     console = Console(soft_wrap=True)
     console.print(_feature_table(topology, table, clustering))
     scores = Table(title="silhouette", title_justify="left")
@@ -124,6 +129,11 @@ def _print_tables(topology: Topology, table: FeatureTable, clustering: Clusterin
         scores.add_row(str(k), f"{score:.3f}")
     if clustering.silhouettes:
         console.print(scores)
+    if lacks := Survey(topology=topology, use=use).lacks:
+        what = " and ".join(name.removesuffix("_s").removesuffix("_bytes_per") for name in lacks)
+        console.print(
+            f"{topology.name} does not tell {what}: ranks measure it when a training starts.", highlight=False
+        )
     console.print(f"{clustering.reason}.", highlight=False)
     for number, hosts in enumerate(clustering.clusters):
         names = ", ".join(table.hosts[host] for host in hosts)
@@ -141,12 +151,21 @@ def _feature_table(topology: Topology, table: FeatureTable, clustering: Clusteri
     groups: dict[str, list[Column]] = {}
     for column in table.columns:
         groups.setdefault(column.feature, []).append(column)
-    for feature in groups:
-        shown.add_column(feature, justify="right")
+    for feature, columns in groups.items():
+        shown.add_column("\n".join([feature, *_names(columns)]), justify="right")
     for host, name in enumerate(table.hosts):
         cells = [_cell(columns, host) for columns in groups.values()]
         shown.add_row(name, str(clustering.labels[host]), *cells)
     return shown
+
+
+def _names(columns: list[Column]) -> list[str]:
+    """Say what the normal forms of a feature with several columns stand for, in their order."""
+    if columns[0].text is None and len(columns) == 1:
+        return []
+    names = [column.label.removeprefix(f"{column.feature} ").removeprefix("latency to ") for column in columns]
+    more = " ..." if len(names) > _MAX_FORMS else ""
+    return [("" if columns[0].text is not None else "to ") + " ".join(names[:_MAX_FORMS]) + more]
 
 
 def _cell(columns: list[Column], host: int) -> str:
@@ -157,7 +176,17 @@ def _cell(columns: list[Column], host: int) -> str:
     if columns[0].text is not None:
         shown = next((column.text or "" for column in columns if column.values[host] == 1), "?")
     elif len(columns) > 1:
-        shown = f"mean {sum(values) / len(values):.4g}"
+        shown = f"mean {_quantity(columns[0].feature, sum(values) / len(values))}"
     else:
-        shown = "?" if math.isnan(values[0]) else f"{values[0]:.4g}"
+        shown = "?" if math.isnan(values[0]) else _quantity(columns[0].feature, values[0])
     return f"{shown}\n{' '.join(forms)}{more}"
+
+
+def _quantity(feature: str, value: float) -> str:
+    """Spell a value in the unit that the feature's name ends with."""
+    if feature.endswith("_hz"):
+        return f"{value / 1e9:.4g} GHz"
+    for ending, spell in (("_bytes_per_s", format_rate), ("_bytes", format_size), ("_s", format_duration)):
+        if feature.endswith(ending):
+            return spell(value)
+    return f"{value:.4g}"

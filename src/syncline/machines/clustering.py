@@ -48,6 +48,8 @@ def cluster_vectors(
     Cost: 8 starts of k-means for each k, and O(hosts^2) for the silhouettes.
     """
     num_hosts = len(vectors)
+    if seed < 0:
+        raise ConfigurationError(f"a seed is a whole number of at least 0, not {seed}")
     if num_clusters is not None and not 1 <= num_clusters <= num_hosts:
         raise ConfigurationError(f"{num_hosts} hosts cannot form {num_clusters} clusters; ask for 1 to {num_hosts}")
     num_distinct = len(np.unique(vectors, axis=0))

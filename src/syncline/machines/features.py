@@ -14,14 +14,15 @@ would count as much as a real difference: so where max - min is at most ``tolera
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, UnitError
 from syncline.topology import Host, Switch, Topology
+from syncline.units import parse_duration, parse_rate, parse_size
 
 Feature = float | str
 Features = Mapping[str, Feature]
@@ -37,6 +38,12 @@ LATER = (BATCH, AVAILABLE_MEMORY)
 """Features that are known only once a training runs: its own seconds for a batch, and the memory that is left."""
 NOISY = {"disk_bytes_per_s": 0.5, AVAILABLE_MEMORY: 0.5, BATCH: 0.5}
 """Features whose values differ more than others where machines are equal."""
+
+_QUANTITIES: Mapping[str, Callable[[str], float]] = {
+    "_bytes_per_s": parse_rate,
+    "_bytes": parse_size,
+    "_s": parse_duration,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,10 @@ def build_table(
     ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each); ``noisy`` are features
     that, besides those that always do, differ more than ``tolerance`` where machines are equal.
     """
+    if not 0 <= tolerance < math.inf:
+        raise ConfigurationError(
+            f"tolerance is a part of a feature's mean, such as 0.1, and at least 0, not {tolerance}"
+        )
     tolerances = NOISY | dict(noisy or {})
     hosts = tuple(features)
     names = list(dict.fromkeys(name for of_host in features.values() for name in of_host))
@@ -120,6 +131,7 @@ def build_table(
         if name == LATENCY and latencies_s is not None and all(value is None for value in given):
             columns += _latency_columns(hosts, latencies_s, weight)
         else:
+            _check_kind(name, dict(zip(hosts, given, strict=True)))
             columns += _columns(name, given, weight, max(tolerance, tolerances.get(name, 0.0)) if tolerance else 0.0)
     return FeatureTable(hosts=hosts, columns=tuple(columns))
 
@@ -129,8 +141,6 @@ def _columns(name: str, given: Sequence[Feature | None], weight: float, toleranc
     if not texts:
         values = tuple(math.nan if value is None else float(value) for value in given)
         return [Column(feature=name, label=name, values=values, weight=weight, tolerance=tolerance)]
-    if any(value is not None and not isinstance(value, str) for value in given):
-        raise ConfigurationError(f"feature {name!r} is text on some hosts and a number on others; write it one way")
     return [
         Column(
             feature=name,
@@ -141,6 +151,19 @@ def _columns(name: str, given: Sequence[Feature | None], weight: float, toleranc
         )
         for text in texts
     ]
+
+
+def _check_kind(name: str, given: Mapping[str, Feature | None]) -> None:
+    texts = [host for host, value in given.items() if isinstance(value, str)]
+    numbers = [host for host, value in given.items() if isinstance(value, int | float)]
+    if texts and numbers:
+        raise ConfigurationError(
+            f"feature {name!r} is text on some hosts ({', '.join(texts)}: {given[texts[0]]!r}) and a number on others "
+            f"({', '.join(numbers)}: {given[numbers[0]]!r}); write it one way"
+        )
+    for host in numbers:
+        if not math.isfinite(float(given[host] or 0)):
+            raise ConfigurationError(f"feature {name!r} of host {host} is {given[host]}; write a finite number")
 
 
 def _latency_columns(hosts: Sequence[str], latencies_s: Floats, weight: float) -> list[Column]:
@@ -173,8 +196,22 @@ def _checked_weight(name: str, weight: float) -> float:
 
 
 def topology_features(topology: Topology) -> dict[str, dict[str, Feature]]:
-    """Return what the topology says of each host: site, uplink, and the `features:` of the file, which go first."""
-    return {host.name: _derived(topology, host) | dict(host.features) for host in topology.hosts}
+    """Return what the topology says of each host: site, uplink, and the `features:` of the file, which go first.
+
+    A feature whose name ends as a size, a rate or a duration does may be written as one: `memory_bytes: 64 GiB`.
+    """
+    return {host.name: _derived(topology, host) | _written(host) for host in topology.hosts}
+
+
+def _written(host: Host) -> dict[str, Feature]:
+    written: dict[str, Feature] = {}
+    for name, value in host.features.items():
+        parse = next((parse for ending, parse in _QUANTITIES.items() if name.endswith(ending)), None)
+        try:
+            written[name] = parse(value) if parse is not None and isinstance(value, str) else value
+        except UnitError as error:
+            raise ConfigurationError(f"feature {name!r} of host {host.name}: {error}") from None
+    return written
 
 
 def _derived(topology: Topology, host: Host) -> dict[str, Feature]:

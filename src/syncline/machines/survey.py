@@ -39,6 +39,18 @@ class Survey:
     use: Sequence[str] | None = None
     weights: Mapping[str, float] | None = None
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What of the network counts, and is not told by the topology: latencies, uplinks."""
+        if len(self.topology.hosts) < 2:
+            return ()
+        told = topology_features(self.topology).values()
+        has = {
+            LATENCY: topology_latencies(self.topology) is not None or all(LATENCY in said for said in told),
+            UPLINK: all(UPLINK in said for said in told),
+        }
+        return tuple(name for name, is_told in has.items() if not is_told and (self.use is None or name in self.use))
+
     def table(self, newer: Mapping[str, Features] | None = None) -> FeatureTable:
         """Return the features as columns; ``newer`` is what hosts measured since."""
         told = topology_features(self.topology)

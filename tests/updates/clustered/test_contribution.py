@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, update_contributions
+from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, resized, update_contributions
 
 
 def gram_of(vectors: np.ndarray) -> np.ndarray:
@@ -49,3 +49,11 @@ def test_where_nothing_is_known_all_count_alike() -> None:
 def test_shares_are_samples_times_weights() -> None:
     assert mixing_shares((1.0, 2.0, 1.0), np.array([1.0, 0.5, 0.0])).tolist() == [0.5, 0.5, 0]
     assert mixing_shares((0.0, 0.0), np.ones(2)).tolist() == [0, 0]
+
+
+def test_a_table_for_other_clusters_keeps_what_is_known_by_number() -> None:
+    flat = (0.0, 0.5, 0.25, 0.0)
+    assert resized(flat, 2).tolist() == [[0.0, 0.5], [0.25, 0.0]]
+    assert resized(flat, 1).tolist() == [[0.0]]
+    assert resized(flat, 3).tolist() == [[0.0, 0.5, 0.0], [0.25, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert resized((), 2).tolist() == [[0.0, 0.0], [0.0, 0.0]]

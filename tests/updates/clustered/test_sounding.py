@@ -8,7 +8,7 @@ import pytest
 from syncline.machines.survey import Survey
 from syncline.topology import Topology
 from syncline.updates.clustered import sounding
-from syncline.updates.clustered.grouping import lacks_of, measure_hosts
+from syncline.updates.clustered.grouping import measure_hosts
 from syncline.updates.clustered.sounding import FIRST_BYTES, LAST_BYTES, PART_S, Sounding
 from syncline.updates.control import ControlStream
 from thread_fleets import run_fleets
@@ -35,22 +35,6 @@ def test_every_rank_holds_what_every_host_measured(topology: Topology) -> None:
         assert all(value > 0 for value in (*reading.echoes_s.values(), *reading.rates.values()))
     assert len({json.dumps(survey.measured) for survey in surveys}) == 1
     assert set(surveys[0].measured) == {host.name for host in topology.hosts}
-
-
-@pytest.mark.parametrize(
-    ("topology", "use", "expected"),
-    [
-        (Topology.flat(2), None, (True, True)),
-        (Topology.flat(2), ["cpu_hz"], (False, False)),
-        (Topology.flat(2), ["latency_s"], (True, False)),
-        (Topology.flat(2), ["uplink_bytes_per_s", "cpu_hz"], (False, True)),
-        (Topology.flat(2, rate=1e8), None, (True, False)),
-        (Topology.flat(1), None, (False, False)),
-        (Topology.load("two-sites"), None, (False, False)),
-    ],
-)
-def test_what_the_topology_says_or_does_not_count_is_not_measured(topology, use, expected) -> None:
-    assert lacks_of(Survey(topology=topology, use=use)) == expected
 
 
 class DeafPort:

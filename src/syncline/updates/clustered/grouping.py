@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from syncline.errors import ConfigurationError
-from syncline.machines.features import LATENCY, UPLINK, topology_features, topology_latencies
+from syncline.machines.features import LATENCY, UPLINK
 from syncline.machines.network import NetworkReading
 from syncline.machines.reading import read_machine
 from syncline.machines.survey import Survey
@@ -42,25 +42,11 @@ def measure_hosts(
     gathered = control.exchange(read_machine() if is_first_of_host else {}, "features of the machines")
     measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
     network: Sequence[NetworkReading] = ()
-    echoes, rates = lacks_of(wanted)
-    if echoes or rates:
+    if wanted.lacks:
         port = communicator.open_port("a look at the network")
+        echoes, rates = LATENCY in wanted.lacks, UPLINK in wanted.lacks
         network = sound_network(control, port, topology, stream=stream, echoes=echoes, rates=rates)
     return replace(wanted, measured=measured, network=network)
-
-
-def lacks_of(wanted: Survey) -> tuple[bool, bool]:
-    """Return whether latencies, and whether uplinks, count and are not told by the topology."""
-    topology, use = wanted.topology, wanted.use
-    if len(topology.hosts) < 2:
-        return False, False
-    told = topology_features(topology).values()
-    has_latencies = topology_latencies(topology) is not None or all(LATENCY in said for said in told)
-    has_uplinks = all(UPLINK in said for said in told)
-    return (
-        not has_latencies and (use is None or LATENCY in use),
-        not has_uplinks and (use is None or UPLINK in use),
-    )
 
 
 def agree_on_clusters(control: ControlStream, survey: Survey, *, clusters: ClusterChoice, seed: int) -> Clusters:
