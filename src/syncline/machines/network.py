@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MAX_TRIES = 4
-LATENCY_RESOLUTION_S = 0.5e-3
-"""A process answers later than its network by about so much; latencies below it are taken to be equal."""
+LATENCY_RESOLUTION_S = 1e-3
+"""A busy process answers later than its network by up to so much; latencies below it are taken to be equal."""
 LATENCY_TOLERANCE = 0.5
 """Latencies that differ by no more than this part of their mean are those of one network, measured differently."""
 RATE_RESOLUTION_BYTES_PER_S = 1.25e9

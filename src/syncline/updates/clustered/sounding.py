@@ -1,6 +1,6 @@
 """The sounding: each host's first rank measures the network to the others, for features that no topology tells.
 
-    echoes    four times to every other host, all at once; the fastest of them counts
+    echoes    eight times to every other host, all at once; the fastest of them counts
     rates     to a few others in turn (`rotation`): messages of 64 KiB, 128 KiB, ... up to 2 MiB, one after the other,
               until one takes long enough to be timed; all hosts send and receive at the same time, as in training
 
@@ -22,7 +22,7 @@ from syncline.runtime.tags import first_tag
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 
-NUM_ECHOES = 4
+NUM_ECHOES = 8
 FIRST_BYTES, LAST_BYTES = 64 << 10, 2 << 20
 NUM_SIZES = (LAST_BYTES // FIRST_BYTES).bit_length()
 LONG_ENOUGH_S = 0.02
