@@ -1,7 +1,9 @@
 """What a clustered training puts on the lab's links is what its formula says: between sites, vectors once a period."""
 
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from lab_clustered import CLUSTERS, NUM_BYTES
@@ -12,6 +14,7 @@ from syncline.topology import Topology
 from syncline.topology.tree import DirectedLink
 
 PERIOD, REELECT_EVERY, NUM_STEPS = 4, 2, 16
+DEADLINE_S = 120.0
 MOST_EXCESS = 0.06
 """Headers, acknowledgements, grants, and the heads of messages."""
 
@@ -35,7 +38,12 @@ def start(lab):
 
 
 def hear(ranks, expected):
-    assert [rank.stdout.readline().strip() for rank in ranks] == [expected] * len(ranks)
+    """Read a line from each rank; it writes a line at a time, so what can be read is a whole one."""
+    deadline = time.monotonic() + DEADLINE_S
+    for number, rank in enumerate(ranks):
+        ready, _, _ = select.select([rank.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"rank {number} did not say {expected!r} within {DEADLINE_S:g} s"
+        assert rank.stdout.readline().strip() == expected
 
 
 def tell(ranks):
@@ -54,7 +62,7 @@ def test_bytes_between_and_inside_clusters_are_as_the_formula_says():
         carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
         tell(ranks)
         for rank in ranks:
-            rank.communicate(timeout=60)  # closes its pipes too
+            rank.communicate(timeout=DEADLINE_S)  # closes its pipes too
         assert [rank.returncode for rank in ranks] == [0] * len(ranks)
     num_periods = NUM_STEPS // PERIOD
     num_exchanges = num_periods + num_periods // REELECT_EVERY

@@ -23,8 +23,8 @@ RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=2000, slice_bytes=700),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
-    # what a busy machine measures of itself would group the ranks otherwise in the second run, and add in another order
-    "clustered": Clustered(measures=False, bucket_bytes=2000),
+    # written down: what a busy machine measures of itself would group the ranks otherwise in the second run
+    "clustered": Clustered(clusters=((0, 1), (2,)), period=4, bucket_bytes=2000),
 }
 PRIORITIES = {
     "searched": Priorities(measure_steps=3, min_gain=0.0, research_at=0.0),

@@ -23,10 +23,12 @@ import torch
 from clustered_play import SECOND_STATES, Actor, Playwright
 
 import syncline
+from rank_nursery import warm_up
 from syncline.updates.clustered.instructions import Enter, Instruction
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import ServerState
 
+FOLDERS = (str(Path(__file__).parent), str(Path(__file__).parents[2]))
 DEADLINE_S = 60.0
 DETECTION_S = 11.0
 """How long a fabric waits for a peer that is silent."""
@@ -116,18 +118,7 @@ class Stage:
         return playwright.write(ServerState(self._assignment.state))
 
 
-def warm_up() -> None:
-    """Import, in the process that all ranks are forked from, what torch and we import when it is first used."""
-    torch.set_num_threads(1)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    parameter.sum().backward()
-    optimizer.step()
-    assert syncline.init is not None
-    assert syncline.distribute is not None
-
-
-warm_up()
+warm_up()  # in the process that all ranks are forked from, which imports this module
 
 
 def run_rank(rank: int, port: int, assignment: Assignment, reports: connection.Connection) -> None:
@@ -174,11 +165,11 @@ def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
 
 
 def start_forkserver() -> Any:
-    """Start the process that ranks are forked from; it finds this module by PYTHONPATH alone."""
+    """Start the process that ranks are forked from; it finds this module, and what it imports, by PYTHONPATH alone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["clustered_process"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, before]))
     try:
         forkserver.ensure_running()
     finally:
