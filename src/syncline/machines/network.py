@@ -20,8 +20,8 @@ LATENCY_RESOLUTION_S = 1e-3
 """A busy process answers later than its network by up to so much; latencies below it are taken to be equal."""
 LATENCY_TOLERANCE = 0.5
 """Latencies that differ by no more than this part of their mean are those of one network, measured differently."""
-RATE_RESOLUTION_BYTES_PER_S = 1.25e9
-"""One process sends hardly faster than 10 Gbit/s; links above it are taken to be equal."""
+RATE_RESOLUTION_BYTES_PER_S = 0.5e9
+"""One process on a busy machine sends hardly faster than 4 Gbit/s; links above it are taken to be equal."""
 UPLINK_TOLERANCE = 1.0
 """The same for measured uplinks: two equal ones, on busy machines, were seen to differ by a factor of 2."""
 

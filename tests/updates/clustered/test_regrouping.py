@@ -47,6 +47,12 @@ def test_state_that_cannot_be_averaged_keeps_ranks_where_they_are() -> None:
     assert regrouping().propose(((0, 1), (2, 3)), stuck) == NO_PROPOSAL
 
 
+def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    too_many = Regrouping(survey=Survey(topology=HOSTS), num_clusters=5, seed=0)
+    assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW) == NO_PROPOSAL
+    assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

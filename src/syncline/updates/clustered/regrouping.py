@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from syncline.errors import ConfigurationError
 from syncline.machines.clustering import keep_numbers, reconsider
 from syncline.machines.features import Feature
 from syncline.machines.survey import Survey
@@ -39,7 +40,11 @@ class Regrouping:
         cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
         labels = [cluster_of[host.ranks[0].rank] for host in topology.hosts]
         table = self.survey.table(newer)
-        found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
+        try:
+            found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
+        except ConfigurationError as error:  # what divided the machines at the start may not divide them now
+            _log.warning("clusters stay as they are: %s", error)
+            return NO_PROPOSAL
         if found is None:
             return NO_PROPOSAL
         proposed = keep_numbers(ranks_of(topology, found.clusters), clusters)
