@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from syncline.machines.features import BATCH, Feature, FeatureHistory
 from syncline.machines.reading import read_moment
 
 
 class Pace:
-    """The history of one rank's machine. A batch's own time is from one mean to the next that this rank asks for."""
+    """The history of one rank's machine.
 
-    def __init__(self) -> None:
+    A batch's own time is from one mean to the next that this rank asks for, without what it waited for others between.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._history = FeatureHistory()
         self._began_s: float | None = None
+        self._waited_s = 0.0
         self._batches_s: list[float] = []
 
     def began(self) -> None:
         """Note that nothing is waited for any more."""
-        self._began_s = time.monotonic()
+        self._began_s, self._waited_s = self._clock(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Note that others were waited for."""
+        self._waited_s += seconds
 
     def computed(self, *, is_batch: bool) -> None:
         """Note that a batch was computed; or only that one is over, in which this rank had nothing to do."""
         if is_batch and self._began_s is not None:
-            self._batches_s.append(time.monotonic() - self._began_s)
+            self._batches_s.append(self._clock() - self._began_s - self._waited_s)
         self._began_s = None
 
     def end_period(self) -> None:

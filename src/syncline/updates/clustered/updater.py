@@ -226,6 +226,8 @@ class ClusteredUpdater(WholeUpdater):
         assert entry.index == self._position, f"entry {entry.index} came in place of {self._position}"
         self._position += 1
         self.channel.note_wait(phase, start_ns)
+        if self._pace is not None:
+            self._pace.waited((time.monotonic_ns() - start_ns) / 1e9)
         if entry.kind is Kind.MEAN:
             self._samples_of_period += agreed.samples[0]
             self._samples_of_term += agreed.samples[0]
