@@ -10,8 +10,10 @@ from syncline.machines.network import (
     RATE_RESOLUTION_BYTES_PER_S,
     NetworkReading,
     latencies_of,
+    levelled,
     rate_of,
     rotation,
+    uplinks_of,
 )
 
 
@@ -46,8 +48,8 @@ def readings_of(one_way_s: np.ndarray) -> list[NetworkReading]:
 
 
 def test_a_latency_is_half_of_the_pairs_fastest_echo() -> None:
-    slower = np.array([[0, 0.003, 0.02], [0.002, 0, 0.03], [0.025, 0.03, 0]])
-    expected = [[0, 0.002, 0.02], [0.002, 0, 0.03], [0.02, 0.03, 0]]
+    slower = np.array([[0, 0.004, 0.02], [0.003, 0, 0.2], [0.025, 0.3, 0]])
+    expected = [[0, 0.003, 0.02], [0.003, 0, 0.2], [0.02, 0.2, 0]]
     np.testing.assert_allclose(latencies_of(readings_of(slower)), expected)
 
 
@@ -61,12 +63,30 @@ def test_a_pair_that_did_not_answer_is_not_known() -> None:
     assert found[1, 2] == 0.02
 
 
-@given(st.lists(st.floats(1e-6, LATENCY_RESOLUTION_S), min_size=12, max_size=12))
+@given(st.lists(st.floats(1e-6, 2 * LATENCY_RESOLUTION_S), min_size=12, max_size=12))
 def test_what_a_busy_machine_adds_says_nothing(noise: list[float]) -> None:
     one_way_s = np.zeros((4, 4))
     one_way_s[~np.eye(4, dtype=bool)] = noise
     assert latencies_of(readings_of(one_way_s)) is None
     assert latencies_of([NetworkReading()] * 4) is None
+
+
+def test_values_without_a_clear_gap_between_them_are_one_level() -> None:
+    values = np.array([200.0, 1.0, np.nan, 95.0, 2.0, 590.0])
+    expected = [(200 * 95 * 590) ** (1 / 3)] * 6
+    found = levelled(values)
+    np.testing.assert_allclose(found[[0, 3, 5]], expected[:3])
+    np.testing.assert_allclose(found[[1, 4]], 2**0.5)
+    assert np.isnan(found[2])
+    assert levelled(np.array([])).size == 0
+
+
+def test_uplinks_that_are_alike_are_equal() -> None:
+    readings = [NetworkReading(rates={9: rate}) for rate in (95e6, 200e6, 10e6)]
+    first, second, third, unknown = uplinks_of([*readings, NetworkReading()])
+    assert first == second == pytest.approx((95e6 * 200e6) ** 0.5)
+    assert third == pytest.approx(10e6)
+    assert unknown is None
 
 
 def test_an_uplink_is_the_best_that_was_seen_and_no_more_than_a_process_can_tell() -> None:

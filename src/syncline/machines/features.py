@@ -105,18 +105,15 @@ def build_table(
     use: Sequence[str] | None = None,
     weights: Mapping[str, float] | None = None,
     tolerance: float = TOLERANCE,
-    noisy: Mapping[str, float] | None = None,
 ) -> FeatureTable:
     """Build the table of ``features`` (by host, in order), with the hosts' latencies to one another if given.
 
-    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each); ``noisy`` are features
-    that, besides those that always do, differ more than ``tolerance`` where machines are equal.
+    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each).
     """
     if not 0 <= tolerance < math.inf:
         raise ConfigurationError(
             f"tolerance is a part of a feature's mean, such as 0.1, and at least 0, not {tolerance}"
         )
-    tolerances = NOISY | dict(noisy or {})
     hosts = tuple(features)
     names = list(dict.fromkeys(name for of_host in features.values() for name in of_host))
     if latencies_s is not None and LATENCY not in names:
@@ -132,7 +129,7 @@ def build_table(
             columns += _latency_columns(hosts, latencies_s, weight)
         else:
             _check_kind(name, dict(zip(hosts, given, strict=True)))
-            columns += _columns(name, given, weight, max(tolerance, tolerances.get(name, 0.0)) if tolerance else 0.0)
+            columns += _columns(name, given, weight, max(tolerance, NOISY.get(name, 0.0)) if tolerance else 0.0)
     return FeatureTable(hosts=hosts, columns=tuple(columns))
 
 

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MAX_TRIES = 4
-LATENCY_RESOLUTION_S = 1e-3
+LATENCY_RESOLUTION_S = 2e-3
 """A busy process answers later than its network by up to so much; latencies below it are taken to be equal."""
-LATENCY_TOLERANCE = 0.5
-"""Latencies that differ by no more than this part of their mean are those of one network, measured differently."""
 RATE_RESOLUTION_BYTES_PER_S = 0.5e9
 """One process on a busy machine sends hardly faster than 4 Gbit/s; links above it are taken to be equal."""
-UPLINK_TOLERANCE = 1.0
-"""The same for measured uplinks: two equal ones, on busy machines, were seen to differ by a factor of 2."""
+CLEAR_FACTOR = 3.0
+"""Rates, or latencies, of which each is less than so many times the next are those of one kind of link, measured on
+busy machines: equal ones were seen to differ by a factor of 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ def rate_of(timed: Sequence[tuple[int, float]], *, echo_s: float) -> float:
 
 
 def latencies_of(readings: Sequence[NetworkReading]) -> Floats | None:
-    """Return the latency in seconds from each host to each other, one way: half of the pair's fastest echo.
+    """Return the latency in seconds from each host to each other, one way: half of the pair's fastest echo, levelled.
 
     None where all pairs are alike as far as can be told, or nothing was measured. A pair without an echo has NaN.
     """
@@ -83,8 +82,28 @@ def latencies_of(readings: Sequence[NetworkReading]) -> Floats | None:
     fastest_s = np.minimum(echoes_s, echoes_s.T) / 2
     latencies_s = np.where(np.isfinite(fastest_s), np.maximum(fastest_s, LATENCY_RESOLUTION_S), np.nan)
     between = latencies_s[~np.eye(size, dtype=bool)]
-    known = between[np.isfinite(between)]
-    if not known.size or known.max() - known.min() <= LATENCY_TOLERANCE * known.mean():
+    levels_s = levelled(between)
+    if len(np.unique(levels_s[np.isfinite(levels_s)])) < 2:
         return None
+    latencies_s[~np.eye(size, dtype=bool)] = levels_s
     np.fill_diagonal(latencies_s, 0.0)
     return latencies_s
+
+
+def uplinks_of(readings: Sequence[NetworkReading]) -> list[float | None]:
+    """Return each host's uplink in bytes per second; those that are alike as far as can be told are equal."""
+    uplinks = [reading.uplink_bytes_per_s for reading in readings]
+    levels = levelled(np.array([np.nan if rate is None else rate for rate in uplinks], dtype=np.float64))
+    return [None if rate is None else float(level) for rate, level in zip(uplinks, levels, strict=True)]
+
+
+def levelled(values: Floats) -> Floats:
+    """Return each value's level: the geometric mean of those that no clear gap parts from it; NaN stays."""
+    result = values.copy()
+    known = np.flatnonzero(np.isfinite(values))
+    order = known[np.argsort(values[known])]
+    gaps = np.flatnonzero(values[order[1:]] >= CLEAR_FACTOR * values[order[:-1]]) + 1
+    for group in np.split(order, gaps):
+        if group.size:
+            result[group] = np.exp(np.log(np.maximum(values[group], np.finfo(np.float64).tiny)).mean())
+    return result

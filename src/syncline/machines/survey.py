@@ -13,6 +13,7 @@ from syncline.machines.features import (
     LATENCY,
     LATER,
     UPLINK,
+    Feature,
     Features,
     FeatureTable,
     Floats,
@@ -20,7 +21,7 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
-from syncline.machines.network import UPLINK_TOLERANCE, NetworkReading, latencies_of
+from syncline.machines.network import NetworkReading, latencies_of, uplinks_of
 from syncline.topology import Topology
 
 
@@ -53,12 +54,11 @@ class Survey:
 
     def table(self, newer: Mapping[str, Features] | None = None) -> FeatureTable:
         """Return the features as columns; ``newer`` is what hosts measured since."""
-        told = topology_features(self.topology)
-        merged = {
-            host: self._uplink(place) | dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | said
-            for place, (host, said) in enumerate(told.items())
-        }
-        is_told = all(UPLINK in said for said in told.values())
+        merged: dict[str, Features] = {}
+        uplinks = uplinks_of(self.network) or [None] * len(self.topology.hosts)
+        for uplink, (host, told) in zip(uplinks, topology_features(self.topology).items(), strict=True):
+            own: dict[str, Feature] = {} if uplink is None else {UPLINK: uplink}
+            merged[host] = own | dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | told
         latencies_s = self._latencies()
         says_nothing = {name for name in LATER if not any(name in features for features in merged.values())}
         if self.network and latencies_s is None:
@@ -68,17 +68,12 @@ class Survey:
             latencies_s=latencies_s,
             use=None if self.use is None else [name for name in self.use if name not in says_nothing],
             weights={name: weight for name, weight in (self.weights or {}).items() if name not in says_nothing},
-            noisy={} if is_told else {UPLINK: UPLINK_TOLERANCE},
         )
 
     def divide(self, *, num_clusters: int | None = None, seed: int = 0) -> tuple[FeatureTable, Clustering]:
         """Return the features and the clusters that they make."""
         table = self.table()
         return table, cluster_vectors(table.vectors, num_clusters=num_clusters, seed=seed)
-
-    def _uplink(self, place: int) -> dict[str, float]:
-        rate = self.network[place].uplink_bytes_per_s if self.network else None
-        return {} if rate is None else {UPLINK: rate}
 
     def _latencies(self) -> Floats | None:
         told = topology_latencies(self.topology)

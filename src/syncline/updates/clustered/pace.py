@@ -12,7 +12,8 @@ from syncline.machines.reading import read_moment
 class Pace:
     """The history of one rank's machine.
 
-    A batch's own time is from one mean to the next that this rank asks for, without what it waited for others between.
+    A batch's own time is from one mean to the next that this rank asks for, without what it waited for others between;
+    it is not taken in the first period, when much is done for the first time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,6 +21,7 @@ class Pace:
         self._history = FeatureHistory()
         self._began_s: float | None = None
         self._waited_s = 0.0
+        self._is_warm = False
         self._batches_s: list[float] = []
 
     def began(self) -> None:
@@ -38,9 +40,11 @@ class Pace:
 
     def end_period(self) -> None:
         """Record what the period was like."""
-        own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if self._batches_s else {}
+        has_pace = bool(self._batches_s) and self._is_warm
+        own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
         self._history.record(read_moment() | own)
         self._batches_s.clear()
+        self._is_warm = True
 
     def summary(self) -> dict[str, Feature]:
         """Return the mean over past periods."""

@@ -1,11 +1,12 @@
 """The sounding: each host's first rank measures the network to the others, for features that no topology tells.
 
-    echoes    eight times to every other host, all at once; the fastest of them counts
+    echoes    to every other host at once, first and after each try of a rate; the fastest of all counts, since a busy
+              machine answers late now and then, but hardly each time
     rates     to a few others in turn (`rotation`): messages of 64 KiB, 128 KiB, ... up to 2 MiB, one after the other,
               until one takes long enough to be timed; all hosts send and receive at the same time, as in training
 
 Each part has a deadline; whoever does not answer by then is left out. A host sends at most 4 MiB to each that it tries,
-so on a fast network all of it takes some 0.1 s, and on any one at most 6 deadlines of a second.
+so on a fast network all of it takes some 0.1 s, and on any one at most 9 deadlines of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from syncline.runtime.tags import first_tag
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 
-NUM_ECHOES = 8
+NUM_ECHOES = 3
 FIRST_BYTES, LAST_BYTES = 64 << 10, 2 << 20
 NUM_SIZES = (LAST_BYTES // FIRST_BYTES).bit_length()
 LONG_ENOUGH_S = 0.02
@@ -41,16 +42,15 @@ def sound_network(
     steps = rotation(len(firsts)) if rates else ()
     sounding = Sounding(port, firsts, stream=stream) if port.rank in firsts else None
     if sounding is not None:
-        port.run(sounding.open(len(steps)), LOOP_S)
+        port.run(sounding.open(steps), LOOP_S)
     control.exchange(None, "readiness for a look at the network")
-    if echoes:
-        if sounding is not None:
-            port.run(sounding.echo(), PART_S + LOOP_S)
-        control.exchange(None, "end of echoes")
-    for number, step in enumerate(steps):
-        if sounding is not None:
+    for number, step in enumerate((None, *steps)):
+        if sounding is not None and step is not None:
             port.run(sounding.send(number, step), PART_S + LOOP_S)
-        control.exchange(None, f"end of try {number} of the network")
+        control.exchange(None, "end of a transfer")
+        if sounding is not None and (echoes or step is None):
+            port.run(sounding.echo(number), PART_S + LOOP_S)
+        control.exchange(None, "end of echoes")
     gathered = control.exchange(None if sounding is None else sounding.reading.as_pairs(), "the network as measured")
     port.call_soon(port.close)
     return [NetworkReading.of_pairs(gathered[first]) for first in firsts]
@@ -78,21 +78,21 @@ class Sounding:
         """What was measured up to now."""
         return NetworkReading(echoes_s=dict(self._found.echoes_s), rates=dict(self._found.rates))
 
-    async def open(self, num_tries: int) -> None:
-        """Begin to answer the others."""
+    async def open(self, steps: Sequence[int]) -> None:
+        """Begin to answer the others; try k, from 1, is ``steps[k - 1]`` places on."""
         for place, peer in enumerate(self._firsts):
             if place != self._place:
-                for number in range(NUM_ECHOES):
+                for number in range(NUM_ECHOES * (1 + len(steps))):
                     self._answer(peer, number)
-        for number, step in enumerate(rotation(len(self._firsts))[:num_tries]):
+        for number, step in enumerate(steps, 1):
             self._acknowledge(self._firsts[self._place - step], number, 0)
 
-    async def echo(self) -> None:
-        """Measure how long an echo takes to each of the others."""
+    async def echo(self, number: int) -> None:
+        """Measure how long echoes take to each of the others, after try ``number``."""
         places = [(self._place + step) % len(self._firsts) for step in range(1, len(self._firsts))]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PART_S):
-                await asyncio.gather(*(self._echo(place) for place in places))
+                await asyncio.gather(*(self._echo(place, number) for place in places))
 
     async def send(self, number: int, step: int) -> None:
         """Measure the rate to the host ``step`` places on."""
@@ -100,9 +100,9 @@ class Sounding:
             async with asyncio.timeout(PART_S):
                 await self._send((self._place + step) % len(self._firsts), number)
 
-    async def _echo(self, place: int) -> None:
+    async def _echo(self, place: int, after_try: int) -> None:
         peer = self._firsts[place]
-        for number in range(NUM_ECHOES):
+        for number in range(after_try * NUM_ECHOES, (after_try + 1) * NUM_ECHOES):
             start_s = self._now_s()
             answered = self._expect(peer, self._tag(ANSWER, number))
             self._port.send(peer, self._tag(ECHO, number), memoryview(bytearray(1)), urgency=URGENCY)

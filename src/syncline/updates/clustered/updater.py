@@ -200,8 +200,12 @@ class ClusteredUpdater(WholeUpdater):
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
         if not self._is_regrouping():
             return NO_PROPOSAL
+        start_s = time.monotonic()
         readings = self._driver.readings()
-        return self._regrouping.propose(self.clusters, readings) if readings else NO_PROPOSAL
+        proposal = self._regrouping.propose(self.clusters, readings) if readings else NO_PROPOSAL
+        if self._pace is not None:
+            self._pace.waited(time.monotonic() - start_s)  # this too is for others
+        return proposal
 
     def _move(self, agreed: Agreed) -> None:
         """Go on in a new cluster: its optimizers are made equal with its first mean, unless they are already."""
