@@ -273,6 +273,12 @@ def test_clusters_must_name_each_rank_once() -> None:
         run_fleets(2, lambda fleet: train(fleet, Clustered(clusters=((0,), (0, 1))), 1))
 
 
+def test_every_rank_says_what_is_wrong_with_a_choice_of_features() -> None:
+    rule = Clustered(features=["moon"], measures=False)
+    found = run_fleets(3, lambda fleet: train(fleet, rule, 1), accept=ConfigurationError)
+    assert ["no host has the feature 'moon'" in str(error) for error in found] == [True] * 3
+
+
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(UpdateError, match="LBFGS"):
         Clustered().check(torch.optim.LBFGS(make_model().parameters()))

@@ -50,12 +50,19 @@ def measure_hosts(
 
 
 def agree_on_clusters(control: ControlStream, survey: Survey, *, clusters: ClusterChoice, seed: int) -> Clusters:
-    """Return the ranks of each cluster, the same on every rank; every rank calls it."""
+    """Return the ranks of each cluster, the same on every rank; every rank calls it, and raises what rank 0 does."""
     if not isinstance(clusters, str | int):
         return check_clusters(clusters, survey.topology.num_ranks)
-    decided = group(survey, clusters=clusters, seed=seed) if control.rank == 0 else None
-    decisions = control.exchange(decided, "clusters")
-    return tuple(tuple(ranks) for ranks in decisions[0])
+    decided: tuple[Clusters, str | None] = ((), None)
+    if control.rank == 0:
+        try:
+            decided = group(survey, clusters=clusters, seed=seed), None
+        except ConfigurationError as error:
+            decided = (), str(error)
+    found, error_text = control.exchange(decided, "clusters")[0]
+    if error_text is not None:
+        raise ConfigurationError(error_text)
+    return tuple(tuple(ranks) for ranks in found)
 
 
 def group(survey: Survey, *, clusters: Literal["auto"] | int = "auto", seed: int = 0) -> Clusters:
