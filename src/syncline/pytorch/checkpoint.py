@@ -31,7 +31,8 @@ def save_checkpoint(
 
     ``extra`` is what JSON can say (step number, seed ...), taken from rank 0. Raises :class:`CheckpointError` on every
     rank if one of them fails; the checkpoint that was there is whole then. Where ranks may be lost, or only serve
-    (``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only it waits.
+    (``Clustered``; ``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only
+    it waits; call ``optimizer.end_period()`` before, so that it has what all have.
     """
     _save(Path(path).absolute(), model, optimizer, crew_of(model, optimizer), extra)
 

@@ -1,6 +1,7 @@
 import collections
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from clustered_training import KilledError, batch, train, train_by_the_book
 from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.observe import Trace
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import AllReduce
 from syncline.updates.clustered.rule import Clustered
@@ -208,6 +211,33 @@ def test_a_whole_cluster_dies_and_the_weights_tell_it() -> None:
         assert statistics.samples_of_clusters[1] == 0
         assert statistics.samples_of_clusters[0] > 0
         assert statistics.servers[1] is None
+
+
+@pytest.mark.parametrize("victim", [0, 4])
+def test_a_checkpoint_is_saved_after_a_death_and_loads_alone(victim: int, tmp_path: Path) -> None:
+    rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+
+    def body(fleet: Fleet) -> torch.Tensor:
+        model = make_model()
+        model, optimizer = distribute(model, make_adam(model.parameters()), rule, fleet=fleet)
+        for step in range(6):
+            if (fleet.rank, step) == (victim, 3):
+                raise KilledError
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.end_period()
+        save_checkpoint(tmp_path / "checkpoint", model, optimizer, extra={"step": 6})
+        return parameters_of(model)
+
+    trained = run_fleets(5, body, accept=KilledError)
+    model = make_model()
+    optimizer = make_adam(model.parameters())
+    assert load_checkpoint(tmp_path / "checkpoint", model, optimizer) == {"step": 6}
+    for rank in range(5):
+        if rank != victim:
+            assert torch.equal(parameters_of(model), trained[rank])
+    assert all(optimizer.state[tensor]["step"] > 0 for tensor in model.parameters())
 
 
 def test_a_rank_without_enough_others_stops_with_an_error_that_says_so() -> None:

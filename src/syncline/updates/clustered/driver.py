@@ -107,6 +107,12 @@ class Driver:
             raise found
         return found
 
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that are not known to be lost; a death that comes just now may be missing."""
+        dead = frozenset(self._node.view.dead)
+        return tuple(rank for rank in range(self._port.world_size) if rank not in dead)
+
     def raise_failure(self) -> None:
         """Raise why this rank cannot go on, if it cannot."""
         if self._failure is not None:

@@ -80,6 +80,11 @@ class ClusteredUpdater(WholeUpdater):
         )
         self._driver.start()
 
+    @property
+    def scribe(self) -> int:
+        """The lowest rank that lives: one may be lost at any time, so nobody waits for all."""
+        return self._driver.living[0]
+
     def begin_backward(self) -> None:
         """Raise why this rank cannot go on, if it cannot."""
         self._driver.raise_failure()
