@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from syncline.runtime.call import CollectiveCall, Description
-from syncline.runtime.clock import Clock, Timer
+from syncline.runtime.clock import Timer
 from syncline.runtime.slicerun import SliceRun
 from syncline.runtime.tags import first_tag
 
 Done = Callable[[BaseException | None], None]
-
-PATIENCE_S = 0.020
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,47 +81,21 @@ class ActiveCall:
 
 
 class SliceOrder:
-    """Which call's next slice begins: the most urgent call's that has any left, if there is room for it.
+    """Which call's next slice begins: the most urgent call's, but never more than ``max_inflight_bytes`` at once.
 
-    A call has room while the slices under way of calls that are as urgent or more make up less than
-    ``max_inflight_bytes``, and all together less than twice that: what is less urgent was begun before it was there and
-    cannot be called back, but is overtaken on the wire. What is under way in a less urgent connection class does not
-    count at all. So the bound holds for each class by itself, and of many calls that are made at once the less urgent
-    ones do not occupy processors and links before their turn.
+    What is under way in a less urgent connection class does not count: a call that is urgent would otherwise wait for
+    slices that were begun before it, which it overtakes on the wire. So the bound holds for each class by itself.
 
-    That alone could make ranks wait for each other forever: they may make calls of different streams in different
-    orders, and if all that one rank has room for is a call that another has no room for, and the other way round, no
-    slice ends any more. So when there was no progress for ``patience_s`` (no message has arrived, no slice has ended),
-    each call without a slice under way begins one. Then nothing can stand still for good:
-
-    - Let call c, made on all ranks, have slices left, and let s be the first of them that is unfinished on any rank. On
-      each rank all slices of c before s have ended, and slices of a call begin in order; so s has ended there, or it is
-      under way, or no slice of c is under way.
-    - While nothing moves anywhere, every rank runs out of patience, and begins s where no slice of c is under way.
-    - Then s is under way or ended on all ranks, so all its messages have a sender and a receiver, and it moves.
-
-    ``look_again`` is called when patience may be over.
+    Every call has at least one slice under way, whatever the bound says. Ranks may make calls of different streams in
+    different orders; if the window of one rank were full of a call that another has no room for, and the other way
+    round, both would wait forever.
     """
 
-    def __init__(
-        self,
-        max_inflight_bytes: int,
-        clock: Clock,
-        look_again: Callable[[], None],
-        *,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, max_inflight_bytes: int) -> None:
         self._max_inflight_bytes = max_inflight_bytes
-        self._clock = clock
-        self._look_again = look_again
-        self._patience_s = patience_s
-        self._timer: Timer | None = None
+        self._starved: deque[ActiveCall] = deque()
         self._queue: list[tuple[int, int, ActiveCall]] = []
-        self._without: dict[ActiveCall, None] = {}
-        """Calls with slices left and none under way."""
-        self._inflight_bytes: dict[tuple[int, int], int] = {}
-        """By connection class and urgency."""
-        self._progress_s = clock.time()
+        self._inflight_bytes: dict[int, int] = {}
 
     @property
     def inflight_bytes(self) -> int:
@@ -132,60 +105,37 @@ class SliceOrder:
     def add(self, active: ActiveCall) -> None:
         """Take a call of which no slice has begun."""
         if active.has_more:
-            self._without[active] = None
+            self._starved.append(active)
             heapq.heappush(self._queue, (active.call.urgency, active.order, active))
-
-    def progressed(self) -> None:
-        """Note that something has moved."""
-        self._progress_s = self._clock.time()
 
     def began(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that begins."""
-        self._without.pop(active, None)
-        kind = (active.call.connection_class, active.call.urgency)
-        self._inflight_bytes[kind] = self._inflight_bytes.get(kind, 0) + run.num_bytes
+        connection_class = active.call.connection_class
+        self._inflight_bytes[connection_class] = self._inflight_bytes.get(connection_class, 0) + run.num_bytes
 
     def ended(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that ended."""
-        kind = (active.call.connection_class, active.call.urgency)
-        self._inflight_bytes[kind] -= run.num_bytes
-        if not self._inflight_bytes[kind]:
-            del self._inflight_bytes[kind]
+        self._inflight_bytes[active.call.connection_class] -= run.num_bytes
         if active.has_more and not active.runs:
-            self._without[active] = None
-        self.progressed()
+            self._starved.append(active)
 
     @property
     def has_more(self) -> bool:
         """Whether some call may have slices that were not begun."""
         while self._queue and not self._queue[0][2].has_more:
             heapq.heappop(self._queue)
-        return bool(self._queue)
+        return bool(self._queue or self._starved)
 
     def next(self) -> ActiveCall | None:
         """Return the call of which a slice may begin now; None if there is none."""
-        if not self.has_more:
-            return None
-        active = self._queue[0][2]
-        if self._has_room(active.call):
-            self.progressed()
-            return active
-        if not self._without:
-            return None
-        if self._clock.time() - self._progress_s >= self._patience_s:
-            return next(iter(self._without))
-        if self._timer is None:
-            self._timer = self._clock.call_later(self._patience_s, self._on_timer)
+        while self._starved:
+            active = self._starved.popleft()
+            if active.has_more and not active.runs:
+                return active
+        if self.has_more and self._queue and self._has_room(self._queue[0][2].call.connection_class):
+            return self._queue[0][2]
         return None
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._look_again()
-
-    def _has_room(self, call: CollectiveCall) -> bool:
-        ahead = total = 0
-        for (connection_class, urgency), num_bytes in self._inflight_bytes.items():
-            if connection_class <= call.connection_class:
-                total += num_bytes
-                ahead += num_bytes if urgency <= call.urgency else 0
-        return ahead < self._max_inflight_bytes and total < 2 * self._max_inflight_bytes
+    def _has_room(self, connection_class: int) -> bool:
+        ahead = sum(size for number, size in self._inflight_bytes.items() if number <= connection_class)
+        return ahead < self._max_inflight_bytes

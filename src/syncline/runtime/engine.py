@@ -54,7 +54,7 @@ class Engine:
         self._trace = trace if trace is not None else NullTrace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
-        self._order = SliceOrder(max_inflight_bytes, clock, self._fill)
+        self._order = SliceOrder(max_inflight_bytes)
         self._pool = TemporaryPool(2 * max_inflight_bytes)
         self._agreement = Agreement(self._predecessor)
         self._describer = Describer()
@@ -167,7 +167,6 @@ class Engine:
     def heard(self, peer: int) -> None:
         """Note when ``peer`` delivered something."""
         self._heard_s[peer] = self._clock.time()
-        self._order.progressed()
 
     # What the fabric tells.
 
