@@ -67,11 +67,11 @@ class CostModel:
         as busy the other way. The constants were measured (docs/decisions/0007).
         """
         return cls(
-            message_overhead_s=80e-6,
-            payload_share=0.929,
-            rank_bytes_per_s=1.86e9,
+            message_overhead_s=27e-6,
+            payload_share=0.928,
+            rank_bytes_per_s=1.35e9,
             num_processors=num_processors,
-            unhidden_share=0.22,
+            unhidden_share=0.19,
         )
 
 
