@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 DEADLINE_S = 120
 
@@ -79,3 +80,34 @@ def _end(nursery: subprocess.Popen[str]) -> None:
     if nursery.poll() is None:
         os.killpg(nursery.pid, signal.SIGKILL)
     nursery.communicate()
+
+
+def run_struck(program: Path, folder: Path, world_size: int, victim: int, *arguments: str) -> tuple[list[Any], Any]:
+    """Run ``program FOLDER RANK WORLD_SIZE VICTIM ...`` for each rank; ``victim`` (-1: none) is struck on the way.
+
+    Returns what each of those that lived printed, as JSON, and what the victim had printed before.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(folder), str(rank), str(world_size), str(victim), *arguments],
+            env=script_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    lines, struck = [], None
+    try:
+        for rank, process in enumerate(processes):
+            if rank != victim:
+                out, err = process.communicate(timeout=60)
+                assert process.returncode == 0, err
+                lines.append(json.loads(out))
+    finally:
+        for rank, process in enumerate(processes):
+            process.kill()
+            printed = process.communicate()[0]
+            if rank == victim and printed:
+                struck = json.loads(printed)
+    return lines, struck

@@ -1,10 +1,7 @@
 """The same over TCP on loopback: results to the bit, errors that name who, and nothing left after a close."""
 
-import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +12,15 @@ import pytest
 from schedule_oracle import random_topology, replay
 
 from meeting_stores import DictStore
-from rank_scripts import script_environment
+from rank_scripts import run_struck
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
 from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology
 from syncline.topology.priorities import Priorities
+
+RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 
 FLOAT32 = numpy_reduction("float32")
 
@@ -205,38 +204,9 @@ def test_a_rank_that_does_not_come_leaves_nothing_behind():
     assert threading.active_count() == before
 
 
-def run_processes(folder, world_size, victim, signal_name):
-    """Start the ranks, and return what each of those that lived printed."""
-    program = Path(__file__).with_name("rank_process.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder), str(rank), str(world_size), str(victim), signal_name],
-            env=script_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        lines = []
-        for rank, process in enumerate(processes):
-            if rank != victim:
-                out, err = process.communicate(timeout=60)
-                assert process.returncode == 0, err
-                lines.append(json.loads(out))
-    finally:
-        for process in processes:
-            process.kill()
-            remaining = process.communicate()[0]
-            if process is processes[victim] and victim >= 0:
-                struck = json.loads(remaining)
-    return lines, struck if victim >= 0 else None
-
-
 def test_four_processes_sum(tmp_path):
     started_s = time.time()
-    lines, _ = run_processes(tmp_path, 4, -1, "SIGKILL")
+    lines, _ = run_struck(RANK_PROCESS, tmp_path, 4, -1, "SIGKILL")
     assert [(line["step"], line["error"]) for line in lines] == [(5, "NoneType")] * 4
     assert all(line["at_s"] >= started_s for line in lines)
 
@@ -244,7 +214,7 @@ def test_four_processes_sum(tmp_path):
 @pytest.mark.parametrize(("signal_name", "limit_s"), [("SIGKILL", 1.0), ("SIGSTOP", 3.0)])
 def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_name, limit_s):
     assert signal.Signals[signal_name]
-    lines, struck = run_processes(tmp_path, 4, 2, signal_name)
+    lines, struck = run_struck(RANK_PROCESS, tmp_path, 4, 2, signal_name)
     assert len(lines) == 3
     for line in lines:
         assert line["error"] == "PeerLostError", line
