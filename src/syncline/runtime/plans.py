@@ -28,9 +28,11 @@ def plan_best(topology: Topology, collective: Collective, num_bytes: int, target
 MOST_INFLIGHT_BYTES = 8 << 20
 MIN_INFLIGHT_SLICES = 4
 SLICE_S = 0.020
-MIN_SLICE_BYTES = 512 << 10
 MAX_SLICE_BYTES = 2 << 20
-MESSAGE_BYTES_BETWEEN_MACHINES = 64 << 10
+LEAST_SLICE_BYTES, LEAST_BYTES_PER_RANK = 256 << 10, 32 << 10
+"""Of a slice, however slow the links are: smaller messages cost more than they move."""
+LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES = 512 << 10, 64 << 10
+"""Where nothing is known that would make small slices worth it."""
 NUM_RAMP = 2
 """Slices at either end that are smaller than the others, where links have rates."""
 NUM_SLICES_WITHIN_MACHINE = 4
@@ -43,7 +45,7 @@ class Plans:
     """Plans for one topology; any thread may ask.
 
     Slices are of about ``slice_bytes``, the size that a network wants; None takes it from the topology: what its
-    links reduce in SLICE_S, and no less than MESSAGE_BYTES_BETWEEN_MACHINES for each rank. Where no link has a rate
+    links reduce in SLICE_S, and no less than LEAST_BYTES_PER_RANK for each rank. Where no link has a rate
     (ranks of one machine) messages cost time and bytes hardly do, so slices are as large as a few of them per buffer
     allow.
     """
@@ -103,9 +105,11 @@ class Plans:
 
 def _slice_bytes(topology: Topology) -> int:
     """Return the size of slices between machines; it depends on nothing else than the topology."""
-    seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES) if _has_rates(topology) else math.inf
+    if not _has_rates(topology):
+        return max(LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES * topology.num_ranks)
+    seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
     wanted = int(MAX_SLICE_BYTES * min(1.0, SLICE_S / seconds)) if seconds else MAX_SLICE_BYTES
-    return max(wanted, MIN_SLICE_BYTES, MESSAGE_BYTES_BETWEEN_MACHINES * topology.num_ranks)
+    return max(wanted, LEAST_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
 
 
 def _slice_bytes_without_rates(topology: Topology) -> int:

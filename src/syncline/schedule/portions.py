@@ -2,7 +2,8 @@
 
 For a given time the rooms below this one look for fractions that fit (:mod:`syncline.schedule.reduce_portions`,
 :mod:`syncline.schedule.scatter_portions`); here the shortest such time is found, and the fractions are rounded to
-integer weights. Of those that fit, the nearest to equal portions are taken. Complexity: O(nodes x bisections).
+integer weights. Of those that fit, the nearest to the links' rates are taken for an all-reduce, else the nearest to
+equal portions. Complexity: O(nodes x bisections).
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ every Z_c >= 1 and, at the topmost parent, the sum of its children's Z is at lea
 out, is the bound of :mod:`syncline.schedule.bound` for hubs that hold the topmost parent. The first has no such
 counterpart below the top: where a subtree's own links are as slow as its uplink, the levels stand in each other's way,
 and the bound is missed (1.5 against 4/3 for two hosts and a third one a switch further, all links equal).
+
+Of those that fit, the fractions nearest to the links' rates are taken (a rate counts up to the sum of the siblings':
+more they cannot send). What one link cannot bear goes where there is most room: the bound would be met as well with
+another link nearly as busy as the busiest, but then each delays what the other is about to need.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import math
 
 from syncline.schedule.bound import Branch
-from syncline.schedule.water_level import ROUNDING, nearest_to_equal
+from syncline.schedule.water_level import ROUNDING, nearest_to_proportions
 
 
 def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | None:
@@ -44,10 +48,16 @@ def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | 
         room = [most[child.name] - 1 for child in parent.children]
         if min(room) < -ROUNDING:
             return None
-        parts = nearest_to_equal([(0.0, max(0.0, one) / spread if spread > ROUNDING else 1.0) for one in room])
+        ranges = [(0.0, max(0.0, one) / spread if spread > ROUNDING else 1.0) for one in room]
+        parts = nearest_to_proportions(_useful_rates(parent), ranges)
         if parts is None:
             return None
         fractions[parent.name] = parts
         for child, part in zip(parent.children, parts, strict=True):
             loads[child.name] = 1 + part * spread
     return fractions
+
+
+def _useful_rates(parent: Branch) -> list[float]:
+    rates = [min(child.up, child.down) for child in parent.children]
+    return [min(rate, sum(rates) - rate) for rate in rates]
