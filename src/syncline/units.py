@@ -1,6 +1,7 @@
-"""Quantities that people write, "10 Gbit/s", "64 MiB" and "5 ms": parsed and printed here and nowhere else.
+"""Quantities that people write, "10 Gbit/s", "64 MiB", "5 ms" and "3 GHz": parsed and printed here and nowhere else.
 
-Inside Syncline a rate is bytes per second (float), a size is bytes (int) and a duration is seconds (float).
+Inside Syncline a rate is bytes per second (float), a size is bytes (int), a duration is seconds (float) and a frequency
+is hertz (float).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _DURATIONS = {
     "min": Fraction(60),
     "h": Fraction(3600),
 }
+_FREQUENCIES = {f"{prefix}Hz": Fraction(_DECIMAL[prefix]) for prefix in ("", "k", "M", "G")}
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?(?P<unit>[^\s\d].*)", re.ASCII)
 _MAX_LENGTH = 64  # nobody writes a longer quantity, and a number of a million digits takes long to parse
 
@@ -53,6 +55,11 @@ def parse_duration(text: object) -> float:
     return float(_parse(text, "duration", _DURATIONS, "5 ms"))
 
 
+def parse_frequency(text: object) -> float:
+    """Hertz of a frequency such as ``"3 GHz"`` or ``"1980 MHz"``."""
+    return float(_parse(text, "frequency", _FREQUENCIES, "3 GHz"))
+
+
 def format_rate(bytes_per_s: float, *, exact: bool = False) -> str:
     """Spell a rate in bits per second, with four digits, or so that it parses to the very same number."""
     if math.isinf(bytes_per_s):
@@ -71,6 +78,11 @@ def format_duration(seconds: float, *, exact: bool = False) -> str:
     """Spell a duration, with four digits, or so that it parses to the very same number."""
     units = {unit: _DURATIONS[unit] for unit in ("ns", "us", "ms", "s")}
     return _format_exact(seconds, units, "s") if exact else _format(seconds, units)
+
+
+def format_frequency(hertz: float) -> str:
+    """Spell a frequency: ``"2.4 GHz"``."""
+    return _format(hertz, _FREQUENCIES)
 
 
 def _parse(text: object, noun: str, units: Mapping[str, Fraction], example: str) -> Fraction:

@@ -45,6 +45,15 @@ def test_features_of_the_file_decide(tmp_path: Path) -> None:
     assert len(unweighted["clusters"]) == 1
 
 
+def test_a_narrow_terminal_shows_whole_names(tmp_path: Path) -> None:
+    path = tmp_path / "net.yaml"
+    written = "cpu_hz: 3 GHz, memory_bytes: 8 GiB, disk_bytes_per_s: 1 GB/s, gpu: none, gpu_memory_bytes: 0 B"
+    path.write_text(f"switch: core\nchildren:\n  - {{host: 'h[0-2]', uplink: 1 Gbit/s, features: {{{written}}}}}\n")
+    output = runner.invoke(app, [str(path)], env={"COLUMNS": "80"}).output
+    assert "┃ cluster ┃" in output
+    assert "…" not in output
+
+
 def test_this_machine() -> None:
     result = runner.invoke(app, ["--here"])
     assert result.output.startswith("features: {cpu_hz:") or "memory_bytes:" in result.output

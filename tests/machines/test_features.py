@@ -94,12 +94,32 @@ def hosts_with(*features: str) -> Topology:
     return Topology.parse(f"switch: core\nchildren:\n{hosts}")
 
 
-def test_quantities_of_the_file_may_have_units() -> None:
-    found = topology_features(hosts_with("memory_bytes: 64 GiB, disk_bytes_per_s: 1 GB/s, batch_s: 5 ms, gpu: 80 GiB"))
-    expected = {"memory_bytes": 64 << 30, "disk_bytes_per_s": 1e9, "batch_s": 0.005, "gpu": "80 GiB"}
-    assert found["h0"] == {"uplink_bytes_per_s": 125e6} | expected
-    with pytest.raises(ConfigurationError, match="feature 'memory_bytes' of host h1: 'lots' is not a size"):
-        topology_features(hosts_with("memory_bytes: 1 GiB", "memory_bytes: lots"))
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("memory_bytes: 64 GiB", {"memory_bytes": 64 << 30}),
+        ("disk_bytes_per_s: 1 GB/s", {"disk_bytes_per_s": 1e9}),
+        ("batch_s: 5 ms", {"batch_s": 0.005}),
+        ("cpu_hz: 3 GHz", {"cpu_hz": 3e9}),
+        ("cpu_hz: 3.0e9", {"cpu_hz": 3e9}),  # text, for YAML
+        ("gpu: 80 GiB, cores: 8", {"gpu": "80 GiB", "cores": 8}),
+    ],
+)
+def test_quantities_of_the_file_may_have_units(written: str, expected: dict[str, float | str]) -> None:
+    assert topology_features(hosts_with(written))["h0"] == {"uplink_bytes_per_s": 125e6} | expected
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("memory_bytes: lots", "feature 'memory_bytes' of host h1: 'lots' is not a size"),
+        ("memory_bytes: -5", "feature 'memory_bytes' of host h1 is -5.0; write what is not below 0"),
+        ("cpu_hz: 3 Ghz", "feature 'cpu_hz' of host h1: '3 Ghz' is not a frequency; write '3 GHz'"),
+    ],
+)
+def test_what_is_no_quantity_is_refused(written: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        topology_features(hosts_with("memory_bytes: 1 GiB, cpu_hz: 3 GHz", written))
 
 
 def test_the_topology_tells_site_and_uplink_and_its_file_goes_first() -> None:
@@ -142,6 +162,6 @@ def test_history_is_the_mean_of_the_newest_periods() -> None:
     for rate in (100.0, 2.0, 4.0):
         history.record({"disk": rate, "site": f"s{rate:.0f}"})
     assert history.summary() == {"disk": 3.0, "site": "s4"}
-    assert history.num_periods == 2
+    assert [period["disk"] for period in history.periods] == [2.0, 4.0]
     with pytest.raises(ConfigurationError):
         FeatureHistory(window=0)

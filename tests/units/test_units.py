@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import UnitError
-from syncline.units import format_duration, format_rate, format_size, parse_duration, parse_rate, parse_size
+from syncline.units import (
+    format_duration,
+    format_frequency,
+    format_rate,
+    format_size,
+    parse_duration,
+    parse_frequency,
+    parse_rate,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +47,11 @@ def test_durations(text, seconds):
     assert parse_duration(text) == seconds
 
 
+@pytest.mark.parametrize(("text", "hertz"), [("3 GHz", 3e9), ("1980 MHz", 1.98e9), ("50 Hz", 50.0), ("2.4GHz", 2.4e9)])
+def test_frequencies(text, hertz):
+    assert parse_frequency(text) == hertz
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
@@ -52,6 +66,7 @@ def test_durations(text, seconds):
         (parse_size, "0.3 B", "'0.3 B' is not a whole number of bytes; write '0 B'"),
         (parse_size, "7 furlongs", "'7 furlongs' is not a size; write it in one of B, kB, MB, GB, TB"),
         (parse_duration, "5 msec", "'5 msec' is not a duration; write '5 ms'"),
+        (parse_frequency, "3 ghz", "'3 ghz' is not a frequency; write '3 GHz'"),
         (parse_duration, None, "None is not a duration; write a number and its unit, such as '5 ms'"),
     ],
 )
@@ -63,7 +78,7 @@ def test_slips_are_named_with_their_remedy(parse, text, message):
 
 @given(st.text(max_size=80))
 def test_any_text_is_a_quantity_or_a_unit_error(text):
-    for parse in (parse_rate, parse_size, parse_duration):
+    for parse in (parse_rate, parse_size, parse_duration, parse_frequency):
         message = ""
         try:
             parse(text)
@@ -90,4 +105,5 @@ def test_spelling_for_people():
     assert format_size(64 << 20) == "64 MiB"
     assert format_size(100) == "100 B"
     assert format_duration(0.005) == "5 ms"
+    assert format_frequency(2.4e9) == "2.4 GHz"
     assert format_duration(0.00025, exact=True) == "250 us"

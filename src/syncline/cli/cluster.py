@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +25,16 @@ from syncline.machines.features import (
 )
 from syncline.machines.survey import Survey
 from syncline.topology import Topology
-from syncline.units import format_duration, format_rate, format_size
+from syncline.units import format_duration, format_frequency, format_rate, format_size
 
 app = new_app()
 _MAX_FORMS = 3
+_SPELLINGS: Mapping[str, Callable[[float], str]] = {
+    "_hz": format_frequency,
+    "_bytes_per_s": format_rate,
+    "_bytes": format_size,
+    "_s": format_duration,
+}
 
 
 @app.command()
@@ -146,13 +152,13 @@ def _feature_table(topology: Topology, table: FeatureTable, clustering: Clusteri
         title=f"{topology.name}: features, and below each its normal form (x - mean) / (max - min)",
         title_justify="left",
     )
-    shown.add_column("host")
-    shown.add_column("cluster", justify="right")
+    shown.add_column("host", overflow="fold")
+    shown.add_column("cluster", justify="right", no_wrap=True)
     groups: dict[str, list[Column]] = {}
     for column in table.columns:
         groups.setdefault(column.feature, []).append(column)
     for feature, columns in groups.items():
-        shown.add_column("\n".join([feature, *_names(columns)]), justify="right")
+        shown.add_column("\n".join([feature, *_names(columns)]), justify="right", overflow="fold")
     for host, name in enumerate(table.hosts):
         cells = [_cell(columns, host) for columns in groups.values()]
         shown.add_row(name, str(clustering.labels[host]), *cells)
@@ -184,9 +190,5 @@ def _cell(columns: list[Column], host: int) -> str:
 
 def _quantity(feature: str, value: float) -> str:
     """Spell a value in the unit that the feature's name ends with."""
-    if feature.endswith("_hz"):
-        return f"{value / 1e9:.4g} GHz"
-    for ending, spell in (("_bytes_per_s", format_rate), ("_bytes", format_size), ("_s", format_duration)):
-        if feature.endswith(ending):
-            return spell(value)
-    return f"{value:.4g}"
+    spell = next((spell for ending, spell in _SPELLINGS.items() if feature.endswith(ending)), None)
+    return f"{value:.4g}" if spell is None else spell(value)

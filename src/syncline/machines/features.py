@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from syncline.errors import ConfigurationError, UnitError
 from syncline.topology import Host, Switch, Topology
-from syncline.units import parse_duration, parse_rate, parse_size
+from syncline.units import parse_duration, parse_frequency, parse_rate, parse_size
 
 Feature = float | str
 Features = Mapping[str, Feature]
@@ -40,6 +40,7 @@ NOISY = {"disk_bytes_per_s": 0.5, AVAILABLE_MEMORY: 0.5, BATCH: 0.5}
 """Features whose values differ more than others where machines are equal."""
 
 _QUANTITIES: Mapping[str, Callable[[str], float]] = {
+    "_hz": parse_frequency,
     "_bytes_per_s": parse_rate,
     "_bytes": parse_size,
     "_s": parse_duration,
@@ -195,20 +196,34 @@ def _checked_weight(name: str, weight: float) -> float:
 def topology_features(topology: Topology) -> dict[str, dict[str, Feature]]:
     """Return what the topology says of each host: site, uplink, and the `features:` of the file, which go first.
 
-    A feature whose name ends as a size, a rate or a duration does may be written as one: `memory_bytes: 64 GiB`.
+    A feature whose name ends as a frequency, a size, a rate or a duration does may be written as one: `cpu_hz: 3 GHz`.
     """
-    return {host.name: _derived(topology, host) | _written(host) for host in topology.hosts}
+    return {
+        host.name: _derived(topology, host) | {name: _written(host, name) for name in host.features}
+        for host in topology.hosts
+    }
 
 
-def _written(host: Host) -> dict[str, Feature]:
-    written: dict[str, Feature] = {}
-    for name, value in host.features.items():
-        parse = next((parse for ending, parse in _QUANTITIES.items() if name.endswith(ending)), None)
-        try:
-            written[name] = parse(value) if parse is not None and isinstance(value, str) else value
-        except UnitError as error:
-            raise ConfigurationError(f"feature {name!r} of host {host.name}: {error}") from None
-    return written
+def _written(host: Host, name: str) -> Feature:
+    value = host.features[name]
+    parse = next((parse for ending, parse in _QUANTITIES.items() if name.endswith(ending)), None)
+    if parse is None:
+        return value
+    try:
+        number = _number(value, parse)
+    except UnitError as error:
+        raise ConfigurationError(f"feature {name!r} of host {host.name}: {error}") from None
+    if number < 0:
+        raise ConfigurationError(f"feature {name!r} of host {host.name} is {value}; write what is not below 0")
+    return number
+
+
+def _number(value: Feature, parse: Callable[[str], float]) -> float:
+    """Return the number that is written with a unit, or without one; YAML takes `3.0e9` for text."""
+    try:
+        return float(value)
+    except ValueError:
+        return parse(str(value))
 
 
 def _derived(topology: Topology, host: Host) -> dict[str, Feature]:
@@ -245,9 +260,9 @@ class FeatureHistory:
         self._periods: list[dict[str, Feature]] = []
 
     @property
-    def num_periods(self) -> int:
-        """Number of periods that are kept."""
-        return len(self._periods)
+    def periods(self) -> tuple[Features, ...]:
+        """What was measured in each period that is kept, oldest first."""
+        return tuple(self._periods)
 
     def record(self, features: Features) -> None:
         """Add what was measured in a period."""
