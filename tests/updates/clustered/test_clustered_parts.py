@@ -12,12 +12,11 @@ from syncline.machines.survey import Survey
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
-from syncline.topology import Host, Topology
+from syncline.topology import Topology
 from syncline.updates.clustered.agenda import Agenda
 from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.mailbox import HEAD_BYTES, Mailbox
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
-from syncline.updates.clustered.reduced import reduced_topology
 from syncline.updates.clustered.vector import VectorArithmetic, VectorShape, combine
 from syncline.updates.clustered.walk import Slice, Walk
 
@@ -144,7 +143,7 @@ def test_nonsense_is_told_and_nothing_more_is_heard(content: bytes) -> None:
 @pytest.mark.parametrize("num_elements", [0, 1, 7, 1000])
 def test_a_walk_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> None:
     ranks = (4, 1, 3)
-    schedule = choose(reduced_topology(Topology.flat(5, rate=1e8), ranks), Collective.ALL_REDUCE, 1 << 12)
+    schedule = choose(Topology.flat(5, rate=1e8).restricted(ranks), Collective.ALL_REDUCE, 1 << 12)
     tensors = {rank: torch.arange(num_elements, dtype=torch.float64) * (rank + 1) for rank in ranks}
     done = [threading.Event() for _ in ranks]
     with Ports(5, seed=seed) as ports:
@@ -175,15 +174,6 @@ def test_a_walk_that_is_given_up_does_not_end_and_gives_its_receives_back() -> N
         assert not ended.is_set()
         assert tensor.tolist() == [1.0] * 8
         assert "0 receives" in repr(ports[0])
-
-
-def test_the_servers_network_is_the_network_without_the_others() -> None:
-    reduced = reduced_topology(Topology.load("three-racks-uneven-uplinks"), (6, 0, 3))
-    assert reduced.num_ranks == 3
-    assert [reduced.host_of(rank).name for rank in range(3)] == ["h6", "h0", "h3"]
-    assert dict(reduced.links())["rack-a"].up_bytes_per_s == 100e6 / 8
-    assert all(isinstance(host, Host) for host in reduced.hosts)
-    assert reduced_topology(Topology.load("deep-asymmetric"), (7, 6)).num_ranks == 2
 
 
 def test_what_the_file_says_goes_before_what_was_measured() -> None:

@@ -25,7 +25,6 @@ from syncline.updates.clustered.agenda import Entry, Kind
 from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, resized, update_contributions
 from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
-from syncline.updates.clustered.reduced import reduced_topology
 from syncline.updates.clustered.vector import Vector, combine
 from syncline.updates.clustered.view import View
 from syncline.updates.clustered.walk import Slice, Walk
@@ -131,7 +130,7 @@ class Exchanges:
         if key not in self._schedules:
             if len(self._schedules) >= MAX_SCHEDULES:
                 self._schedules.clear()
-            servers = reduced_topology(self._topology, [rank for _, rank in participants])
+            servers = self._topology.restricted([rank for _, rank in participants])
             target: Target = "rank_order" if collective is Collective.ALL_GATHER else "balanced"
             self._schedules[key] = choose(servers, collective, num_bytes, target=target)
         return self._schedules[key]
