@@ -103,7 +103,9 @@ def test_statistics_tell_clusters_servers_and_bytes() -> None:
     assert first.samples_of_clusters[0] > first.samples_of_clusters[1] > 0
     assert all(statistics.num_refused_messages == 0 for _, statistics in trained)
     assert {statistics.servers for _, statistics in trained} == {first.servers}
-    assert first.features["available_memory_bytes"] > 0
+    assert [period["available_memory_bytes"] > 0 for period in first.history] == [True, True]
+    assert [("batch_s" in period) for period in first.history] == [False, True]
+    assert first.features["batch_s"] == first.history[1]["batch_s"]
 
 
 def test_a_line_of_progress_and_the_fleet_tell_the_same_during_a_run_and_after_it() -> None:

@@ -33,6 +33,8 @@ def test_a_batchs_own_time_leaves_out_what_others_took() -> None:
         pace.computed(is_batch=True)
         clock.now_s += 50.0  # until the mean is there
     pace.end_period()
+    pace.end_period()
+    assert [period.get("batch_s") for period in pace.periods] == [None, pytest.approx(3.0), None]
     assert pace.summary()["batch_s"] == pytest.approx(3.0)
     assert pace.summary()["available_memory_bytes"] > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from syncline.machines.features import BATCH, Feature, FeatureHistory
+from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
 from syncline.machines.reading import read_moment
 
 
@@ -45,6 +45,11 @@ class Pace:
         self._history.record(read_moment() | own)
         self._batches_s.clear()
         self._is_warm = True
+
+    @property
+    def periods(self) -> tuple[Features, ...]:
+        """What was measured in each of the newest periods, oldest first."""
+        return self._history.periods
 
     def summary(self) -> dict[str, Feature]:
         """Return the mean over past periods."""

@@ -46,7 +46,8 @@ class Clustered:
     batch), and proposes new clusters if their silhouette is clearly higher; that is agreed together with the average of
     the parameters, and ranks that come together begin with the mean of their optimizers' state. It needs ``averages``,
     and clusters that were not written down; where optimizer state cannot be averaged (tensors of another shape or type
-    than the parameters) clusters stay. What a machine measured is told by ``optimizer.statistics().features``.
+    than the parameters) clusters stay. ``optimizer.statistics()`` tells what a machine measured: ``history`` in each
+    period, ``features`` on average.
 
     Each rank keeps four vectors of the size of the gradients beside them, and a temporary server one for each member.
     Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends the period, and the term where

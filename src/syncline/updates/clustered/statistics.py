@@ -32,6 +32,8 @@ class ClusteredStatistics:
     """What this rank does as a member."""
     features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     """What this rank's machine measured, as the mean over its past periods."""
+    history: tuple[Mapping[str, float | str], ...] = field(default=(), hash=False)
+    """What it measured in each of them, oldest first; the newest 16 are kept."""
 
     @property
     def weights(self) -> tuple[float, ...] | None:

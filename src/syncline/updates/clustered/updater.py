@@ -116,7 +116,10 @@ class ClusteredUpdater(WholeUpdater):
 
     def statistics(self) -> ClusteredStatistics:
         """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
-        return replace(self._driver.statistics(), features={} if self._pace is None else self._pace.summary())
+        counted = self._driver.statistics()
+        if self._pace is None:
+            return counted
+        return replace(counted, features=self._pace.summary(), history=self._pace.periods)
 
     def progress(self) -> str:
         """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
