@@ -53,6 +53,7 @@ class _Cluster:
     optimizer: torch.optim.Optimizer
     mean: torch.Tensor
     total: torch.Tensor
+    forecast: torch.Tensor
     samples: float = 0.0
     samples_of_term: float = 0.0
 
@@ -67,7 +68,7 @@ def train_by_the_book(
     for ranks in clusters:
         model = copy.deepcopy(start)
         zeros = torch.zeros(size, dtype=torch.float64)
-        book.append(_Cluster(tuple(ranks), model, make(model.parameters()), zeros, zeros.clone()))
+        book.append(_Cluster(tuple(ranks), model, make(model.parameters()), zeros, zeros.clone(), zeros.clone()))
     table = torch.zeros(len(book), len(book), dtype=torch.float64)
     trajectories: list[list[torch.Tensor]] = [[] for _ in book]
     averages = rule.can_drift if rule.averages is None else rule.averages
@@ -75,7 +76,7 @@ def train_by_the_book(
         for cluster in book:
             _cluster_mean(cluster, step)
         is_last = (step + 1) % rule.period == 0
-        step_on = _exchange(rule, book, table) if is_last else [cluster.mean for cluster in book]
+        step_on = _exchange(rule, book, table) if is_last else [cluster.mean + cluster.forecast for cluster in book]
         for cluster, gradient in zip(book, step_on, strict=True):
             _set_gradient(cluster.model, gradient)
             cluster.optimizer.step()
@@ -110,7 +111,9 @@ def _exchange(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> lis
             weights = [max(rule.min_weight, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
         shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
-        step_on.append(cluster.mean + mean - brought[c])
+        step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.forecast)
+        if rule.forecast:
+            cluster.forecast = (mean - brought[c]) / rule.period
     for c in range(len(book)):
         for k in range(len(book)):
             cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)

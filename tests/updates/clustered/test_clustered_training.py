@@ -46,10 +46,15 @@ RULES = [
     Clustered(period=1, reelect_every=3, clusters=CLUSTERS, contribution="cosine"),
     Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), contribution="cosine"),
     Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine", exchange="last"),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=True),
+    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), forecast=True, averages=False),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=True, contribution="cosine"),
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.contribution}-{rule.exchange}-{rule.period}")
+@pytest.mark.parametrize(
+    "rule", RULES, ids=lambda rule: f"{rule.contribution}-{rule.exchange}-{rule.period}-{rule.forecast}"
+)
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
     book = train_by_the_book(rule, rule.clusters, 13, make)
@@ -67,8 +72,9 @@ def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
             assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[ranks[0]][0], strict=True))
 
 
-def test_with_sgd_clusters_meet_at_the_end_of_each_period() -> None:
-    rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False)
+@pytest.mark.parametrize("forecast", [False, True])
+def test_with_sgd_clusters_meet_at_the_end_of_each_period(*, forecast: bool) -> None:
+    rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False, forecast=forecast)
     trained = run_fleets(
         5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     )
@@ -292,6 +298,8 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
         ({"contribution": "best"}, "contribution is one of"),
         ({"exchange": "first"}, "exchange is one of"),
         ({"clusters": "some"}, "clusters is"),
+        ({"forecast": True, "exchange": "last"}, "forecast needs"),
+        ({"forecast": True, "period": 1}, "forecast needs"),
         ({"quorum": 1.5}, "quorum must be from 0 to 1"),
     ],
 )

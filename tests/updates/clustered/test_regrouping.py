@@ -168,6 +168,16 @@ def give(model, gradient: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_in_turn")
+def test_members_of_new_clusters_forecast_alike() -> None:
+    rule = Clustered(**{**vars_of(RULE), "reelect_every": 2, "forecast": True})
+    trained = run_fleets(5, lambda fleet: train(fleet, rule, 15, make_sgd), seed=2)
+    for step in range(15):
+        for ranks in DIVISIONS[step // 4 % 4] if (step + 1) % 4 else (tuple(range(5)),):
+            for rank in ranks:
+                assert torch.equal(trained[rank][0][step], trained[ranks[0]][0][step]), (step, rank)
+
+
+@pytest.mark.usefixtures("_in_turn")
 @pytest.mark.parametrize("victim", range(5))
 @pytest.mark.parametrize("death", [1, 2, 3, 4])
 def test_a_rank_dies_while_clusters_change(victim: int, death: int) -> None:

@@ -17,6 +17,7 @@ from syncline.updates.clustered.grouping import Clusters, agree_on_clusters, mea
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Proposal, Reading
 from syncline.updates.clustered.moving import MovingState, num_vectors
 from syncline.updates.clustered.pace import Pace
+from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.regrouping import Regrouping, reading_of
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape, joined
@@ -47,7 +48,8 @@ class ClusteredUpdater(WholeUpdater):
             self.channel.control, self.survey, clusters=rule.clusters, seed=rule.seed
         )
         self.agenda = rule.agenda(len(self.clusters))
-        self._sums_period = rule.exchange == "period" and rule.period > 1
+        sums = rule.exchange == "period" and rule.period > 1 and self.agenda.exchanges
+        self._period = Period(forecasts=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         part = Part(
             job=f"{rule.seed}/{stream}",
@@ -65,7 +67,6 @@ class ClusteredUpdater(WholeUpdater):
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()
-        self._sum: Vector | None = None
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
         self._pace = Pace() if rule.measures else None
@@ -133,11 +134,11 @@ class ClusteredUpdater(WholeUpdater):
         """Go through the entries of one batch: its mean, and at a period's end the result and the average."""
         mean = self._mean(samples, gradients)
         if self.agenda.entry(self._position).kind is Kind.RESULT:
-            mean = self._exchange(mean)
-        elif self.agenda.exchanges and self._sums_period and mean is not None:
-            self._sum = mean.copy() if self._sum is None else self._sum.add(mean)
-        if mean is not None:
-            self._show(mean)
+            step_on = self._exchange(mean)
+        else:
+            step_on = mean if self._period is None else self._period.step_on(mean)
+        if step_on is not None:
+            self._show(step_on)
             self.optimizer.step()
         if self.agenda.entry(self._position).kind is Kind.AVERAGE:
             self._average()
@@ -162,23 +163,16 @@ class ClusteredUpdater(WholeUpdater):
         return mean
 
     def _exchange(self, mean: Vector | None) -> Vector | None:
-        """Return what to step on in the last batch of a period: mean + (the exchange's result - what was brought)."""
-        brought = mean
-        if self._sum is not None:
-            brought = self._sum if mean is None else self._sum.add(mean)
-        samples, self._samples_of_period, self._sum = self._samples_of_period, 0.0, None
+        """Exchange what the period brought, or the last batch alone; return what to step on in the last batch."""
+        brought = mean if self._period is None else self._period.bring(mean)
+        samples, self._samples_of_period = self._samples_of_period, 0.0
         if self._pace is not None:
             self._pace.end_period()
         own = brought if brought is not None else self._shape.zeros()
         result = self._agree(samples, own, "exchange of clusters", reading=self._reading())
-        if result is None or brought is mean:
-            return mean if result is None else result
-        step_on = brought.copy().scale(-1.0) if brought is not None else self._shape.zeros()
-        if mean is not None:
-            step_on.add(mean)
-        step_on.add(result)
-        step_on.presence.copy_(result.presence if mean is None else result.presence + mean.presence)
-        return step_on
+        if self._period is not None:
+            return self._period.end(mean, result)
+        return mean if result is None else result
 
     def _average(self) -> None:
         """Average the parameters over the clusters."""
@@ -221,6 +215,8 @@ class ClusteredUpdater(WholeUpdater):
         self.clusters = agreed.clusters
         if self._moving is not None or before not in self.clusters:
             self._moving = agreed.state
+        if self._period is not None and before not in self.clusters:
+            self._period.forget()
 
     def _agree(
         self,
