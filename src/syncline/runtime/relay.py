@@ -7,10 +7,11 @@ themselves, with an engine of their own. A group's control messages travel in an
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from syncline.errors import FabricClosedError
+from syncline.errors import FabricClosedError, FabricError
 from syncline.fabric import FabricListener
 from syncline.runtime.tags import call_of_tag
 
@@ -19,6 +20,10 @@ LossHandler = Callable[[int, Exception], None]
 _ENVELOPE = struct.Struct("<BH")
 _GROUP = 0xFF
 """The first byte of an envelope; no kind of control message of an engine has it."""
+MAX_EARLY_BYTES = 4 << 20
+"""What one rank may tell groups that this one has not opened yet, all together; some ten thousand calls."""
+COST_BYTES = 256
+"""What keeping a message costs beside its bytes."""
 
 
 class Member(Protocol):
@@ -51,6 +56,8 @@ class Relay:
         self._groups: dict[int, Member] = {}
         self._ended_groups: set[int] = set()
         self._early: dict[int, list[tuple[int, bytes]]] = {}
+        self._early_bytes: Counter[int] = Counter()
+        self._spoilt: dict[int, int] = {}  # groups of which messages were dropped, and who sent too many
         self._losses: dict[int, Exception] = {}
         self.handlers: list[LossHandler] = []
 
@@ -79,8 +86,8 @@ class Relay:
         inner = payload[_ENVELOPE.size :]
         if number in self._groups:
             self._groups[number].on_control(peer, inner)
-        elif number not in self._ended_groups:
-            self._early.setdefault(number, []).append((peer, inner))
+        elif number not in self._ended_groups and number not in self._spoilt:
+            self._keep(number, peer, inner)
 
     def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
         """Tell the engine whose call the tag is of; a message that no call waits for is refused without more."""
@@ -92,15 +99,38 @@ class Relay:
         self._engine.on_signature_mismatch(peer, tag, expected, received)
 
     def add_group(self, group: Member) -> None:
-        """Tell ``group`` from now on, and what was for it before."""
+        """Tell ``group`` from now on, and what was for it before; FabricError if that was too much to be kept."""
         number = group.streams.start
+        if number in self._spoilt:
+            raise FabricError(
+                f"Rank {self._spoilt[number]} told groups more than {MAX_EARLY_BYTES >> 20} MiB before this rank "
+                f"opened group {number}, and messages were dropped; let all its ranks open a group before they make "
+                "many calls"
+            )
         self._groups[number] = group
         for peer, error in self._losses.items():
             group.on_peer_lost(peer, error)
-        for peer, payload in self._early.pop(number, ()):
+        for peer, payload in self._take_early(number):
             group.on_control(peer, payload)
 
     def remove_group(self, group: Member) -> None:
         """Drop whatever still comes for ``group``."""
         if self._groups.pop(group.streams.start, None) is not None:
             self._ended_groups.add(group.streams.start)
+
+    def _keep(self, number: int, peer: int, payload: bytes) -> None:
+        """Keep a message for a group that is not open yet; if ``peer`` sends too much, forget all that is the group's.
+
+        A group that has missed one message cannot be used: it would wait for it until its deadline.
+        """
+        self._early.setdefault(number, []).append((peer, payload))
+        self._early_bytes[peer] += len(payload) + COST_BYTES
+        if self._early_bytes[peer] > MAX_EARLY_BYTES:
+            self._take_early(number)
+            self._spoilt[number] = peer
+
+    def _take_early(self, number: int) -> list[tuple[int, bytes]]:
+        early = self._early.pop(number, [])
+        for peer, payload in early:
+            self._early_bytes[peer] -= len(payload) + COST_BYTES
+        return early
