@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import TypedDict
 
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.reduction import Reduction
 from syncline.schedule import Layout, Schedule
+
+
+class CallSettings(TypedDict, total=False):
+    """What a caller may say of any collective: how it is called in errors and traces, and how it is treated."""
+
+    label: str
+    """The collective's name, if it is not given."""
+    step: int | None
+    urgency: int
+    """Lower goes first; 0 if it is not given."""
+    connection_class: int
+    timeout_s: float | None
+    """None: the communicator's."""
+    is_awaited: bool
+    """The caller does nothing else until the call ends, so it may end before the method returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

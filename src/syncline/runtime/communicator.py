@@ -6,13 +6,13 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 from syncline.errors import FabricError, SynclineError
 from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.board import Seat, SeatLinks, open_together
-from syncline.runtime.call import CollectiveCall
+from syncline.runtime.call import CallSettings, CollectiveCall
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -147,84 +147,42 @@ class Communicator:
             self._start(call, work)
         return work
 
-    def all_reduce(
-        self,
-        buffer: memoryview,
-        reduction: Reduction,
-        *,
-        label: str = "all_reduce",
-        step: int | None = None,
-        urgency: int = 0,
-        connection_class: int = 0,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
-    ) -> Work:
+    def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` over all ranks, in place and on every rank."""
-        plan = self.plan(Collective.ALL_REDUCE, buffer.nbytes)
-        return self._submit_user(buffer, reduction, plan, label, step, urgency, connection_class, timeout_s, is_awaited)
+        return self._call(buffer, reduction, self.plan(Collective.ALL_REDUCE, buffer.nbytes), settings)
 
-    def reduce_scatter(
-        self,
-        buffer: memoryview,
-        reduction: Reduction,
-        *,
-        label: str = "reduce_scatter",
-        step: int | None = None,
-        urgency: int = 0,
-        connection_class: int = 0,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
-    ) -> Work:
+    def reduce_scatter(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
 
         The rest of the buffer holds partial sums afterwards.
         """
-        plan = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self._submit_user(buffer, reduction, plan, label, step, urgency, connection_class, timeout_s, is_awaited)
+        schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
+        return self._call(buffer, reduction, schedule, settings)
 
     def all_gather(
         self,
         buffer: memoryview,
         reduction: Reduction | None = None,
         *,
-        label: str = "all_gather",
-        step: int | None = None,
-        urgency: int = 0,
-        connection_class: int = 0,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
         own_part: memoryview | None = None,
+        **settings: Unpack[CallSettings],
     ) -> Work:
         """Give every rank the whole of ``buffer``, of which rank k holds the elements [k n / N, (k + 1) n / N).
 
         ``reduction`` says what an element is (default: a byte); ``own_part`` is this rank's, if it is not there yet.
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
-        adds = reduction or numpy_reduction("uint8")
-        return self._submit_user(
-            buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited, own_part
-        )
+        return self._call(buffer, reduction or numpy_reduction("uint8"), schedule, settings, own_part)
 
-    def broadcast(
-        self,
-        buffer: memoryview,
-        *,
-        root: int = 0,
-        label: str = "broadcast",
-        step: int | None = None,
-        urgency: int = 0,
-        connection_class: int = 0,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
-    ) -> Work:
+    def broadcast(self, buffer: memoryview, *, root: int = 0, **settings: Unpack[CallSettings]) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
-        schedule, adds = self.plan(Collective.BROADCAST, buffer.nbytes, root=root), numpy_reduction("uint8")
-        return self._submit_user(buffer, adds, schedule, label, step, urgency, connection_class, timeout_s, is_awaited)
+        schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
+        return self._call(buffer, numpy_reduction("uint8"), schedule, settings)
 
-    def barrier(self, *, label: str = "barrier", timeout_s: float | None = None, is_awaited: bool = False) -> Work:
+    def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
-        buffer, adds = memoryview(bytearray(1)), numpy_reduction("uint8")
-        return self.all_reduce(buffer, adds, label=label, timeout_s=timeout_s, is_awaited=is_awaited)
+        settings = {"label": "barrier", **settings}
+        return self.all_reduce(memoryview(bytearray(1)), numpy_reduction("uint8"), **settings)
 
     def open_board(self, *, is_wanted: bool = True) -> bool:
         """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.
@@ -299,37 +257,33 @@ class Communicator:
         finally:
             self._released()
 
-    def _submit_user(
+    def _call(
         self,
         buffer: memoryview,
         reduction: Reduction,
         schedule: Schedule,
-        label: str,
-        step: int | None,
-        urgency: int,
-        connection_class: int,
-        timeout_s: float | None,
-        is_awaited: bool,
+        settings: CallSettings,
         own_part: memoryview | None = None,
     ) -> Work:
         is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         layout = self._plans.layout(
             schedule, buffer.nbytes // reduction.itemsize, reduction.itemsize, is_contiguous=is_contiguous
         )
+        timeout_s = settings.get("timeout_s")
         call = CollectiveCall(
             stream=self.user_stream,
             schedule=schedule,
             layout=layout,
             buffer=buffer,
             reduction=reduction,
-            urgency=urgency,
-            connection_class=connection_class,
-            label=label,
-            step=step,
+            urgency=settings.get("urgency", 0),
+            connection_class=settings.get("connection_class", 0),
+            label=settings.get("label", schedule.collective.value),
+            step=settings.get("step"),
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             own_part=own_part,
         )
-        return self.submit(call, is_awaited=is_awaited)
+        return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
     def _start(self, call: CollectiveCall, work: Work, num_skipped: int = 0) -> None:
         if self._loop.is_current():
