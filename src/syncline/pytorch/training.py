@@ -45,7 +45,7 @@ class Training:
         self._collector = GradientCollector(
             updater, reports, samples, before=self._before_backward, after=self._after_backward
         )
-        self._reading = Reading(model, updater.buckets, self._wait_parameters)
+        self._reading = Reading(model, updater.buckets, self._wait_parameters) if updater.defers_parameters else None
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = self._make_stand_ins()
         self._forward_ns = 0
@@ -116,7 +116,8 @@ class Training:
         if self.is_closed:
             return
         self.is_closed = True
-        self._reading.remove()
+        if self._reading is not None:
+            self._reading.remove()
         self._collector.remove()
         for handle in self._handles:
             handle.remove()

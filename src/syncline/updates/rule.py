@@ -53,6 +53,9 @@ class Updater(ABC):
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
 
+    defers_parameters = True
+    """Whether parameters may become final only after ``step()`` has returned, so that who reads them has to wait."""
+
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
 

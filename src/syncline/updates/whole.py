@@ -17,6 +17,8 @@ from syncline.updates.state import StateEntry, StateSource, load_parameter_state
 class WholeUpdater(Updater):
     """An updater whose ranks each step all parameters and keep all state; nothing lies between backward and step."""
 
+    defers_parameters = False
+
     def discard(self) -> None:
         """Nothing is kept between a backward pass and the step."""
 
