@@ -178,11 +178,6 @@ class BucketWorker:
         self.period += 1
         self._begin()
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether a push is on its way."""
-        return self._sending is not None
-
     def restart(self) -> int:
         """Forget what is out: the server is dead, and its successor knows nothing of it. Return the pushes forgotten.
 
