@@ -28,11 +28,18 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def add_mean(cumulative: torch.Tensor, gradients: Sequence[torch.Tensor], weights: Sequence[float]) -> None:
-    """Add the weighted mean of ``gradients``, in their order, to ``cumulative``."""
-    mean = torch.zeros_like(cumulative)
-    for gradient, share in zip(gradients, shares(weights), strict=True):
-        mean.add_(gradient.to(cumulative.dtype), alpha=share)
+def add_mean(
+    cumulative: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Add the weighted mean of ``gradients``, in their order, to ``cumulative``; ``scratch`` is overwritten."""
+    mean = torch.empty_like(cumulative) if scratch is None else scratch
+    mean.copy_(gradients[0]).mul_(shares(weights)[0])
+    for gradient, share in zip(gradients[1:], shares(weights)[1:], strict=True):
+        mean.add_(gradient.to(mean.dtype), alpha=share)
     cumulative.add_(mean)
 
 
@@ -72,7 +79,7 @@ class Feed:
 
     def __init__(self, *, should_spread: bool) -> None:
         self._should_spread = should_spread
-        self._rest: torch.Tensor | None = None
+        self._part: torch.Tensor | None = None
         self._num_left = 0
 
     def take(
@@ -88,21 +95,21 @@ class Feed:
         elif not self._should_spread or use.run_length <= 1:
             gradient.add_(change.to(gradient))
         else:
-            self._rest = change if self._rest is None else self._rest.add_(change)
+            if self._part is not None:
+                change.add_(self._part, alpha=self._num_left)
             self._num_left = max(self._num_left, use.run_length)
+            self._part = change.div_(self._num_left)
 
     def finish(self, gradient: torch.Tensor) -> None:
         """Add this step's part of what is left, once in a step."""
-        if self._rest is None:
+        if self._part is None:
             return
-        gradient.add_(self._rest.to(gradient), alpha=1.0 / self._num_left)
+        gradient.add_(self._part.to(gradient))
         self._num_left -= 1
-        if self._num_left:
-            self._rest.mul_(self._num_left / (self._num_left + 1))
-        else:
-            self._rest = None
+        if not self._num_left:
+            self._part = None
 
     def clear(self) -> None:
         """Forget what is left: a period begins."""
-        self._rest = None
+        self._part = None
         self._num_left = 0

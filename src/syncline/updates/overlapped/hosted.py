@@ -89,6 +89,7 @@ class HostedShard:
         self._epoch = epoch
         self._recorder = recorder
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
+        self._mean = torch.empty_like(self._cumulative)
         self._averages: dict[int, torch.Tensor] = {}
         self._mailboxes = {worker: _Mailbox() for worker in self.machine.alive}
         for worker in self.machine.alive:
@@ -142,7 +143,8 @@ class HostedShard:
     def _obey(self, instruction: ServerInstruction) -> None:
         match instruction:
             case Fold(turn=turn, contributions=given):
-                add_mean(self._cumulative, self._values(given), [one.weight for one in given])
+                weights = [one.weight for one in given]
+                add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
                 self._note("fold", self.machine.period, turn, given)
             case Average(period=period, part=part, contributions=given):
                 out = self._averages.setdefault(part, torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype))
