@@ -15,7 +15,8 @@ gradient, but with a forecast of the global one, made of the own one and of the 
 
 A global gradient that stands for r iterations of the fleet makes r steps with an r-th of it; so does a run of own ones.
 Costs: a copy of parameters and optimizer state, and for each iteration about one more step of the optimizer and one for
-each that is still out. An own gradient that was late is taken back too: nothing remains of it.
+each that is still out (in one kernel for all parameters, where torch has it: :mod:`.fused`). An own gradient that was
+late is taken back too: nothing remains of it.
 
 Simulated on digits (4 workers, Adam, 384 iterations, delay 1; synchronous, rebase, swap): mixed .232, .231, .441; split
 by label .220, .221, .384.
@@ -32,6 +33,7 @@ import torch
 from syncline.updates.bucket import Bucket
 from syncline.updates.overlapped.events import Use
 from syncline.updates.overlapped.forecast import Forecast
+from syncline.updates.overlapped.fused import stepping_at_once
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class Collect:
 
 
 Runs = Sequence[tuple[torch.Tensor, int]]
-"""Sums of gradients, and of how many iterations each is."""
+"""Sums (or means) of gradients, and over how many iterations each is."""
 
 
 class Rebase:
@@ -125,7 +127,7 @@ class Rebase:
         if self._has_guessed:
             with torch.no_grad():
                 self._put_back(keeps_state=True)
-                self._make_steps(own)
+                self._make_steps(_means(own))
         if self._has_moved or self._has_guessed:
             self._put_back_state()
         self._has_moved = self._has_guessed = False
@@ -137,12 +139,12 @@ class Rebase:
                 self._put_back()
                 self._has_moved = True
                 self._learn(pulled)
-                self._make_steps([[] if one is None else [(one.change, one.num_steps)] for one in pulled])
+                self._make_steps(_means([[] if one is None else [(one.change, one.num_steps)] for one in pulled]))
                 self.begin()
                 self._make_steps(self._guessed(own))
             elif any(forecast.newest is not None for forecast in self._forecasts):
                 for bucket, forecast in zip(self._buckets, self._forecasts, strict=True):
-                    self._show(bucket, forecast.of(bucket.gradients))
+                    _Part(bucket, forecast.of(bucket.gradients)).show()
                 self._has_guessed = True
                 self._optimizer.step()
             else:
@@ -155,11 +157,11 @@ class Rebase:
                 forecast.learn(one.change / one.num_steps, own)
 
     def _guessed(self, own: Sequence[Runs]) -> list[Runs]:
-        """Return the runs of own gradients with forecasts in their place."""
+        """Return the means of own gradients over their runs, with forecasts in their place."""
         self._has_guessed = True
         return [
-            [(forecast.of(values / count) * count, count) for values, count in runs]
-            for forecast, runs in zip(self._forecasts, own, strict=True)
+            [(forecast.of(mean), count) for mean, count in runs]
+            for forecast, runs in zip(self._forecasts, _means(own), strict=True)
         ]
 
     def _put_back(self, *, keeps_state: bool = False) -> None:
@@ -179,22 +181,47 @@ class Rebase:
                 else:
                     self._optimizer.state.pop(tensor, None)
 
-    def _make_steps(self, runs_of_buckets: Sequence[Runs]) -> None:
-        """Step on all runs, each as many times as it has iterations; buckets move side by side."""
-        parts = [[values / count for values, count in runs for _ in range(count)] for runs in runs_of_buckets]
-        for number in range(max(map(len, parts), default=0)):
-            for bucket, gradients in zip(self._buckets, parts, strict=True):
-                self._show(bucket, gradients[number] if number < len(gradients) else None)
-            self._optimizer.step()
+    def _make_steps(self, means_of_buckets: Sequence[Runs]) -> None:
+        """Step on the mean of each run as many times as it has iterations; buckets move side by side."""
+        parts = [
+            [part for mean, count in means for part in [_Part(bucket, mean)] * count]
+            for bucket, means in zip(self._buckets, means_of_buckets, strict=True)
+        ]
+        with stepping_at_once(self._optimizer):
+            for number in range(max(map(len, parts), default=0)):
+                for bucket, gradients in zip(self._buckets, parts, strict=True):
+                    if number < len(gradients):
+                        gradients[number].show()
+                    else:
+                        _Part.show_none(bucket)
+                self._optimizer.step()
+
+
+class _Part:
+    """The gradient of one iteration, for one bucket; a parameter for which all of it is zero has none."""
+
+    def __init__(self, bucket: Bucket, gradient: torch.Tensor) -> None:
+        self._bucket = bucket
+        self._gradient = gradient
+        self._exist = [bool(slot.view(gradient).any()) for slot in bucket.plan.slots]
+
+    def show(self) -> None:
+        """Let the optimizer find it; a parameter that has none is not stepped."""
+        bucket = self._bucket
+        bucket.gradients.copy_(self._gradient)
+        for slot, tensor, exists in zip(bucket.plan.slots, bucket.tensors, self._exist, strict=True):
+            tensor.grad = bucket.gradient(slot) if exists else None
 
     @staticmethod
-    def _show(bucket: Bucket, gradient: torch.Tensor | None) -> None:
-        """Let the optimizer find this gradient; a parameter that has none is not stepped."""
-        if gradient is not None:
-            bucket.gradients.copy_(gradient)
-        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-            view = bucket.gradient(slot)
-            tensor.grad = view if gradient is not None and bool(view.any()) else None
+    def show_none(bucket: Bucket) -> None:
+        """Let the optimizer find no gradient in ``bucket``."""
+        for tensor in bucket.tensors:
+            tensor.grad = None
+
+
+def _means(runs_of_buckets: Sequence[Runs]) -> list[Runs]:
+    """Return the mean over each run in place of its sum."""
+    return [[(values / count, count) for values, count in runs] for runs in runs_of_buckets]
 
 
 def _copied(value: Any) -> Any:
