@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from syncline.runtime.loop import CommunicationLoop
-from syncline.runtime.time_slices import SLICE_NS, ask_for_short_slices
+from syncline.runtime.time_slices import SLICE_NS, ask_for_short_slices, stand_back
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
 pytestmark = pytest.mark.skipif(
@@ -63,4 +63,31 @@ def test_the_communication_loop_asks_for_itself_alone():
     finally:
         loop.stop()
     assert slice_ns == (SLICE_NS if before[2] else 0)
+    assert read_attributes() == before
+
+
+def test_a_thread_that_stands_back_keeps_its_weight():
+    (_, nice, _), is_taken, (policy, nice_after, _) = in_thread(read_attributes, stand_back, read_attributes)
+    assert is_taken
+    assert (policy, nice_after) == (os.SCHED_BATCH, nice)
+    _, is_taken_again = in_thread(stand_back, stand_back)
+    assert not is_taken_again, "it is of another policy by now"
+
+
+def test_the_communication_loop_stands_back_for_itself_alone():
+    before = read_attributes()
+    loop = CommunicationLoop()
+    loop.start()
+    try:
+
+        async def stand_back_on_loop():
+            loop.stand_back()
+            return read_attributes()
+
+        policy, _, _ = loop.run(stand_back_on_loop(), 10.0)
+        with pytest.raises(AssertionError, match="itself"):
+            loop.stand_back()
+    finally:
+        loop.stop()
+    assert policy == os.SCHED_BATCH
     assert read_attributes() == before

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from syncline.errors import DeadlineError, FabricClosedError
-from syncline.runtime.time_slices import ask_for_short_slices
+from syncline.runtime.time_slices import ask_for_short_slices, stand_back
 
 T = TypeVar("T")
 
@@ -51,6 +51,11 @@ class CommunicationLoop:
     def on_crash(self, handler: Callable[[BaseException], None]) -> None:
         """Let ``handler`` know, on the loop's thread, of an exception that no one caught."""
         self._crash_handlers.append(handler)
+
+    def stand_back(self) -> None:
+        """Interrupt no thread that computes any more: for traffic that no step waits for. On the loop's thread."""
+        assert self.is_current(), "only a thread itself knows that it may stand back"
+        stand_back()
 
     @property
     def clock(self) -> asyncio.AbstractEventLoop:

@@ -60,6 +60,10 @@ class Port:
         """Run ``coroutine`` on the loop and wait for it; from any other thread."""
         return self._loop.run(coroutine, timeout_s)
 
+    def stand_back(self) -> None:
+        """Let messages wait for a core while threads compute, also those of others on this loop: no step waits."""
+        self._loop.stand_back()
+
     def watch_losses(self, on_lost: LossHandler) -> None:
         """Tell ``on_lost`` of every rank that is lost or leaves from now on; of this one too, when it is closed."""
         self._on_lost = on_lost

@@ -90,6 +90,7 @@ class Exchange:
         self._port.run(self._start(), self._timeout_s)
 
     async def _start(self) -> None:
+        self._port.stand_back()
         self._port.watch_losses(self._on_lost)
         for bucket, server in zip(self._buckets, self._first_servers, strict=True):
             if server == self._port.rank:
