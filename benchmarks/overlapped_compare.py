@@ -6,20 +6,34 @@ r"""Loss against samples and against time: synchronous, swap, additive, rebase a
 Without ``--lab`` the ranks run on loopback. What is not an option here goes to ``overlapped_rank.py``. A record is made
 of all seeds that were run into its folder, so that each may have a quiet hour of its own (``--seeds 0``, then
 ``--seeds 1``); ``runs/`` in it can go when it is complete. All modes of a seed run in the same processes, one after
-another, and each is compared with what these processes computed alone just before and just after it. ``seconds`` of a
-curve are each mode's own.
+another, and each is compared with what these processes computed alone just before and just after it (see
+``overlapped_pace.py``). ``seconds`` of a curve are each mode's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from overlapped_record import Place, Ranks, curve, loss_at, plot, rate, read_all, run, write_record
+from overlapped_pace import rate, rate_between_ends
+from overlapped_record import Place, Ranks, curve, loss_at, plot, read_all, run, write_record
+from overlapped_record import rate as mean_rate
 
+WITH_PERIODS = ("swap", "at-once", "rebase", "additive", "periodic")
 DEFAULT_MODES = ("local", "swap", "rebase", "additive", "synchronous", "ddp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How fast one mode was in one run, as shares of compute alone."""
+
+    whole: float
+    between_ends: float
+    alone: tuple[float, ...]
+    """Steps per second alone, before and after."""
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -31,6 +45,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--modes", nargs="+", default=DEFAULT_MODES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--task", choices=("digits", "gpt"), default="digits")
+    parser.add_argument("--period", type=int, default=64)
     parser.add_argument("--deadline-s", type=float, default=600.0, help="for one seed")
     return parser.parse_known_args()
 
@@ -40,59 +55,68 @@ def main() -> None:
     options, rest = parse()
     place = Place(num_ranks=options.ranks, lab=options.lab)
     runs: dict[str, list[Ranks]] = {}
-    shares: dict[str, list[float]] = {}
+    shares: dict[str, list[Shares]] = {}
     for seed in options.seeds:
-        arguments = ["--modes", *options.modes, "--task", options.task, "--seed", str(seed), *rest]
+        told = ["--task", options.task, "--period", str(options.period), "--seed", str(seed)]
+        arguments = ["--modes", *options.modes, *told, *rest]
         run(place, options.record, f"seed-{seed}", arguments, deadline_s=options.deadline_s)
     for found in read_all(options.record):
-        for mode, share in compute_shares(found).items():
-            runs.setdefault(mode, []).append(found[mode])
-            shares.setdefault(mode, []).append(share)
+        share_of = compute_shares(found, options.period)
+        for mode, ranks in found.items():
+            runs.setdefault(mode, []).append(ranks)
+            shares.setdefault(mode, []).extend([share_of[mode]] if mode in share_of else [])
     curves = {mode: [curve(ranks) for ranks in seeds] for mode, seeds in runs.items()}
-    results = {"curves": curves, "of_compute_alone": shares}
+    results = {"curves": curves, "speeds": {mode: [asdict(one) for one in shares[mode]] for mode in shares}}
     title = f"Overlapped update: {options.task}"
     write_record(options.record, title, place, table(runs, shares), TEXT + verdicts(curves), results)
     plot(options.record, curves, title=f"{options.task}, {place}")
 
 
-def compute_shares(found: dict[str, Ranks]) -> dict[str, float]:
-    """Return each mode's speed over that of compute alone, which was measured before every mode.
-
-    Both are those of the fleet, which has made its steps when the last rank has: where ranks share processors, one that
-    is fast has taken the time of another.
-    """
-    alone = [min(one["alone_rate"] for one in ranks) for ranks in found.values()]
-    after = [*alone[1:], alone[-1]]
-    return {
-        mode: min(one["num_steps"] / one["seconds"] for one in ranks) / statistics.mean(pair)
-        for (mode, ranks), pair in zip(found.items(), zip(alone, after, strict=True), strict=True)
-    }
+def compute_shares(found: dict[str, Ranks], period: int) -> dict[str, Shares]:
+    """Return each mode's speed over that of compute alone, just before and after it."""
+    shares = {}
+    for mode, ranks in found.items():
+        blocks = [rate(list(block)) for block in zip(*(one["alone"] for one in ranks), strict=True)]
+        if not blocks:
+            continue
+        alone = statistics.mean(blocks)
+        moments = [one["moments"] for one in ranks]
+        between = rate_between_ends(moments, period) if mode in WITH_PERIODS else rate(moments)
+        last = min(one["num_steps"] / one["seconds"] for one in ranks)
+        shares[mode] = Shares(whole=last / alone, between_ends=between / alone, alone=tuple(blocks))
+    return shares
 
 
 TEXT = (
-    "Loss at the end on all data (mean over ranks and seeds; lowest and highest seed); steps per second of a rank; "
-    "those of the last rank over what the last made alone just before and after, without any exchange (lowest and "
-    "highest seed), with the ends of periods and without the time waited in them. Staleness is in own iterations; "
-    "`global` is the share of steps in which a global gradient was used. Curves: `loss.png`. `ddp` makes fewer steps "
-    "than the others, for its speed alone: it learns as `synchronous` does, which may make fewer too. `local` is "
-    "judged on each rank's own parameters: it has no common model at all."
+    "Loss at the end on all data (mean over ranks and seeds; lowest and highest seed); steps per second of a rank. `of "
+    "compute alone`: the steps of the rank that came last, over all the time that it took with the ends of periods, "
+    "over what ranks make alone. `between period ends`: the steps of a rank while all were at work, without each "
+    "period's last step, over the same. Alone, all ranks train a copy at once, without any exchange, just before and "
+    "just after each mode (mean of the two; `alone` is the lowest and highest of all such blocks, steps per second); "
+    "their speed, too, is taken while all are at work. Brackets: lowest and highest seed. Staleness is in own "
+    "iterations; `global` is the share of steps in which a global gradient was used. Curves: `loss.png`. `ddp` makes "
+    "fewer steps than the others, for its speed alone: it learns as `synchronous` does, which may make fewer too. "
+    "`local` is judged on each rank's own parameters: it has no common model at all; its speed says how far the "
+    "yardstick can be trusted."
 )
 
 
-def table(runs: dict[str, list[Ranks]], shares: dict[str, list[float]]) -> list[list[str]]:
+def table(runs: dict[str, list[Ranks]], shares: dict[str, list[Shares]]) -> list[list[str]]:
     """Return a row for each mode."""
-    rows = [["mode", "loss", "seeds", "steps/s", "of compute alone", "between period ends", "staleness", "global"]]
+    head = ["mode", "loss", "seeds", "steps/s", "of compute alone", "between period ends", "alone"]
+    rows = [[*head, "staleness", "global"]]
     for mode, seeds in runs.items():
         losses = [curve(ranks)[-1]["loss"] for ranks in seeds]
-        inside = [share * one_without_ends(ranks) for share, ranks in zip(shares[mode], seeds, strict=True)]
+        blocks = [block for one in shares[mode] for block in one.alone]
         rows.append(
             [
                 mode,
                 f"{statistics.mean(losses):.3f}",
                 f"{min(losses):.3f} to {max(losses):.3f}",
-                f"{statistics.mean(rate(ranks) for ranks in seeds):.2f}",
-                spread_of(shares[mode]),
-                spread_of(inside),
+                f"{statistics.mean(mean_rate(ranks) for ranks in seeds):.2f}",
+                spread_of([one.whole for one in shares[mode]]),
+                spread_of([one.between_ends for one in shares[mode]]),
+                f"{min(blocks):.2f} to {max(blocks):.2f}" if blocks else "",
                 *described([one["counted"] for ranks in seeds for one in ranks if one["counted"]]),
             ]
         )
@@ -123,16 +147,10 @@ def verdict(mine: list[list[dict[str, float]]], others: list[list[dict[str, floa
     return f"at {statistics.mean(ends):.0f} {key} it {outcome} ({loss:.3f} against {other:.3f})"
 
 
-def one_without_ends(ranks: Ranks) -> float:
-    """Return by how much the fleet would be faster if ends of periods took no time: by the rank that came last to them.
-
-    It waits for the average alone, the others for it too.
-    """
-    return min(one["seconds"] / (one["seconds"] - one["counted"].get("waited_period_s", 0.0)) for one in ranks)
-
-
 def spread_of(values: list[float]) -> str:
-    """``"97 % (96 to 98)"``."""
+    """``"97 % (96 to 98)"``; empty where nothing was measured alone."""
+    if not values:
+        return ""
     low, high = min(values), max(values)
     return f"{100 * statistics.mean(values):.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 

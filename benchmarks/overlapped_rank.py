@@ -1,10 +1,10 @@
 """One rank of a comparison of update rules: trains, keeps snapshots, and writes what it measured to a folder.
 
 Started by ``overlapped_compare.py`` and ``overlapped_straggler.py`` through ``syncline run``; every rank writes
-``rank_<k>.json``. The modes that are asked for run one after another in the same processes. Before each and after the
-last one, every rank trains a copy by itself for a while (*alone*), so that the speed of a mode can be compared with
-compute alone on the same processors at about the same time. Snapshots of the parameters are taken while training and
-judged afterwards, so that judging costs no time that is measured. Modes:
+``rank_<k>.json``. The modes that are asked for run one after another in the same processes. Before and after each,
+all ranks train a copy by themselves for a while, all at once and with the fleet connected but idle (*alone*), so that
+the speed of a mode can be compared with compute alone on the same processors at about the same time. Snapshots of the
+parameters are taken while training and judged afterwards, so that judging costs no time that is measured. Modes:
 
     synchronous   all ranks step on the mean gradient (AllReduce)
     ddp           the same with torch's DistributedDataParallel on gloo
@@ -40,7 +40,8 @@ import syncline
 
 OVERLAPPED = ("swap", "at-once", "rebase", "additive")
 MODES = ("synchronous", "ddp", *OVERLAPPED, "periodic", "local")
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 8
+"""Before what is measured alone: the first steps of a process or of a new model are slower."""
 
 
 @dataclass
@@ -51,8 +52,10 @@ class Log:
     """Iteration, own samples, seconds since the start, parameters."""
     num_steps: int = 0
     seconds: float = 0.0
-    alone_rate: float = 0.0
-    """Steps per second of this rank by itself, just before."""
+    moments: list[float] = field(default_factory=list)
+    """When it began, and when each step ended; of the machine's clock, that of all ranks in a lab or on loopback."""
+    alone: list[list[float]] = field(default_factory=list)
+    """The same by itself, just before and just after."""
     counted: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
 
@@ -134,20 +137,22 @@ def stopped_in_turns(options: argparse.Namespace) -> Iterator[None]:
         child.wait()
 
 
-def train_alone(task: Task, options: argparse.Namespace, *, barrier: Callable[[], None]) -> float:
-    """Train a copy of the model on this rank by itself, while all others do so too; return steps per second."""
-    model = copy.deepcopy(task.model)
+def train_alone(
+    model: nn.Module, task: Task, options: argparse.Namespace, *, barrier: Callable[[], None]
+) -> list[float]:
+    """Train ``model``, which no one distributed, on this rank while all others do so too; return its moments."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    start_s = 0.0
+    moments: list[float] = []
     for number in range(-WARM_UP_STEPS, options.alone_steps):
         if number == 0:
             barrier()
-            start_s = time.perf_counter()
+            moments = [time.monotonic()]
         inputs, targets = task.batch(number)
         optimizer.zero_grad()
         task.loss(model, inputs, targets).backward()
         optimizer.step()
-    return options.alone_steps / (time.perf_counter() - start_s)
+        moments.append(time.monotonic())
+    return moments
 
 
 def train(trainee: Trainee, options: argparse.Namespace, log: Log, *, barrier: Callable[[], None]) -> None:
@@ -156,16 +161,17 @@ def train(trainee: Trainee, options: argparse.Namespace, log: Log, *, barrier: C
     num_iterations = int(fewer.get(trainee.mode, options.iterations))
     next_snapshot = 0
     barrier()
-    start_s = time.perf_counter()
+    log.moments = [time.monotonic()]
 
     def elapsed_s() -> float:
-        return time.perf_counter() - start_s
+        return time.monotonic() - log.moments[0]
 
     while trainee.iteration < num_iterations and (options.seconds <= 0 or elapsed_s() < options.seconds):
         if trainee.iteration >= next_snapshot:
             keep(log, trainee, elapsed_s())
             next_snapshot += options.snapshot_every
         trainee.step()
+        log.moments.append(time.monotonic())
     log.num_steps, log.seconds = trainee.num_steps, elapsed_s()
     if options.seconds <= 0:
         trainee.end()
@@ -207,11 +213,11 @@ def joined(mode: str) -> Iterator[syncline.Fleet | None]:
 def run(mode: str, options: argparse.Namespace) -> Log:
     """Train in one mode, and judge what came out."""
     task = TASKS[options.task](int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options)
-    log = Log()
+    log, plain = Log(), copy.deepcopy(task.model)
     with joined(mode) as fleet:
         barrier = fleet.barrier if fleet is not None else dist.barrier
         if options.alone_steps:
-            log.alone_rate = train_alone(task, options, barrier=barrier)
+            log.alone.append(train_alone(plain, task, options, barrier=barrier))
         trainee = Trainee(task, mode, options, fleet)
         with stopped_in_turns(options):
             train(trainee, options, log, barrier=barrier)
@@ -219,8 +225,10 @@ def run(mode: str, options: argparse.Namespace) -> Log:
             counted = trainee.optimizer.statistics()
             log.counted = {name: getattr(counted, name) for name in counted.__dataclass_fields__}
         if os.environ["RANK"] == "0":
-            print(f"{mode}: {log.num_steps} steps in {log.seconds:.1f} s, alone {log.alone_rate:.2f}/s", flush=True)
+            print(f"{mode}: {log.num_steps} steps in {log.seconds:.1f} s", flush=True)
         barrier()  # with a time limit ranks end at different steps; none may leave another in the middle
+        if options.alone_steps:
+            log.alone.append(train_alone(plain, task, options, barrier=barrier))
     log.rows = judged(log, task)
     return log
 
@@ -263,7 +271,8 @@ def main() -> None:
         found[mode] = {
             "num_steps": log.num_steps,
             "seconds": log.seconds,
-            "alone_rate": log.alone_rate,
+            "moments": log.moments,
+            "alone": log.alone,
             "counted": log.counted,
             "rows": log.rows,
         }
