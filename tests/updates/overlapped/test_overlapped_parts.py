@@ -38,6 +38,25 @@ def test_shards_are_spread_evenly_where_nothing_is_known() -> None:
     ) == [100, 150, 150]
 
 
+TWO_SITES = """
+topology: two sites
+switch: top
+children:
+  - switch: a
+    uplink: 20 Mbit/s
+    children: [{host: "a[0-3]", uplink: 1 Gbit/s}]
+  - switch: b
+    uplink: 20 Mbit/s
+    children: [{host: "b[0-3]", uplink: 1 Gbit/s}]
+"""
+
+
+def test_shards_lie_on_both_sides_of_a_slow_link() -> None:
+    topology = Topology.parse(TWO_SITES)
+    assert place_shards(topology, range(8), [100] * 4) == (0, 4, 1, 5)
+    assert place_shards(topology, range(8), [100, 150, 450, 400]) == (1, 5, 0, 4), "by size"
+
+
 def test_servers_and_their_successors() -> None:
     assert server_ranks("shared", 3) == (0, 1, 2)
     assert server_ranks("dedicated:2", 5) == (3, 4)

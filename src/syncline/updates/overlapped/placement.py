@@ -2,12 +2,15 @@
 
 Cost model: a server takes in one bucket from each worker and gives one back to each, so its time is its bytes over what
 its link carries. A rank's link carries the least, over the links on its path, of the link's slower direction divided by
-the ranks below it. Buckets are placed by decreasing size where they would be done first: O(buckets x servers).
+the ranks below it. Buckets are placed by decreasing size where they would be done first: O(buckets x servers x depth).
+Of equals, the one in the part of the tree that serves least so far: a link between two parts is crossed by as many
+bytes wherever the servers are, but with servers on both sides pushes cross it in both directions at once, then replies.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from syncline.errors import ConfigurationError
@@ -44,11 +47,18 @@ def place_shards(topology: Topology, servers: Sequence[int], bucket_bytes: Seque
     if any(math.isinf(rate) for rate in rates.values()):
         # Where some links do not limit, those ranks carry alike, and the others nothing that could be compared.
         rates = {rank: 1.0 if math.isinf(rate) else 0.5 for rank, rate in rates.items()}
-    load = dict.fromkeys(servers, 0.0)
+    parts = {rank: [node.name for node in reversed(topology.path(rank))] for rank in servers}
+    num_servers = Counter(part for rank in servers for part in parts[rank])
+    load: Counter[str] = Counter()
+
+    def cost(rank: int, num_bytes: int) -> tuple[object, ...]:
+        done_s = (load[parts[rank][-1]] + num_bytes) / rates[rank]
+        return (done_s, [load[part] / num_servers[part] for part in parts[rank]], rank)
+
     placed = [0] * len(bucket_bytes)
     for bucket in sorted(range(len(bucket_bytes)), key=lambda index: (-bucket_bytes[index], index)):
-        best = min(servers, key=lambda rank: ((load[rank] + bucket_bytes[bucket]) / rates[rank], rank))
-        load[best] += bucket_bytes[bucket]
+        best = min(servers, key=lambda rank: cost(rank, bucket_bytes[bucket]))
+        load.update(dict.fromkeys(parts[best], bucket_bytes[bucket]))
         placed[bucket] = best
     return tuple(placed)
 
