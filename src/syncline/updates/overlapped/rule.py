@@ -33,9 +33,9 @@ Kind = Literal["swap", "additive", "rebase"]
 FRESH = 8
 """With gradients that are staler than so many iterations, "rebase" is no better than "swap" (decision 0012)."""
 WINDOW = 1
-"""Pushes of one worker that may be out: one on its way while the turn of the one before closes, and no more. A worker
-near a server could fill a larger window with one iteration each, turns that then wait for workers far away, whose runs
-are long; its own gradients would grow old there."""
+"""Pushes of one worker that may be out for one bucket. A second one would stand in the queue of a link that is full,
+and its gradients grow old there; a worker near a server would fill a larger window with one iteration each, turns that
+then wait for workers far away, whose runs are long (decision 0005)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
