@@ -57,14 +57,23 @@ def test_three_workers_four_iterations(quorum: int, num_states: int) -> None:
 
 @pytest.mark.parametrize("quorum", [3, 2])
 @pytest.mark.parametrize("push", ["current", "previous"])
-def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: str) -> None:
+@pytest.mark.parametrize("window", [1, 2])
+def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: str, window: int) -> None:
     """No push is missed by a turn that others wait for, whatever each worker has learnt of how long pushes take."""
 
     def check(fleet: Fleet) -> None:
         check_finished(fleet)
         assert sorted(fleet.closings) == list(range(1, len(fleet.closings) + 1))
 
-    start = Fleet(num_workers=3, num_iterations=3, quorum=quorum, push=push, window=2, is_prompt=True, holds_back=True)
+    start = Fleet(
+        num_workers=3,
+        num_iterations=3,
+        quorum=quorum,
+        push=push,
+        window=window,
+        is_prompt=True,
+        holds_back=True,
+    )
     assert explore(start, check) > 50
 
 
@@ -80,8 +89,9 @@ def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: s
         (1, 2, None, "current"),
     ],
 )
+@pytest.mark.parametrize("window", [1, 2])
 def test_three_workers_on_a_slow_network(
-    quorum: int, num_iterations: int, max_staleness: int | None, push: str
+    quorum: int, num_iterations: int, max_staleness: int | None, push: str, window: int
 ) -> None:
     """One push at a time on its way, so runs grow; sends, pushes, pulls and acknowledgements in every order."""
 
@@ -92,6 +102,11 @@ def test_three_workers_on_a_slow_network(
             assert {worker.fed for worker in fleet.workers} == {fleet.cumulative}, "this is synchronous training"
 
     start = Fleet(
-        num_workers=3, num_iterations=num_iterations, quorum=quorum, max_staleness=max_staleness, push=push, window=2
+        num_workers=3,
+        num_iterations=num_iterations,
+        quorum=quorum,
+        max_staleness=max_staleness,
+        push=push,
+        window=window,
     )
     assert explore(start, check) > 50

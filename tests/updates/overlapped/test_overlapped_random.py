@@ -50,7 +50,7 @@ def test_random_fleet(seed: int) -> None:
         num_iterations=chance.randint(1, 12),
         quorum=quorum,
         max_staleness=max_staleness,
-        window=chance.randint(2, 5),
+        window=chance.randint(1, 5),
         push="previous" if max_staleness != 0 and chance.random() < 0.3 else "current",
         end=True,
         is_prompt=chance.random() < 0.3,

@@ -62,5 +62,5 @@ Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worke
 :mod:`.wire`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
 :mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.exchange` (one rank), :mod:`.average`, :mod:`.outer`,
 :mod:`.tree_mean`, :mod:`.fixed_point`;
-:mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
+:mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
 """
