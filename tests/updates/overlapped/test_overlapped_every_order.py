@@ -78,20 +78,21 @@ def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: s
 
 
 @pytest.mark.parametrize(
-    ("quorum", "num_iterations", "max_staleness", "push"),
+    ("window", "quorum", "num_iterations", "max_staleness", "push"),
     [
-        (3, 3, None, "current"),
-        (3, 3, 1, "current"),
-        (3, 4, 0, "current"),
-        (2, 2, None, "current"),
-        (2, 3, 0, "current"),
-        (2, 2, 1, "previous"),
-        (1, 2, None, "current"),
+        *((window, 3, 3, None, "current") for window in (1, 2)),
+        *((window, 3, 3, 1, "current") for window in (1, 2)),
+        *((window, 3, 4, 0, "current") for window in (1, 2)),
+        *((window, 2, 2, None, "current") for window in (1, 2)),
+        *((window, 2, 3, 0, "current") for window in (1, 2)),
+        # With one push out a worker may end with a gradient that it could not push, and only its end, which is not
+        # played here, tells the server that nobody will make up a turn: see the random fleets.
+        (2, 2, 2, 1, "previous"),
+        *((window, 1, 2, None, "current") for window in (1, 2)),
     ],
 )
-@pytest.mark.parametrize("window", [1, 2])
 def test_three_workers_on_a_slow_network(
-    quorum: int, num_iterations: int, max_staleness: int | None, push: str, window: int
+    window: int, quorum: int, num_iterations: int, max_staleness: int | None, push: str
 ) -> None:
     """One push at a time on its way, so runs grow; sends, pushes, pulls and acknowledgements in every order."""
 

@@ -70,6 +70,14 @@ def test_random_fleet(seed: int) -> None:
         assert fleet.average == mean
 
 
+def test_an_end_frees_who_waits_for_a_turn_that_nobody_else_will_push() -> None:
+    """Two of three have made a turn and end with a gradient that they could not push; the third has pushed for more."""
+    for seed in range(100):
+        fleet = Fleet(num_workers=3, num_iterations=2, quorum=2, max_staleness=1, push="previous", window=1, end=True)
+        run(fleet, random.Random(seed), num_losses=0)
+        assert all(worker.next_start == fleet.average for worker in fleet.workers), f"seed {seed}"
+
+
 def test_fewer_than_the_quorum_is_a_failure() -> None:
     fleet = Fleet(num_workers=4, num_iterations=3, quorum=3)
     fleet.do("step", 0)
