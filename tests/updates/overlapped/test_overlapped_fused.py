@@ -74,3 +74,14 @@ def test_an_error_gives_the_choice_back() -> None:
     with pytest.raises(RuntimeError, match="mine"), stepping_at_once(optimizer):
         raise RuntimeError("mine")
     assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_steps_that_are_counted_in_float64_are_left_alone() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer = torch.optim.Adam(list(make_model().parameters()))
+        with stepping_at_once(optimizer):
+            assert optimizer.param_groups[0]["fused"] is None
+    finally:
+        torch.set_default_dtype(before)
