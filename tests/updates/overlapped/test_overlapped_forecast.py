@@ -5,6 +5,7 @@ import torch
 from small_regression import make_adam, make_model, parameters_of
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates.overlapped.forecast import Forecast
+from syncline.updates.overlapped.fused import stepping_at_once
 from syncline.updates.overlapped.rebase import Pulled, Rebase
 
 NUM_WORKERS, SIZE, NUM_TURNS = 8, 200, 40
@@ -84,7 +85,8 @@ def test_at_a_periods_end_own_gradients_are_stepped_on_once_and_leave_no_mark_on
             twin.gradients.copy_(gradient)
             for slot, tensor in zip(twin.plan.slots, twin.tensors, strict=True):
                 tensor.grad = twin.gradient(slot)
-            optimizer.step()
+            with stepping_at_once(optimizer):
+                optimizer.step()
     assert torch.allclose(bucket.parameters, every[2][0].parameters, rtol=1e-12)
     for mine, twin in zip(models[0].parameters(), models[1].parameters(), strict=True):
         for key in ("step", "exp_avg", "exp_avg_sq"):

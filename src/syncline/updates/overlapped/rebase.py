@@ -187,36 +187,29 @@ class Rebase:
             [part for mean, count in means for part in [_Part(bucket, mean)] * count]
             for bucket, means in zip(self._buckets, means_of_buckets, strict=True)
         ]
+        nothings = [_Part(bucket, None) for bucket in self._buckets]
         with stepping_at_once(self._optimizer):
             for number in range(max(map(len, parts), default=0)):
-                for bucket, gradients in zip(self._buckets, parts, strict=True):
-                    if number < len(gradients):
-                        gradients[number].show()
-                    else:
-                        _Part.show_none(bucket)
+                for gradients, nothing in zip(parts, nothings, strict=True):
+                    (gradients[number] if number < len(gradients) else nothing).show()
                 self._optimizer.step()
 
 
 class _Part:
-    """The gradient of one iteration, for one bucket; a parameter for which all of it is zero has none."""
+    """The gradient of one iteration for one bucket, or none; nor has a parameter one for which all of it is zero."""
 
-    def __init__(self, bucket: Bucket, gradient: torch.Tensor) -> None:
+    def __init__(self, bucket: Bucket, gradient: torch.Tensor | None) -> None:
         self._bucket = bucket
         self._gradient = gradient
-        self._exist = [bool(slot.view(gradient).any()) for slot in bucket.plan.slots]
+        self._exist = [gradient is not None and bool(slot.view(gradient).any()) for slot in bucket.plan.slots]
 
     def show(self) -> None:
         """Let the optimizer find it; a parameter that has none is not stepped."""
         bucket = self._bucket
-        bucket.gradients.copy_(self._gradient)
+        if self._gradient is not None:
+            bucket.gradients.copy_(self._gradient)
         for slot, tensor, exists in zip(bucket.plan.slots, bucket.tensors, self._exist, strict=True):
             tensor.grad = bucket.gradient(slot) if exists else None
-
-    @staticmethod
-    def show_none(bucket: Bucket) -> None:
-        """Let the optimizer find no gradient in ``bucket``."""
-        for tensor in bucket.tensors:
-            tensor.grad = None
 
 
 def _means(runs_of_buckets: Sequence[Runs]) -> list[Runs]:
