@@ -14,9 +14,10 @@ out, is the bound of :mod:`syncline.schedule.bound` for hubs that hold the topmo
 counterpart below the top: where a subtree's own links are as slow as its uplink, the levels stand in each other's way,
 and the bound is missed (1.5 against 4/3 for two hosts and a third one a switch further, all links equal).
 
-Of those that fit, the fractions nearest to the links' rates are taken (a rate counts up to the sum of the siblings':
-more they cannot send). What one link cannot bear goes where there is most room: the bound would be met as well with
-another link nearly as busy as the busiest, but then each delays what the other is about to need.
+Of those that fit, the fractions nearest to the links' rates are taken (a rate counts up to four times the next one's,
+so that an unlimited link does not make one child own everything). What one link cannot bear goes where there is most
+room: the bound would be met as well with another link nearly as busy as the busiest, but then each delays what the
+other is about to need.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import math
 
 from syncline.schedule.bound import Branch
 from syncline.schedule.water_level import ROUNDING, nearest_to_proportions
+
+_MOST_TIMES_THE_NEXT = 4
 
 
 def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | None:
@@ -49,7 +52,7 @@ def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | 
         if min(room) < -ROUNDING:
             return None
         ranges = [(0.0, max(0.0, one) / spread if spread > ROUNDING else 1.0) for one in room]
-        parts = nearest_to_proportions(_useful_rates(parent), ranges)
+        parts = nearest_to_proportions(_weights(parent), ranges)
         if parts is None:
             return None
         fractions[parent.name] = parts
@@ -58,6 +61,7 @@ def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | 
     return fractions
 
 
-def _useful_rates(parent: Branch) -> list[float]:
+def _weights(parent: Branch) -> list[float]:
     rates = [min(child.up, child.down) for child in parent.children]
-    return [min(rate, sum(rates) - rate) for rate in rates]
+    most = _MOST_TIMES_THE_NEXT * sorted(rates)[-2]
+    return [min(rate, most) for rate in rates]
