@@ -108,6 +108,8 @@ def test_impossible_arguments_are_refused():
         CostModel(payload_share=0)
     with pytest.raises(ScheduleError, match="above 0, and a share"):
         CostModel(num_processors=0)
+    with pytest.raises(ScheduleError, match="calls are at least 0 s"):
+        CostModel(call_overhead_s=-1e-3)
 
 
 def test_ranks_that_crowd_on_few_processors_are_slower_but_links_are_not():
@@ -134,10 +136,54 @@ def test_what_links_and_processors_do_not_hide_of_each_other_comes_on_top():
 
 
 def test_a_smaller_first_slice_begins_sooner_and_moves_less():
-    topology = Topology.flat(4, rate=1e6)
+    topology = Topology.load("two-racks-5-3")
     schedule = plan_tree(topology, Collective.ALL_REDUCE)
     even = predict(schedule, topology, 4 * 10**6, 10**6, cost=WIRE)
     ramped = predict(schedule, topology, 4 * 10**6, 10**6, first_slice_bytes=250_000, cost=WIRE)
-    assert ramped.first_slice_s == pytest.approx(even.first_slice_s / 4)
+    assert ramped.first_slice_s == pytest.approx(even.first_slice_s / 4), "no step takes more than half of the period"
     assert ramped.seconds == pytest.approx(ramped.first_slice_s + (4 - 0.25) * ramped.period_s)
     assert predict(schedule, topology, 100, first_slice_bytes=10**6, cost=WIRE).num_slices == 1
+
+
+def flow_shop_s(slices, step_s_per_byte):
+    """When the last step of the last slice ends, if each step takes one slice at a time, in order."""
+    free_s = [0.0] * len(step_s_per_byte)
+    for num_bytes in slices:
+        ready_s = 0.0
+        for step, s_per_byte in enumerate(step_s_per_byte):
+            ready_s = free_s[step] = max(ready_s, free_s[step]) + num_bytes * s_per_byte
+    return free_s[-1]
+
+
+@pytest.mark.parametrize("down_rate", [1e6, 1.2e6, 2e6, 10e6])
+def test_a_step_that_is_nearly_as_slow_as_the_slowest_waits_for_whole_slices(down_rate):
+    """Rank 0 sends all it has over the slow way up; what is added elsewhere comes back over a way of its own."""
+    topology = star([(1e6, down_rate), (1e9, 1e9), (1e9, 1e9)])
+    schedule = plan_tree(topology, Collective.ALL_REDUCE, fractions={topology.root.name: [0, 1, 1]})
+    num_bytes, slice_bytes = 10 * 10**6, 10**6
+    ramp = [slice_bytes // 4, slice_bytes // 2]
+    slices = [*ramp, *[(num_bytes - 2 * sum(ramp)) / 9] * 9, *reversed(ramp)]
+    found = predict(schedule, topology, num_bytes, slice_bytes, first_slice_bytes=ramp[0], cost=WIRE).seconds
+    assert found == pytest.approx(flow_shop_s(slices, [1 / 1e6, 1 / down_rate]), rel=0.01)
+    even = predict(schedule, topology, num_bytes, slice_bytes, cost=WIRE).seconds
+    assert even == pytest.approx(flow_shop_s([slice_bytes] * 10, [1 / 1e6, 1 / down_rate]), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("collective", "num_processors", "begin_s"),
+    [(Collective.ALL_REDUCE, 2, 4e-3), (Collective.ALL_REDUCE, 8, 1e-3), (Collective.ALL_GATHER, 2, 1e-3)],
+)
+def test_a_sum_begins_when_all_ranks_have_begun_and_what_is_handed_on_when_one_has(collective, num_processors, begin_s):
+    topology = Topology.flat(8, rate=125e6)
+    without, with_overhead = (
+        predict(
+            plan_tree(topology, collective),
+            topology,
+            10**6,
+            cost=CostModel(num_processors=num_processors, call_overhead_s=seconds),
+        )
+        for seconds in (0.0, 1e-3)
+    )
+    assert with_overhead.first_slice_s - without.first_slice_s == pytest.approx(begin_s)
+    besides_s = with_overhead.processor_seconds - without.processor_seconds
+    assert besides_s == pytest.approx(4e-3 if collective is Collective.ALL_GATHER else 0.0), "work beside the rest"

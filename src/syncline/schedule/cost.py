@@ -5,14 +5,21 @@ The data runs through the schedule in slices, each slice through all steps by it
 - A rank's communication loop handles one thing at a time: an overhead for each message that it sends or receives, and
   the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice.
 - Where the ranks share ``num_processors``, all of them together take the sum of that, divided by the processors.
+- To begin a call costs each rank ``call_overhead_s``, before its first message. A sum needs the contributions of all
+  ranks, so it waits until all have begun, one after another where they share processors. What is only handed on moves
+  as soon as its owner has begun; there the beginnings of the others are part of what the processors do meanwhile.
 - One step of one slice takes as long as its busiest link (bytes / rate), its busiest rank or the processors, whichever
   is longest, plus the longest route's latency, plus one message's overhead.
-- The *first slice* takes the sum of its steps. It may be smaller than the others.
 - Slices follow each other at the *period* of whatever is busiest over a whole slice, all steps together: a directed
   link, a rank, or the processors. Links and processors do not hide each other wholly: a link stands idle while what it
   should carry waits for a processor. So ``unhidden_share`` of the shorter of these two comes on top.
+- The *first slice* takes the sum of its steps. It may be the part f of the others, and so may be the last, with slices
+  in between at both ends (1/4, 1/2, 1 ... 1, 1/2, 1/4 has f = 1/4). That shortens a step only as far as it is faster
+  than the period: of two steps that are equally slow, on links of their own, one always waits for a whole slice of the
+  other (a flow shop: one path leads from slice to slice and from step to step, and the longest counts). A step of t
+  seconds for a whole slice therefore takes f t, but at least t - (1 - f) (period - t); the slowest step takes f t.
 
-    seconds = first slice + (slices that follow) x period
+    seconds = beginning + first slice + (slices that follow) x period
 
 With one slice this is the sum of the steps; with many it tends to the busiest link's bytes / rate. A link's rate is
 taken times ``payload_share``: what TCP/IP and Ethernet headers leave of it.
@@ -45,13 +52,16 @@ class CostModel:
     num_processors: float = math.inf
     """That all ranks share; without limit where each has its own."""
     unhidden_share: float = 0.0
+    call_overhead_s: float = 0.0
+    """What each rank does before its first message; nothing where a rank has a processor, beside what follows."""
 
     def __post_init__(self) -> None:
-        is_possible = self.message_overhead_s >= 0 and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0
+        has_overheads = min(self.message_overhead_s, self.call_overhead_s) >= 0
+        is_possible = has_overheads and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0
         if not (is_possible and self.num_processors > 0 and 0 <= self.unhidden_share <= 1):
             raise ScheduleError(
-                "a message's overhead is at least 0 s, a payload share in (0, 1], a rank's rate above 0, processors "
-                f"above 0, and a share between 0 and 1 is not hidden; not {self}"
+                "overheads of messages and calls are at least 0 s, a payload share in (0, 1], a rank's rate above 0, "
+                f"processors above 0, and a share between 0 and 1 is not hidden; not {self}"
             )
 
     @classmethod
@@ -63,15 +73,14 @@ class CostModel:
     def of_emulated_network(cls, num_processors: int) -> CostModel:
         """Return a model of ranks that share one machine's processors with each other and with the network itself.
 
-        The kernel's forwarding counts as the ranks' own work, and what they receive is acknowledged on links that are
-        as busy the other way. The constants were measured (docs/decisions/0007).
+        The kernel's forwarding counts as the ranks' own work. The constants were measured (docs/decisions/0007).
         """
         return cls(
-            message_overhead_s=27e-6,
-            payload_share=0.928,
-            rank_bytes_per_s=1.35e9,
+            message_overhead_s=110e-6,
+            rank_bytes_per_s=2.4e9,
             num_processors=num_processors,
-            unhidden_share=0.19,
+            unhidden_share=0.06,
+            call_overhead_s=5e-3,
         )
 
 
@@ -82,7 +91,8 @@ class Prediction:
     ``link_seconds`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
     ``rank_seconds`` says how long the busiest rank's communication loop is, ``processor_seconds`` how long the
     processors that all share are. ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
-    slice that is smaller than the others counts as the part of a slice that it is.
+    slice that is smaller than the others counts as the part of a slice that it is; the beginning is in
+    ``first_slice_s``.
     """
 
     seconds: float
@@ -118,13 +128,16 @@ def predict(
     even_bytes = num_bytes / num_slices
     first_bytes = min(first_slice_bytes or even_bytes, even_bytes)
     table, model = LinkTable.of(topology), cost or CostModel()
-    first = _Walk(draft, table, first_bytes, model)
-    walk = first if first_bytes == even_bytes else _Walk(draft, table, even_bytes, model)
-    num_following = num_slices - (first_bytes / even_bytes if even_bytes else 1)
+    beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
+    is_sum = bool(draft.transfers.add.any())
+    walk = _Walk(draft, table, even_bytes, model, other_s=0.0 if is_sum else model.call_overhead_s / num_slices)
+    part = first_bytes / even_bytes if even_bytes else 1.0
+    first = walk if part == 1 else _Walk(draft, table, first_bytes, model)
+    first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, walk, part)
     links = table.links
     return Prediction(
-        seconds=first.all_steps_s + num_following * walk.period_s,
-        first_slice_s=first.all_steps_s,
+        seconds=first_slice_s + (num_slices - part) * walk.period_s,
+        first_slice_s=first_slice_s,
         period_s=walk.period_s,
         num_slices=num_slices,
         bottleneck=links[int(walk.link_s.argmax())] if walk.busiest_link_s > 0 else None,
@@ -134,17 +147,33 @@ def predict(
     )
 
 
-class _Walk:
-    """Sends one slice through all steps and adds up what every link, every rank and the processors do for it."""
+def _fill(first: _Walk, walk: _Walk, part: float) -> float:
+    """Return how long the first slice takes, which is ``part`` of the others; the module says how."""
+    period_s = walk.period_s
+    slowest = max(range(len(walk.step_s)), key=walk.step_s.__getitem__, default=-1)
+    waits_s = [whole_s - (1 - part) * (period_s - whole_s) for whole_s in walk.step_s]
+    return sum(
+        alone_s if step == slowest else max(alone_s, wait_s)
+        for step, (alone_s, wait_s) in enumerate(zip(first.step_s, waits_s, strict=True))
+    )
 
-    def __init__(self, draft: Draft, table: LinkTable, slice_bytes: float, cost: CostModel) -> None:
+
+class _Walk:
+    """Sends one slice through all steps and adds up what every link, every rank and the processors do for it.
+
+    ``other_s`` is what each rank has to do besides.
+    """
+
+    def __init__(
+        self, draft: Draft, table: LinkTable, slice_bytes: float, cost: CostModel, *, other_s: float = 0.0
+    ) -> None:
         self._table = table
         self._cost = cost
         self._slice_bytes = slice_bytes
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
         self.link_s: Floats = np.zeros(len(table.links))
-        self.rank_s: Floats = np.zeros(draft.num_ranks)
-        self.all_steps_s = sum(self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft))
+        self.rank_s: Floats = np.full(draft.num_ranks, other_s)
+        self.step_s = [self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft)]
 
     @property
     def busiest_link_s(self) -> float:

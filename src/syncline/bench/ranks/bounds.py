@@ -15,14 +15,17 @@ def wire_bound_s(fleet: Fleet, collective: Collective, num_bytes: int, *, target
 
 
 def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
-    """Return what ``predict`` says of ``schedule`` in the runtime's slices, on this machine's processors."""
-    cost = CostModel.of_emulated_network(len(os.sched_getaffinity(0)))
-    first_slice = fleet.communicator.layout(schedule, num_bytes, 1).slices[0]
+    """Return what ``predict`` says of ``schedule`` in the runtime's slices, on this machine's processors.
+
+    An all-reduce begins with small slices. Where parts are contiguous, slices are windows on the owners' parts, and one
+    round of them is as large as a slice.
+    """
+    is_ramped = schedule.collective is Collective.ALL_REDUCE
     return predict(
         schedule,
         fleet.topology,
         num_bytes,
         fleet.communicator.slice_bytes,
-        first_slice_bytes=first_slice[-1],
-        cost=cost,
+        first_slice_bytes=fleet.communicator.layout(schedule, num_bytes, 1).slices[0][-1] if is_ramped else None,
+        cost=CostModel.of_emulated_network(len(os.sched_getaffinity(0))),
     ).seconds
