@@ -1,9 +1,11 @@
 """``syncline lab``: how commands reach the lab's functions, and what its table shows. The lab itself is not built."""
 
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from syncline.cli import lab
@@ -80,4 +82,34 @@ def test_the_table_has_a_row_for_each_link_with_both_directions():
     table = lab.status_table(status)
     assert table.title == "lab abc: flat-1 (owner 7, priorities)"
     row = [next(iter(column.cells)) for column in table.columns]
-    assert row == ["h0", "10.0.0.1", "500 Mbit/s", "1 Gbit/s", "0 bit/s", "1 Gbit/s", "1 MiB", "3 MiB"]
+    assert row == ["h0", "10.0.0.1", "1 Gbit/s", "500 Mbit/s", "0 bit/s", "1 MiB", "3 MiB"]
+
+
+def test_the_table_fits_in_80_columns():
+    topology = Topology.load("deep-asymmetric")
+    links = tuple(
+        LinkStatus(
+            link=DirectedLink(name, way),
+            limit_bytes_per_s=link.bytes_per_s(way),
+            bytes_per_s=link.bytes_per_s(way) * 0.9567,
+            num_bytes=123_456_789,
+        )
+        for name, link in topology.links()
+        for way in ("up", "down")
+        if not name.startswith("rank")
+    )
+    status = LabStatus(
+        lab_id="abc",
+        topology=topology,
+        owner_pid=None,
+        is_abandoned=False,
+        has_priorities=False,
+        addresses={host.name: "10.99.0.10" for host in topology.hosts},
+        links=links,
+    )
+    written = io.StringIO()
+    Console(file=written, width=80).print(lab.status_table(status))
+    assert "…" not in written.getvalue()
+    rows = [line.split() for line in written.getvalue().splitlines()[4:-1]]
+    assert len(rows) == len(links) // 2 + 1, "a line for each link, and one more where the directions differ"
+    assert rows[0] == ["h0", "10.99.0.10", "500", "Mbit/s", *["478.4", "Mbit/s"] * 2, *["117.7", "MiB"] * 2]

@@ -34,8 +34,12 @@ UNKNOWN_QUEUE = "Error: Specified qdisc kind is unknown."
 @pytest.mark.parametrize(
     ("command", "output", "message"),
     [
-        ("ip link add name d1 type veth", "Error: Unknown device type.", "no virtual Ethernet pairs .*CONFIG_VETH"),
-        ("ip link add name b0 type bridge", "RTNETLINK answers: Operation not supported", "no bridges .*CONFIG_BRIDGE"),
+        ("ip link add name d1 type veth", "Error: Unknown device type.", "virtual Ethernet pairs .*CONFIG_VETH"),
+        (
+            "ip link add name b0 type bridge",
+            "RTNETLINK answers: Operation not supported",
+            "lacks bridges .*BRIDGE",
+        ),
         ("tc qdisc add dev d1 root handle 1: htb default a", UNKNOWN_QUEUE, "CONFIG_NET_SCH_HTB"),
         ("tc qdisc add dev d1 parent 1:a bfifo limit 5", UNKNOWN_QUEUE, "CONFIG_NET_SCH_FIFO"),
         ("tc filter add dev d1 u32 match", "Error: TC classifier not found.", "CONFIG_NET_CLS_U32"),

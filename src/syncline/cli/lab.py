@@ -96,16 +96,20 @@ def status_table(lab: LabStatus) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=0,
     )
-    table.add_column("link above")
-    table.add_column("address")
-    for heading in ("up now", "of", "down now", "of", "up", "down"):
-        table.add_column(heading, justify="right")
+    for heading in ("link above", "address"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("rate", "up now", "down now", "up", "down"):
+        table.add_column(heading, justify="right", no_wrap=True)
     links = {status.link: status for status in lab.links}
     for name in dict.fromkeys(link.child for link in links):
-        ways = [links[DirectedLink(name, "up")], links[DirectedLink(name, "down")]]
-        rates = [text for way in ways for text in (format_rate(way.bytes_per_s), format_rate(way.limit_bytes_per_s))]
-        table.add_row(name, lab.addresses.get(name, ""), *rates, *(format_size(way.num_bytes) for way in ways))
+        up, down = links[DirectedLink(name, "up")], links[DirectedLink(name, "down")]
+        limits = dict.fromkeys(format_rate(way.limit_bytes_per_s) for way in (up, down))
+        rates = [format_rate(way.bytes_per_s) for way in (up, down)]
+        sizes = [format_size(way.num_bytes) for way in (up, down)]
+        # Two lines where directions differ: the table fits in 80 columns.
+        table.add_row(name, lab.addresses.get(name, ""), "\n".join(limits), *rates, *sizes)
     return table
 
 

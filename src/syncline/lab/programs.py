@@ -77,7 +77,7 @@ def explain_failure(command: str, output: str) -> LabError:
         )
     for in_command, in_output, feature, remedy in _REMEDIES:
         if re.search(in_command, command) and re.search(in_output, output):
-            return LabError(f"the kernel has no {feature} ('{command}': {reason}); it needs {remedy}")
+            return LabError(f"the kernel lacks {feature} ('{command}': {reason}); it needs {remedy}")
     return LabError(f"'{command}' failed: {reason}")
 
 

@@ -93,7 +93,7 @@ def find_record(lab_id: str | None, records: Path = RECORDS) -> LabRecord:
         return matching[0]
     ids = ", ".join(record.lab_id for record in known) or "none"
     if lab_id is None and known:
-        raise LabError(f"there are several labs ({ids}); say which")
+        raise LabError(f"there are several labs ({ids}); say which with --lab ID")
     what = "there is no lab" if lab_id is None else f"there is no lab {lab_id!r} (there is: {ids})"
     raise LabError(f"{what}; make one with 'syncline lab up TOPOLOGY'")
 
