@@ -2,9 +2,10 @@
 
     sudo python benchmarks/clustered_compare.py --topology two-sites --task gpt --output benchmarks/records/DATE_theme
 
-Every method trains on the same batches from the same start, for the steps that are written in ``METHODS``; the target
-is the loss that the slowest of DDP's seeds ended with, rounded up. Methods take turns, seed by seed, so that what else
-happens on the machine hits all of them.
+Every method trains on the same batches from the same start. The target is given, or it is the loss that the slowest of
+DDP's seeds ended with, rounded up. DDP and ``Sharded`` are evaluated four times as often, lest their curves cross it
+late. Methods take turns, seed by seed, so that what else happens on the machine hits all of them. ``--report-only``
+writes the table anew from the runs of a record.
 """
 
 from __future__ import annotations
@@ -28,31 +29,37 @@ METHODS: dict[str, list[str]] = {
     "clustered, period 8": ["--method", "clustered", "--period", "8"],
     "clustered, term of 4": ["--method", "clustered", "--period", "8", "--reelect-every", "4"],
     "clustered, cosine": ["--method", "clustered", "--contribution", "cosine"],
+    "clustered, no averages": ["--method", "clustered", "--no-averages"],
+    "clustered, forecast": ["--method", "clustered", "--forecast"],
+    "clustered, forecast, no averages": ["--method", "clustered", "--forecast", "--no-averages"],
     "clustered, last": ["--method", "clustered", "--exchange", "last"],
 }
-EXTRA_STEPS = 3.0
-"""The clustered update sees other clusters' data later, so it may need more steps to the same loss."""
+SYNCHRONOUS = {"ddp", "sharded"}
+FINER = 4
 
 
 def main() -> None:
     """Run all, and write the record."""
     options = _options()
     options.output.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for seed in range(options.seeds):
+    record = options.output / "runs.jsonl"
+    runs = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    for seed in () if options.report_only else options.seeds:
         for method in options.methods:
             runs.append(run(options, method, seed))
-            (options.output / "runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
+            record.write_text("".join(json.dumps(one) + "\n" for one in runs))
     (options.output / "README.md").write_text(report(options, runs))
     print((options.output / "README.md").read_text())
 
 
 def run(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
     """Train once in a lab of its own; return what rank 0 told."""
-    steps = options.steps if method in {"ddp", "sharded"} else round(options.steps * EXTRA_STEPS)
+    steps, every = options.steps, options.evaluate_every // FINER
+    if method not in SYNCHRONOUS:
+        steps, every = round(options.steps * options.extra_steps), options.evaluate_every
     program = [sys.executable, "-m", "syncline.cli.main"]
     training = [str(WORKER), "--task", options.task, "--seed", str(seed), "--steps", str(steps)]
-    training += ["--evaluate-every", str(options.evaluate_every), *METHODS[method]]
+    training += ["--evaluate-every", str(every), *METHODS[method]]
     command = [*program, "lab", "run", options.topology, "--", *program, "run", *training]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.timeout)
     results = [line.split("RESULT ", 1)[1] for line in done.stdout.splitlines() if "RESULT " in line]
@@ -73,19 +80,23 @@ def time_to(curve: list[list[float]], target: float) -> float:
 
 
 def report(options: argparse.Namespace, runs: list[dict[str, Any]]) -> str:
-    """Write the table of median times to the target, and what it was measured on."""
-    ends = [one["curve"][-1][2] for one in runs if one["name"] == "ddp"]
-    target = math.ceil(max(ends) * 100) / 100
+    """Write the table of times to the target, and what it was measured on."""
+    of_method = {name: [one["curve"] for one in runs if one["name"] == name] for name in METHODS}
+    target = options.target or math.ceil(max(curve[-1][2] for curve in of_method["ddp"]) * 100) / 100
     lines = [f"# Clustered update: {options.task} on {options.topology}, to a validation loss of {target:.2f}", ""]
-    lines += ["| method | time to target, each seed | median | against DDP | time of a step |", "|---|---|---|---|---|"]
-    reference = median(time_to(one["curve"], target) for one in runs if one["name"] == "ddp")
-    for method in options.methods:
-        curves = [one["curve"] for one in runs if one["name"] == method]
-        times = [time_to(curve, target) for curve in curves]
-        step_s = median(curve[-1][1] / curve[-1][0] for curve in curves)
-        ratio = reference / median(times)
-        cells = ", ".join(f"{seconds:.1f} s" for seconds in times)
-        lines.append(f"| {method} | {cells} | {median(times):.1f} s | {ratio:.2f}x | {step_s * 1000:.0f} ms |")
+    lines += ["| method | time to target, each seed | median | against DDP, each seed | median | time of a step |"]
+    lines += ["|---|---|---|---|---|---|"]
+    reference = [time_to(curve, target) for curve in of_method["ddp"]]
+    for method, curves in of_method.items():
+        if curves:
+            times = [time_to(curve, target) for curve in curves]
+            step_s = median(curve[-1][1] / curve[-1][0] for curve in curves)
+            ratios = ", ".join(f"{ddp_s / own_s:.2f}" for ddp_s, own_s in zip(reference, times, strict=True))
+            cells = ", ".join(f"{seconds:.1f} s" for seconds in times)
+            of_medians = f"{median(reference) / median(times):.2f}x"
+            lines += [
+                f"| {method} | {cells} | {median(times):.1f} s | {ratios} | {of_medians} | {step_s * 1000:.0f} ms |"
+            ]
     import torch
 
     lines += ["", f"Command: `{' '.join(['python', *sys.argv])}`", ""]
@@ -98,9 +109,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="two-sites")
     parser.add_argument("--task", default="gpt")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=160, help="of DDP and Sharded")
+    parser.add_argument("--extra-steps", type=float, default=3.0, help="how many times as many others may need")
     parser.add_argument("--evaluate-every", type=int, default=16, help="a multiple of period and term")
+    parser.add_argument("--target", type=float, help="a validation loss")
+    parser.add_argument("--report-only", action="store_true")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--timeout", type=float, default=900.0)
     parser.add_argument("--output", type=Path, required=True)

@@ -5,6 +5,7 @@
 Rank 0 prints one line of JSON: the seconds (without evaluation) and the validation loss at each evaluation, the bytes
 that the ranks' programs sent as far as they know them, and the settings. Clusters see different data (non-IID): the
 digits are sorted by label and dealt out in rank order; each rank of the GPT reads its own part of the library.
+``digits`` is a small model with Adam, ``digits-wide`` one with as many parameters as the GPT, and SGD.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -30,14 +32,36 @@ class Task:
     """What is learnt."""
 
     model: nn.Module
-    learning_rate: float
+    optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     draw: Callable[[int], Batch]
     """The batch of a step."""
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     validation: Batch
 
 
-def digits(rank: int, world_size: int, seed: int) -> Task:
+def adam(learning_rate: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """Return what makes Adam for some parameters."""
+    return partial(torch.optim.Adam, lr=learning_rate)
+
+
+def small_digits(rank: int, world_size: int, seed: int) -> Task:
+    """Learn the digits with 85,000 parameters, by Adam."""
+    return digits(rank, world_size, seed, width=256, optimize=adam(3e-3))
+
+
+def wide_digits(rank: int, world_size: int, seed: int) -> Task:
+    """Learn the digits with 650,000 parameters, by SGD."""
+    return digits(rank, world_size, seed, width=768, optimize=partial(torch.optim.SGD, lr=0.5))
+
+
+def digits(
+    rank: int,
+    world_size: int,
+    seed: int,
+    *,
+    width: int,
+    optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+) -> Task:
     """Handwritten digits; ranks next to each other see the same few labels."""
     from sklearn.datasets import load_digits
 
@@ -47,7 +71,7 @@ def digits(rank: int, world_size: int, seed: int) -> Task:
     held_out, rest = order[:360], order[360:]
     own = rest[torch.argsort(labels[rest], stable=True)].tensor_split(world_size)[rank]
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
     def draw(step: int) -> Batch:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
@@ -57,7 +81,7 @@ def digits(rank: int, world_size: int, seed: int) -> Task:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
 
-    return Task(model=model, learning_rate=3e-3, draw=draw, loss=loss, validation=(images[held_out], labels[held_out]))
+    return Task(model=model, optimize=optimize, draw=draw, loss=loss, validation=(images[held_out], labels[held_out]))
 
 
 def gpt(rank: int, world_size: int, seed: int) -> Task:
@@ -82,10 +106,10 @@ def gpt(rank: int, world_size: int, seed: int) -> Task:
         return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     validation = corpus.validation_batch(num_sequences=32, context_length=length)
-    return Task(model=model, learning_rate=1e-3, draw=draw, loss=loss, validation=validation)
+    return Task(model=model, optimize=adam(1e-3), draw=draw, loss=loss, validation=validation)
 
 
-TASKS = {"digits": digits, "gpt": gpt}
+TASKS = {"digits": small_digits, "digits-wide": wide_digits, "gpt": gpt}
 
 
 class Plain:
@@ -96,7 +120,7 @@ class Plain:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0] if names else "lo")
         torch.distributed.init_process_group("gloo")
         self.model = nn.parallel.DistributedDataParallel(task.model)
-        self.optimizer = torch.optim.Adam(task.model.parameters(), lr=task.learning_rate)
+        self.optimizer = task.optimize(task.model.parameters())
 
     def statistics(self) -> dict[str, Any]:
         """Count nothing."""
@@ -115,7 +139,7 @@ class Ours:
         import syncline
 
         self._fleet = syncline.init()
-        optimizer = torch.optim.Adam(task.model.parameters(), lr=task.learning_rate)
+        optimizer = task.optimize(task.model.parameters())
         self.model, self.optimizer = syncline.distribute(task.model, optimizer, update)
 
     def statistics(self) -> dict[str, Any]:
@@ -147,6 +171,8 @@ def start(options: argparse.Namespace, task: Task) -> Plain | Ours:
             reelect_every=options.reelect_every,
             contribution=options.contribution,
             exchange=options.exchange,
+            forecast=options.forecast,
+            averages=False if options.no_averages else None,
             measures=False,
             seed=options.seed,
         )
@@ -189,6 +215,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--reelect-every", type=int, default=1)
     parser.add_argument("--contribution", default="uniform")
     parser.add_argument("--exchange", default="period")
+    parser.add_argument("--forecast", action="store_true")
+    parser.add_argument("--no-averages", action="store_true")
     return parser.parse_args()
 
 
