@@ -22,16 +22,18 @@ from statistics import median
 from typing import Any
 
 WORKER = Path(__file__).with_name("clustered_training.py")
+UNAVERAGED = ["--forecast", "1", "--no-averages"]
 METHODS: dict[str, list[str]] = {
     "ddp": ["--method", "ddp"],
     "sharded": ["--method", "sharded"],
     "clustered": ["--method", "clustered"],
     "clustered, period 8": ["--method", "clustered", "--period", "8"],
+    "clustered, period 4, forecast, no averages": ["--method", "clustered", "--period", "4", *UNAVERAGED],
     "clustered, term of 4": ["--method", "clustered", "--period", "8", "--reelect-every", "4"],
     "clustered, cosine": ["--method", "clustered", "--contribution", "cosine"],
     "clustered, no averages": ["--method", "clustered", "--no-averages"],
-    "clustered, forecast": ["--method", "clustered", "--forecast"],
-    "clustered, forecast, no averages": ["--method", "clustered", "--forecast", "--no-averages"],
+    "clustered, forecast": ["--method", "clustered", "--forecast", "1"],
+    "clustered, forecast, no averages": ["--method", "clustered", *UNAVERAGED],
     "clustered, last": ["--method", "clustered", "--exchange", "last"],
 }
 SYNCHRONOUS = {"ddp", "sharded"}
@@ -91,12 +93,15 @@ def report(options: argparse.Namespace, runs: list[dict[str, Any]]) -> str:
         if curves:
             times = [time_to(curve, target) for curve in curves]
             step_s = median(curve[-1][1] / curve[-1][0] for curve in curves)
-            ratios = ", ".join(f"{ddp_s / own_s:.2f}" for ddp_s, own_s in zip(reference, times, strict=True))
-            cells = ", ".join(f"{seconds:.1f} s" for seconds in times)
-            of_medians = f"{median(reference) / median(times):.2f}x"
-            lines += [
-                f"| {method} | {cells} | {median(times):.1f} s | {ratios} | {of_medians} | {step_s * 1000:.0f} ms |"
+            ratios = [ddp_s / own_s for ddp_s, own_s in zip(reference, times, strict=False)]
+            cells = [
+                f"not in {curve[-1][1]:.1f} s" if math.isinf(own_s) else f"{own_s:.1f} s"
+                for curve, own_s in zip(curves, times, strict=True)
             ]
+            of_each = ", ".join(f"{ratio:.2f}" if ratio else "-" for ratio in ratios)
+            of_medians = median(reference) / median(times)
+            medians = f"{median(times):.1f} s | {of_each} | {of_medians:.2f}x" if of_medians else f"- | {of_each} | -"
+            lines.append(f"| {method} | {', '.join(cells)} | {medians} | {step_s * 1000:.0f} ms |")
     import torch
 
     lines += ["", f"Command: `{' '.join(['python', *sys.argv])}`", ""]

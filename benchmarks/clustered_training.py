@@ -215,7 +215,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--reelect-every", type=int, default=1)
     parser.add_argument("--contribution", default="uniform")
     parser.add_argument("--exchange", default="period")
-    parser.add_argument("--forecast", action="store_true")
+    parser.add_argument("--forecast", type=float, default=0.0)
     parser.add_argument("--no-averages", action="store_true")
     return parser.parse_args()
 
