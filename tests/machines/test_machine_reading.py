@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from syncline.machines.nvml import LIBRARY, read_gpu
+from syncline.machines.nvml import LIBRARY, Gpu, read_gpu
 from syncline.machines.reading import clock_of_cpuinfo, probe_disk, read_machine, read_moment
 
 
@@ -59,8 +59,12 @@ class FakeLibrary:
         clock._obj.value = 1980
         return self.result("clock")
 
+    def nvmlDeviceGetClockInfo(self, device: object, kind: ctypes.c_int, clock: object) -> int:  # noqa: N802
+        clock._obj.value = 1200
+        return self.result("clock")
+
     def nvmlDeviceGetMemoryInfo(self, device: object, memory: object) -> int:  # noqa: N802
-        memory._obj.total = 80 << 30
+        memory._obj.total, memory._obj.free = 80 << 30, 30 << 30
         return self.result("memory")
 
 
@@ -80,12 +84,33 @@ def test_gpu_is_read_as_far_as_the_library_answers(broken: str, expected: dict[s
     assert not library.is_open
 
 
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ("", {"gpu_hz": 1.2e9, "available_gpu_memory_bytes": float(30 << 30)}),
+        ("clock", {"available_gpu_memory_bytes": float(30 << 30)}),
+        ("memory", {"gpu_hz": 1.2e9}),
+        ("handle", {}),
+        ("init", {}),
+    ],
+)
+def test_gpu_is_read_in_each_period_while_it_is_open(broken: str, expected: dict[str, float]) -> None:
+    library = FakeLibrary(broken)
+    gpu = Gpu(load=lambda name: library)
+    moment = read_moment(gpu)
+    assert {name: value for name, value in moment.items() if "gpu" in name} == expected
+    gpu.close()
+    assert not library.is_open
+    assert gpu.read_moment() == {}
+
+
 def test_no_library_no_gpu() -> None:
     def load(name: str) -> None:
         assert name == LIBRARY
         raise OSError
 
     assert read_gpu(load=load) == {}
+    assert Gpu(load=load).read_moment() == {}
 
 
 @pytest.mark.parametrize("module", ["features", "clustering", "reading", "nvml"])

@@ -34,9 +34,10 @@ UPLINK = "uplink_bytes_per_s"
 TOLERANCE = 0.1
 BATCH = "batch_s"
 AVAILABLE_MEMORY = "available_memory_bytes"
-LATER = (BATCH, AVAILABLE_MEMORY)
+AVAILABLE_GPU_MEMORY = "available_gpu_memory_bytes"
+LATER = (BATCH, AVAILABLE_MEMORY, AVAILABLE_GPU_MEMORY)
 """Features that are known only once a training runs: its own seconds for a batch, and the memory that is left."""
-NOISY = {"disk_bytes_per_s": 0.5, AVAILABLE_MEMORY: 0.5, BATCH: 0.5}
+NOISY = dict.fromkeys(("disk_bytes_per_s", *LATER), 0.5)
 """Features whose values differ more than others where machines are equal."""
 
 _QUANTITIES: Mapping[str, Callable[[str], float]] = {

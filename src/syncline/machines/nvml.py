@@ -6,6 +6,7 @@ without it simply has no GPU features.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 
@@ -17,28 +18,52 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+class Gpu:
+    """A GPU, as far as the library tells of it; nothing where there is none. To be closed."""
+
+    def __init__(self, index: int = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> None:
+        self._library: ctypes.CDLL | None = None
+        self._device = ctypes.c_void_p()
+        self._has_device = False
+        try:
+            library = load(LIBRARY)
+        except OSError:
+            return
+        if library.nvmlInit_v2() == 0:
+            self._library = library
+            found = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(self._device))
+            self._has_device = found == 0
+
+    def read_kind(self) -> dict[str, float]:
+        """Return `gpu_hz`, its highest clock, and `gpu_memory_bytes`."""
+        return self._clock("nvmlDeviceGetMaxClockInfo") | self._memory(gpu_memory_bytes="total")
+
+    def read_moment(self) -> dict[str, float]:
+        """Return `gpu_hz`, its clock now, and `available_gpu_memory_bytes`."""
+        return self._clock("nvmlDeviceGetClockInfo") | self._memory(available_gpu_memory_bytes="free")
+
+    def close(self) -> None:
+        """Release the library."""
+        if self._library is not None:
+            self._library.nvmlShutdown()
+        self._library, self._has_device = None, False
+
+    def _clock(self, call: str) -> dict[str, float]:
+        clock_mhz = ctypes.c_uint()
+        if self._library is None or not self._has_device:
+            return {}
+        is_told = getattr(self._library, call)(self._device, ctypes.c_int(_CLOCK_SM), ctypes.byref(clock_mhz)) == 0
+        return {"gpu_hz": clock_mhz.value * 1e6} if is_told else {}
+
+    def _memory(self, **parts: str) -> dict[str, float]:
+        memory = _Memory()
+        if self._library is None or not self._has_device:
+            return {}
+        is_told = self._library.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) == 0
+        return {name: float(getattr(memory, part)) for name, part in parts.items()} if is_told else {}
+
+
 def read_gpu(index: int = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> dict[str, float]:
-    """Return `gpu_hz` (highest clock) and `gpu_memory_bytes` of a GPU, or nothing where there is none."""
-    try:
-        library = load(LIBRARY)
-    except OSError:
-        return {}
-    if library.nvmlInit_v2() != 0:
-        return {}
-    try:
-        return _read(library, index)
-    finally:
-        library.nvmlShutdown()
-
-
-def _read(library: ctypes.CDLL, index: int) -> dict[str, float]:
-    device = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
-        return {}
-    features: dict[str, float] = {}
-    clock_mhz, memory = ctypes.c_uint(), _Memory()
-    if library.nvmlDeviceGetMaxClockInfo(device, ctypes.c_int(_CLOCK_SM), ctypes.byref(clock_mhz)) == 0:
-        features["gpu_hz"] = clock_mhz.value * 1e6
-    if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
-        features["gpu_memory_bytes"] = float(memory.total)
-    return features
+    """Return the kind of a GPU, or nothing where there is none."""
+    with contextlib.closing(Gpu(index, load=load)) as gpu:
+        return gpu.read_kind()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from syncline.machines.nvml import read_gpu
+from syncline.machines.nvml import Gpu, read_gpu
 
 PROBE_BYTES = 8 * 1024 * 1024
 PROBE_S = 0.25
@@ -32,13 +32,14 @@ def read_machine(*, probe_directory: Path | None = None, gpu_index: int = 0) -> 
     return {name: value for name, value in features.items() if value > 0}
 
 
-def read_moment() -> dict[str, float]:
-    """Return what changes from one period to the next and costs next to nothing to read: CPU clock and free memory."""
+def read_moment(gpu: Gpu | None = None) -> dict[str, float]:
+    """Return what changes from one period to the next and costs little to read: clocks and free memory."""
     clock = psutil.cpu_freq()
     moment = {
         "cpu_hz": float(clock.current) * 1e6 if clock is not None else _cpu_hz(),
         "available_memory_bytes": float(psutil.virtual_memory().available),
     }
+    moment |= {} if gpu is None else gpu.read_moment()
     return {name: value for name, value in moment.items() if value > 0}
 
 

@@ -1,4 +1,4 @@
-"""What a rank notes of its machine in each period: its clock, free memory, and its own seconds for a batch."""
+"""What a rank notes of its machine in each period: clocks and free memory, and its own seconds for a batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
+from syncline.machines.nvml import Gpu
 from syncline.machines.reading import read_moment
 
 
@@ -19,6 +20,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._history = FeatureHistory()
+        self._gpu = Gpu()
         self._began_s: float | None = None
         self._waited_s = 0.0
         self._is_warm = False
@@ -42,9 +44,13 @@ class Pace:
         """Record what the period was like."""
         has_pace = bool(self._batches_s) and self._is_warm
         own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
-        self._history.record(read_moment() | own)
+        self._history.record(read_moment(self._gpu) | own)
         self._batches_s.clear()
         self._is_warm = True
+
+    def close(self) -> None:
+        """Release the GPU's library; what was noted is kept."""
+        self._gpu.close()
 
     @property
     def periods(self) -> tuple[Features, ...]:

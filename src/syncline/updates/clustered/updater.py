@@ -129,6 +129,8 @@ class ClusteredUpdater(WholeUpdater):
     def close(self) -> None:
         """Release everything."""
         self._driver.close()
+        if self._pace is not None:
+            self._pace.close()
 
     def _batch(self, samples: float, gradients: Vector | None) -> None:
         """Go through the entries of one batch: its mean, and at a period's end the result and the average."""
