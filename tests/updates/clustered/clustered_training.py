@@ -113,7 +113,7 @@ def _exchange(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> lis
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
         step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.forecast)
         if rule.forecast:
-            cluster.forecast = (mean - brought[c]) / rule.period
+            cluster.forecast = rule.forecast * (mean - brought[c]) / rule.period
     for c in range(len(book)):
         for k in range(len(book)):
             cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)

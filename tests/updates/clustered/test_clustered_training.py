@@ -46,9 +46,9 @@ RULES = [
     Clustered(period=1, reelect_every=3, clusters=CLUSTERS, contribution="cosine"),
     Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), contribution="cosine"),
     Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine", exchange="last"),
-    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=True),
-    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), forecast=True, averages=False),
-    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=True, contribution="cosine"),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=1.0),
+    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), forecast=0.5, averages=False),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=0.8, contribution="cosine"),
 ]
 
 
@@ -72,8 +72,8 @@ def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
             assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[ranks[0]][0], strict=True))
 
 
-@pytest.mark.parametrize("forecast", [False, True])
-def test_with_sgd_clusters_meet_at_the_end_of_each_period(*, forecast: bool) -> None:
+@pytest.mark.parametrize("forecast", [0.0, 0.7, 1.0])
+def test_with_sgd_clusters_meet_at_the_end_of_each_period(forecast: float) -> None:
     rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False, forecast=forecast)
     trained = run_fleets(
         5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
@@ -175,7 +175,7 @@ def test_between_clusters_goes_one_gradient_for_each_period_and_cluster() -> Non
             optimizer.zero_grad()
         return None, optimizer.statistics()
 
-    for clusters in (((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (4,))):
+    for clusters in (((0, 1, 2), (3, 4)), ((0, 1), (2, 3), (4,)), ((0,), (1,), (2,), (3,), (4,))):
         rule = Clustered(period=4, reelect_every=100, clusters=clusters, averages=False)
         trained = run_fleets(5, body)
         size = len(clusters)
@@ -298,8 +298,9 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
         ({"contribution": "best"}, "contribution is one of"),
         ({"exchange": "first"}, "exchange is one of"),
         ({"clusters": "some"}, "clusters is"),
-        ({"forecast": True, "exchange": "last"}, "forecast needs"),
-        ({"forecast": True, "period": 1}, "forecast needs"),
+        ({"forecast": 1.5}, "forecast must be from 0 to 1"),
+        ({"forecast": 1.0, "exchange": "last"}, "forecast needs"),
+        ({"forecast": 1.0, "period": 1}, "forecast needs"),
         ({"quorum": 1.5}, "quorum must be from 0 to 1"),
     ],
 )

@@ -29,17 +29,17 @@ def end_one(period: Period) -> Vector | None:
     return period.end(vector(0.0, 3.0), vector(4.0, 1.0))
 
 
-@pytest.mark.parametrize("forecasts", [False, True])
-def test_in_the_first_period_the_last_step_replaces_what_was_brought(*, forecasts: bool) -> None:
-    period = Period(forecasts=forecasts)
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_in_the_first_period_the_last_step_replaces_what_was_brought(weight: float) -> None:
+    period = Period(forecast_weight=weight)
     first = vector(1.0, 2.0)
     assert period.step_on(first) is first
-    assert gradients_of(Period(forecasts=forecasts).end(None, vector(4.0, 1.0))) == [4.0, 1.0]
-    assert gradients_of(end_one(Period(forecasts=forecasts))) == [3.0, -1.0]
+    assert gradients_of(Period(forecast_weight=weight).end(None, vector(4.0, 1.0))) == [4.0, 1.0]
+    assert gradients_of(end_one(Period(forecast_weight=weight))) == [3.0, -1.0]
 
 
 def test_a_forecast_is_added_to_each_mean_and_in_all_the_result_is_stepped_on() -> None:
-    period = Period(forecasts=True)
+    period = Period(forecast_weight=1.0)
     end_one(period)
     steps = [period.step_on(vector(1.0, 1.0)), period.step_on(vector(2.0, 0.0))]
     assert [gradients_of(step) for step in steps] == [[2.5, -1.0], [3.5, -2.0]]
@@ -49,8 +49,18 @@ def test_a_forecast_is_added_to_each_mean_and_in_all_the_result_is_stepped_on() 
     assert gradients_of(period.step_on(vector(0.0, 0.0))) == [2.0, 6.0]
 
 
+def test_a_part_of_the_difference_is_forecast() -> None:
+    period = Period(forecast_weight=0.5)
+    end_one(period)
+    step = period.step_on(vector(1.0, 1.0))
+    assert gradients_of(step) == [1.75, 0.0]
+    period.bring(vector(1.0, 1.0))
+    last = period.end(vector(1.0, 1.0), vector(10.0, 20.0))
+    assert [sum(pair) for pair in zip(gradients_of(step), gradients_of(last), strict=True)] == [10.0, 20.0]
+
+
 def test_batches_without_data_step_on_nothing_and_are_not_counted() -> None:
-    period = Period(forecasts=True)
+    period = Period(forecast_weight=1.0)
     end_one(period)
     assert period.step_on(None) is None
     step = period.step_on(vector(1.0, 1.0))
@@ -63,7 +73,7 @@ def test_batches_without_data_step_on_nothing_and_are_not_counted() -> None:
 
 
 def test_a_parameter_that_only_other_clusters_use_is_forecast_too() -> None:
-    period = Period(forecasts=True)
+    period = Period(forecast_weight=1.0)
     mine, all_clusters = vector(1.0, 0.0, present=(1.0, 0.0)), vector(1.0, 4.0, present=(1.0, 0.5))
     period.bring(mine)
     period.end(mine, all_clusters)
@@ -75,7 +85,7 @@ def test_a_parameter_that_only_other_clusters_use_is_forecast_too() -> None:
 
 
 def test_another_cluster_forecasts_nothing() -> None:
-    period = Period(forecasts=True)
+    period = Period(forecast_weight=1.0)
     end_one(period)
     period.forget()
     assert gradients_of(period.step_on(vector(1.0, 1.0))) == [1.0, 1.0]

@@ -169,7 +169,7 @@ def give(model, gradient: torch.Tensor) -> None:
 
 @pytest.mark.usefixtures("_in_turn")
 def test_members_of_new_clusters_forecast_alike() -> None:
-    rule = Clustered(**{**vars_of(RULE), "reelect_every": 2, "forecast": True})
+    rule = Clustered(**{**vars_of(RULE), "reelect_every": 2, "forecast": 1.0})
     trained = run_fleets(5, lambda fleet: train(fleet, rule, 15, make_sgd), seed=2)
     for step in range(15):
         for ranks in DIVISIONS[step // 4 % 4] if (step + 1) % 4 else (tuple(range(5)),):

@@ -4,10 +4,11 @@
     difference = R - brought
     last step  : mean + difference - what was forecast       so R is the sum of what was stepped on in the period
 
-That is the whole-period correction. With a *forecast*, each further batch steps on mean + difference / batches: the
+That is the whole-period correction. With a *forecast*, each further batch steps on mean + w difference / batches: the
 own mean tells what is new, the period before how the mean of all clusters differs from it. So clusters that see
 different data keep to the common way within a period too, and not only at its end. These are the control variates of
 SCAFFOLD (Karimireddy et al., 2020), made of what is exchanged anyway: no traffic, and one more vector.
+The weight w below 1 is for where clusters are many or their rate is high: a forecast as a whole may then swing up.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from syncline.updates.clustered.vector import Vector
 class Period:
     """One rank's sum over the batches of a period. All members of a cluster hold the same, to the bit."""
 
-    def __init__(self, *, forecasts: bool) -> None:
-        self._forecasts = forecasts
+    def __init__(self, *, forecast_weight: float) -> None:
+        self._forecast_weight = forecast_weight
         self._forecast: Vector | None = None
-        """How the mean of all clusters differs from the own one in a batch."""
+        """How the mean of all clusters differs from the own one in a batch, times its weight."""
         self._brought: Vector | None = None
         self._num_means = 0
 
@@ -46,9 +47,9 @@ class Period:
         if self._forecast is not None:
             step_on.add(self._forecast, factor=-float(num_means - (mean is not None)))
         step_on.presence.copy_(result.presence if mean is None else result.presence + mean.presence)
-        if self._forecasts and num_means:
-            difference.presence.copy_(result.presence * num_means)
-            self._forecast = difference.scale(1.0 / num_means)
+        if self._forecast_weight > 0.0 and num_means:
+            self._forecast = difference.scale(self._forecast_weight / num_means)
+            self._forecast.presence.copy_(result.presence)
         return step_on
 
     def forget(self) -> None:

@@ -49,7 +49,7 @@ class ClusteredUpdater(WholeUpdater):
         )
         self.agenda = rule.agenda(len(self.clusters))
         sums = rule.exchange == "period" and rule.period > 1 and self.agenda.exchanges
-        self._period = Period(forecasts=rule.forecast) if sums else None
+        self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         part = Part(
             job=f"{rule.seed}/{stream}",
