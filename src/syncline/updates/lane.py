@@ -97,4 +97,9 @@ def _plan_whole(communicator: Communicator, plan: BucketPlan, options: LaneOptio
 
 
 def _slice_elements(communicator: Communicator, plan: BucketPlan, options: LaneOptions) -> int:
-    return max(1, (options.slice_bytes or communicator.slice_bytes) // plan.dtype.itemsize)
+    """Return the size that cuts the bucket into as many slices as comes nearest to the size that is wanted.
+
+    A message costs processors much and its bytes little, so a bucket of little more than two slices is not made three.
+    """
+    wanted = max(1, (options.slice_bytes or communicator.slice_bytes) // plan.dtype.itemsize)
+    return -(-plan.num_elements // max(1, round(plan.num_elements / wanted)))
