@@ -1,28 +1,40 @@
-"""How buckets are cut, without a network."""
+"""How buckets are cut and in which order they travel, without a network."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from syncline.observe import NullTrace
+from syncline.runtime.call import CollectiveCall
 from syncline.schedule import Collective, Schedule, plan_tree
 from syncline.topology import Topology
-from syncline.updates.bucket import BucketPlan, ParameterEntry, plan_buckets
+from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
+from syncline.updates.channel import Channel
 from syncline.updates.lane import LaneOptions, plan_lanes
 
 TOPOLOGY = Topology.flat(3, rate=1e9)
 
 
-class Planner:
-    """Stands for a communicator."""
+class Recorder:
+    """Stands for a communicator: plans, and keeps what it is given."""
 
     def __init__(self, *, slice_bytes: int = 1000) -> None:
         self.rank, self.topology, self.slice_bytes = 0, TOPOLOGY, slice_bytes
+        self.calls: list[CollectiveCall] = []
 
     def plan(self, collective: Collective, _: int) -> Schedule:
         return plan_tree(TOPOLOGY, collective)
+
+    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
+        pass
+
+    def submit(self, call: CollectiveCall) -> Any:
+        self.calls.append(call)
+        return SimpleNamespace()
 
 
 def plans(*num_elements: int) -> tuple[BucketPlan, ...]:
@@ -37,7 +49,7 @@ def plans(*num_elements: int) -> tuple[BucketPlan, ...]:
 
 @pytest.mark.parametrize("is_divided", [True, False])
 def test_a_bucket_has_as_many_slices_as_come_nearest_to_the_wanted_size(is_divided: bool) -> None:
-    communicator: Any = Planner(slice_bytes=1000)
+    communicator: Any = Recorder(slice_bytes=1000)
     lanes = plan_lanes(
         communicator, plans(10, 250, 270, 370, 380, 630, 5000), LaneOptions(is_divided=is_divided), first_stream=1
     )
@@ -45,7 +57,24 @@ def test_a_bucket_has_as_many_slices_as_come_nearest_to_the_wanted_size(is_divid
 
 
 def test_a_size_that_the_user_wants_goes_before_the_runtime_s() -> None:
-    communicator: Any = Planner(slice_bytes=1000)
+    communicator: Any = Recorder(slice_bytes=1000)
     options = LaneOptions(is_divided=True, slice_bytes=400)
     (lane,) = plan_lanes(communicator, plans(330), options, first_stream=1)
     assert [4 * (offsets[-1] - offsets[0]) for offsets in lane.layout.slices] == [440, 440, 440]
+
+
+def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forward_order() -> None:
+    communicator: Any = Recorder()
+    buckets = plans(10, 20, 30)
+    lanes = plan_lanes(communicator, buckets, LaneOptions(is_divided=True), first_stream=1)
+    channel = Channel(communicator, control=communicator, lanes=lanes, trace=NullTrace(), timeout_s=1.0)
+    begun = []
+    for plan in reversed(buckets):
+        memory = torch.zeros(plan.num_elements)
+        bucket = Bucket(plan, parameters=memory, gradients=memory.clone(), owners=())
+        channel.all_gather(bucket, 0)
+        channel.reduce_scatter(bucket, 1)
+        begun += [f"gather {plan.index}", f"reduce {plan.index}"]
+    order = sorted(range(len(begun)), key=lambda place: communicator.calls[place].urgency)
+    expected = ["reduce 2", "reduce 1", "reduce 0", "gather 0", "gather 1", "gather 2"]
+    assert [begun[place] for place in order] == expected

@@ -1,7 +1,7 @@
 """Buckets: contiguous runs of parameters, and of their gradients, that move together.
 
 :func:`plan_buckets` decides which parameter lies where; it sees sizes and names only. A :class:`Bucket` is the memory
-for one such plan. Buckets are numbered in forward order, so that a bucket's number is its urgency.
+for one such plan. Buckets are numbered in forward order, from which their urgencies follow.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BucketPlan:
     """Which parameters share a bucket. All belong to one parameter group, number type and device."""
 
     index: int
-    """Forward order of the bucket; also its urgency."""
+    """Forward order of the bucket."""
     group: int
     dtype: torch.dtype
     device: torch.device

@@ -1,4 +1,4 @@
-"""The channel: how an update rule moves its buckets, each on a lane of its own, with the urgency of its place."""
+"""The channel: how an update rule moves its buckets, each on a lane of its own, with the urgency of its turn."""
 
 from __future__ import annotations
 
@@ -75,7 +75,12 @@ class Channel:
         return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
 
     def reduce_scatter(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients; each range ends at its owner, the rest is spoilt."""
+        """Begin to sum a bucket's gradients; each range ends at its owner, the rest is spoilt.
+
+        Reduce-scatters go before all all-gathers, in backward order, as they begin. Some are left over at the end of a
+        backward pass only where links are slower than it; then the next forward pass, half as long, is done while
+        parameters arrive, and the links are never idle in front of the last all-gathers.
+        """
         return self._submit(bucket, Collective.REDUCE_SCATTER, bucket.wire_gradients, step)
 
     def all_gather(self, bucket: Bucket, step: int) -> Work:
@@ -107,6 +112,11 @@ class Channel:
         work.wait()
         self.note_wait(phase, start_ns)
 
+    def _urgency(self, bucket: Bucket, collective: Collective) -> int:
+        if collective is Collective.REDUCE_SCATTER:
+            return len(self.lanes) - 1 - bucket.index
+        return bucket.index + (len(self.lanes) if collective is Collective.ALL_GATHER else 0)
+
     def _submit(self, bucket: Bucket, collective: Collective, tensor: torch.Tensor, step: int | None) -> Work:
         lane = self.lanes[bucket.index]
         call = CollectiveCall(
@@ -115,7 +125,7 @@ class Channel:
             layout=lane.layout,
             buffer=bytes_of(tensor),
             reduction=reduction_for(tensor.dtype),
-            urgency=bucket.index,
+            urgency=self._urgency(bucket, collective),
             connection_class=self._classes[bucket.index],
             label=f"{collective.value} of bucket {bucket.index}",
             step=step,
