@@ -81,10 +81,13 @@ class ActiveCall:
 
 
 class SliceOrder:
-    """Which call's next slice begins: the most urgent call's, but never more than ``max_inflight_bytes`` at once.
+    """Which call's next slice begins: the most urgent call's, while there is room for it.
 
-    What is under way in a less urgent connection class does not count: a call that is urgent would otherwise wait for
-    slices that were begun before it, which it overtakes on the wire. So the bound holds for each class by itself.
+    There is room while the slices under way of calls that are as urgent or more make up less than
+    ``max_inflight_bytes``. What is less urgent was begun before the call was there; it cannot be called back, but it is
+    overtaken on the wire. A call that waited for it would go slice by slice, each alone on links that others fill. Not
+    to let temporaries grow with each call that is more urgent than the last, all together make up less than twice the
+    bound, one slice of each less urgent call left out. In a less urgent connection class nothing counts.
 
     Every call has at least one slice under way, whatever the bound says. Ranks may make calls of different streams in
     different orders; if the window of one rank were full of a call that another has no room for, and the other way
@@ -95,7 +98,7 @@ class SliceOrder:
         self._max_inflight_bytes = max_inflight_bytes
         self._starved: deque[ActiveCall] = deque()
         self._queue: list[tuple[int, int, ActiveCall]] = []
-        self._inflight_bytes: dict[int, int] = {}
+        self._inflight_bytes: dict[ActiveCall, int] = {}
 
     @property
     def inflight_bytes(self) -> int:
@@ -110,14 +113,15 @@ class SliceOrder:
 
     def began(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that begins."""
-        connection_class = active.call.connection_class
-        self._inflight_bytes[connection_class] = self._inflight_bytes.get(connection_class, 0) + run.num_bytes
+        self._inflight_bytes[active] = self._inflight_bytes.get(active, 0) + run.num_bytes
 
     def ended(self, active: ActiveCall, run: SliceRun) -> None:
         """Count a slice that ended."""
-        self._inflight_bytes[active.call.connection_class] -= run.num_bytes
-        if active.has_more and not active.runs:
-            self._starved.append(active)
+        self._inflight_bytes[active] -= run.num_bytes
+        if not active.runs:
+            del self._inflight_bytes[active]
+            if active.has_more:
+                self._starved.append(active)
 
     @property
     def has_more(self) -> bool:
@@ -132,10 +136,17 @@ class SliceOrder:
             active = self._starved.popleft()
             if active.has_more and not active.runs:
                 return active
-        if self.has_more and self._queue and self._has_room(self._queue[0][2].call.connection_class):
+        if self.has_more and self._queue and self._has_room(self._queue[0][2].call):
             return self._queue[0][2]
         return None
 
-    def _has_room(self, connection_class: int) -> bool:
-        ahead = sum(size for number, size in self._inflight_bytes.items() if number <= connection_class)
-        return ahead < self._max_inflight_bytes
+    def _has_room(self, call: CollectiveCall) -> bool:
+        ahead = beside = 0
+        for active, num_bytes in self._inflight_bytes.items():
+            if active.call.connection_class > call.connection_class:
+                continue
+            if active.call.urgency <= call.urgency:
+                ahead += num_bytes
+            else:
+                beside += num_bytes - max(run.num_bytes for run in active.runs)
+        return ahead < self._max_inflight_bytes and ahead + beside < 2 * self._max_inflight_bytes
