@@ -78,3 +78,16 @@ def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forw
     order = sorted(range(len(begun)), key=lambda place: communicator.calls[place].urgency)
     expected = ["reduce 2", "reduce 1", "reduce 0", "gather 0", "gather 1", "gather 2"]
     assert [begun[place] for place in order] == expected
+
+
+def test_all_reduces_go_in_backward_order() -> None:
+    communicator: Any = Recorder()
+    buckets = plans(10, 20, 30)
+    lanes = plan_lanes(communicator, buckets, LaneOptions(is_divided=False), first_stream=1)
+    channel = Channel(communicator, control=communicator, lanes=lanes, trace=NullTrace(), timeout_s=1.0)
+    for plan in buckets:
+        memory = torch.zeros(plan.num_elements)
+        channel.all_reduce(Bucket(plan, parameters=memory, gradients=memory.clone(), owners=()), 0)
+    urgencies = [call.urgency for call in communicator.calls]
+    assert urgencies == sorted(urgencies, reverse=True)
+    assert len(set(urgencies)) == 3

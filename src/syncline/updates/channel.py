@@ -71,7 +71,7 @@ class Channel:
         self._gather_began, self._gather_ended = began, ended
 
     def all_reduce(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients over all ranks."""
+        """Begin to sum a bucket's gradients over all ranks; in backward order, as nothing waits for single buckets."""
         return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
 
     def reduce_scatter(self, bucket: Bucket, step: int) -> Work:
@@ -113,9 +113,9 @@ class Channel:
         self.note_wait(phase, start_ns)
 
     def _urgency(self, bucket: Bucket, collective: Collective) -> int:
-        if collective is Collective.REDUCE_SCATTER:
-            return len(self.lanes) - 1 - bucket.index
-        return bucket.index + (len(self.lanes) if collective is Collective.ALL_GATHER else 0)
+        """Return backward order for gradients, so that none stops those before it, and then forward order."""
+        num_buckets = len(self.lanes)
+        return num_buckets + bucket.index if collective is Collective.ALL_GATHER else num_buckets - 1 - bucket.index
 
     def _submit(self, bucket: Bucket, collective: Collective, tensor: torch.Tensor, step: int | None) -> Work:
         lane = self.lanes[bucket.index]
