@@ -18,7 +18,7 @@ from syncline.fabric.data_connection import DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, decode_header
 from syncline.fabric.options import MAX_CHUNK_BYTES
 from syncline.fabric.sockets import mark
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 from syncline.topology.priorities import Priorities
 
 MIB = 1 << 20
@@ -216,7 +216,7 @@ def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection():
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         connection = DataConnection(
             ours,
-            Turns(asyncio.get_running_loop()),
+            TurnEnd(asyncio.get_running_loop()),
             connection_class=0,
             chunk_bytes=FabricOptions().chunk_bytes,
             receiver=NoReceiver(),

@@ -5,7 +5,7 @@ import socket
 
 from syncline.fabric.data_connection import WAKE_BYTES, DataConnection
 from syncline.fabric.frames import FrameType, encode_header
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 
 
 class Receiver:
@@ -42,7 +42,7 @@ async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> tuple[bytes, in
     receiver = Receiver(len(payload))
     connection = CountingConnection(
         sock,
-        Turns(asyncio.get_running_loop()),
+        TurnEnd(asyncio.get_running_loop()),
         connection_class=0,
         chunk_bytes=1 << 18,
         receiver=receiver,

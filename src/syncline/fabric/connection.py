@@ -16,7 +16,7 @@ from collections.abc import Callable
 from syncline.fabric.frames import CONTROL_CLASS, FrameError
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sockets import mark
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 
 BUDGET_BYTES = 2 << 20
 """What one callback moves at most in its direction before others have their turn."""
@@ -31,10 +31,11 @@ class Connection(ABC):
 
     connection_class = CONTROL_CLASS
 
-    def __init__(self, sock: socket.socket, turns: Turns, *, on_broken: Callable[[Exception], None]) -> None:
+    def __init__(self, sock: socket.socket, turn_end: TurnEnd, *, on_broken: Callable[[Exception], None]) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._turns = turns
+        self._loop = turn_end.loop
+        self._turn_end = turn_end
         self._on_broken = on_broken
         self._buffers: list[bytes | memoryview] = []
         self._buffers_bytes = 0
@@ -49,7 +50,7 @@ class Connection(ABC):
 
     def start(self) -> None:
         """Begin to read; and to write what is queued."""
-        self._turns.watch(self._socket.fileno(), self._guarded_read)
+        self._loop.add_reader(self._socket.fileno(), self._guarded_read)
         self.schedule_write()
 
     def use(self, options: FabricOptions) -> None:
@@ -60,14 +61,15 @@ class Connection(ABC):
         """Write soon: what is queued in one turn of the loop leaves together."""
         if not (self._is_write_scheduled or self._is_watching_writer or self.is_closed):
             self._is_write_scheduled = True
-            self._turns.write_soon(self.connection_class, self._write)
+            self._turn_end.write_soon(self.connection_class, self._write)
 
     def close(self) -> None:
         """Release the socket. Nothing is told to ``on_broken`` any more."""
         if self.is_closed:
             return
         self.is_closed = True
-        self._turns.forget(self._socket.fileno())
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         self._buffers = []
 
@@ -121,7 +123,10 @@ class Connection(ABC):
         if self.is_closed or is_done == (not self._is_watching_writer):
             return
         self._is_watching_writer = not is_done
-        self._turns.watch_writer(self._socket.fileno(), None if is_done else self._write)
+        if is_done:
+            self._loop.remove_writer(self._socket.fileno())
+        else:
+            self._loop.add_writer(self._socket.fileno(), self._write)
 
     def _write_within_budget(self) -> bool:
         """Send until nothing is queued (True), or the kernel takes no more or the budget is spent (False)."""

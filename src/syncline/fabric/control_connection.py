@@ -24,7 +24,7 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.protocol import MAX_CONTROL_BYTES
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 
 INBOX_BYTES = 128 << 10
 """Room for what arrives at once; no frame is larger."""
@@ -38,12 +38,12 @@ class ControlConnection(Connection):
     def __init__(
         self,
         sock: socket.socket,
-        turns: Turns,
+        turn_end: TurnEnd,
         *,
         on_frame: Callable[[Frame, bytes], None],
         on_broken: Callable[[Exception], None],
     ) -> None:
-        super().__init__(sock, turns, on_broken=on_broken)
+        super().__init__(sock, turn_end, on_broken=on_broken)
         self._on_frame = on_frame
         self._queue: list[bytes] = []
         self._inbox = memoryview(bytearray(INBOX_BYTES))

@@ -27,7 +27,7 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 
 WAKE_BYTES = 32 << 10
 """In the middle of a chunk, the kernel wakes us for no less, or for the rest if that is less: a slow link delivers a
@@ -76,7 +76,7 @@ class DataConnection(Connection):
     def __init__(
         self,
         sock: socket.socket,
-        turns: Turns,
+        turn_end: TurnEnd,
         *,
         connection_class: int,
         chunk_bytes: int,
@@ -85,7 +85,7 @@ class DataConnection(Connection):
         on_end: Callable[[], None],
         on_broken: Callable[[Exception], None],
     ) -> None:
-        super().__init__(sock, turns, on_broken=on_broken)
+        super().__init__(sock, turn_end, on_broken=on_broken)
         self.connection_class = connection_class
         self._chunk_bytes = chunk_bytes
         self._receiver = receiver

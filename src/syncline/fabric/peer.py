@@ -17,7 +17,7 @@ from syncline.fabric.outbox import Outbox
 from syncline.fabric.shared_host import Offer, accept_offer
 from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 
 
 class PeerEvents(Protocol):
@@ -65,13 +65,13 @@ class Peer:
         options: FabricOptions,
         scheduler: GrantScheduler,
         events: PeerEvents,
-        turns: Turns,
+        turn_end: TurnEnd,
     ) -> None:
         self.rank = rank
         self.host = host
         self.options = options
         self._events = events
-        self._turns = turns
+        self._turn_end = turn_end
         self._sockets: dict[int, socket.socket] = {}
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
@@ -88,7 +88,7 @@ class Peer:
             credit_bytes=options.credit_bytes,
             scheduler=scheduler,
             links=InboxLinks(
-                grant_soon=turns.grant_soon,
+                grant_soon=turn_end.grant_soon,
                 send_control=self.send_frame,
                 redirect=self._redirect,
                 on_mismatch=partial(events.on_mismatch, self),
@@ -237,7 +237,7 @@ class Peer:
     def _start(self) -> None:
         is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS])
         control = ControlConnection(
-            self._sockets.pop(CONTROL_CLASS), self._turns, on_frame=self._on_frame, on_broken=self._on_control_broken
+            self._sockets.pop(CONTROL_CLASS), self._turn_end, on_frame=self._on_frame, on_broken=self._on_control_broken
         )
         self._add_data_connections()
         self._control = control
@@ -255,7 +255,7 @@ class Peer:
         added = [
             DataConnection(
                 self._sockets.pop(connection_class),
-                self._turns,
+                self._turn_end,
                 connection_class=connection_class,
                 chunk_bytes=self.options.chunk_bytes,
                 receiver=self.inbox,

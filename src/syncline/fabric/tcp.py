@@ -24,7 +24,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
-from syncline.fabric.turn import Turns
+from syncline.fabric.turn import TurnEnd
 from syncline.topology.priorities import Priorities
 
 MAX_REASON_BYTES = 1024
@@ -66,12 +66,14 @@ class TcpFabric:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self.scheduler = scheduler
-        self._turns = Turns(self._loop, self._grant)
+        self._turn_end = TurnEnd(self._loop, self._grant)
         self._fetcher = Fetcher(self._loop)
         self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
-            peer: Peer(peer, host, options=peer_options[peer], scheduler=scheduler, events=self, turns=self._turns)
+            peer: Peer(
+                peer, host, options=peer_options[peer], scheduler=scheduler, events=self, turn_end=self._turn_end
+            )
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
@@ -340,7 +342,7 @@ class TcpFabric:
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()
-        self._turns.grant_soon()
+        self._turn_end.grant_soon()
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
@@ -352,7 +354,6 @@ class TcpFabric:
         self._timer.cancel()
         for peer in self._peers.values():
             peer.close()
-        self._turns.close()
         self._fetcher.close()
         self._changed.set()
         return self._mesh.acceptor.close() if self._mesh else []
