@@ -3,8 +3,9 @@
 import asyncio
 import socket
 
-from syncline.fabric.data_connection import WAKE_BYTES, DataConnection
-from syncline.fabric.frames import FrameType, encode_header
+from syncline.fabric.data_connection import WAKE_BYTES, DataConnection, Outgoing
+from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
+from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
 from syncline.fabric.turn import TurnEnd
 
 
@@ -74,3 +75,62 @@ def test_a_chunk_in_crumbs_wakes_the_loop_seldom_and_for_its_last_byte() -> None
     assert num_reads <= 2 * (num_bytes // WAKE_BYTES + 1)
     assert num_reads < num_bytes // crumb_bytes // 4
     assert wakes_at_bytes == 1, "the next header is waited for by the byte"
+
+
+def chunks_of(urgencies, *, num_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Send a message of each urgency; return (tag, bytes) of every chunk, in the order in which they go."""
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        connection = DataConnection(
+            ours,
+            TurnEnd(asyncio.get_running_loop()),
+            connection_class=0,
+            chunk_bytes=chunk_bytes,
+            receiver=Receiver(0),
+            on_message_sent=lambda _: None,
+            on_end=lambda: None,
+            on_broken=lambda error: None,
+        )
+        for tag, urgency in enumerate(urgencies):
+            payload = memoryview(bytes(num_bytes))
+            message = Outgoing(
+                tag=tag,
+                payload=payload,
+                num_bytes=num_bytes,
+                signature=0,
+                urgency=urgency,
+                order=tag,
+                is_eager=False,
+                on_sent=None,
+                limit_bytes=num_bytes,
+            )
+            connection.push(message)
+        connection.start()
+        theirs.setblocking(False)
+        loop, found = asyncio.get_running_loop(), []
+        async with asyncio.timeout(10):
+            while sum(size for _, size in found) < num_bytes * len(urgencies):
+                frame = decode_header(memoryview(await read(loop, theirs, HEADER_BYTES)))
+                await read(loop, theirs, frame.chunk_bytes)
+                found.append((frame.tag, frame.chunk_bytes))
+        connection.close()
+        theirs.close()
+        return found
+
+    return asyncio.run(scenario())
+
+
+async def read(loop, sock, num_bytes: int) -> bytes:
+    """Read exactly so much."""
+    got = b""
+    while len(got) < num_bytes:
+        got += await loop.sock_recv(sock, num_bytes - len(got))
+    return got
+
+
+def test_patient_messages_go_in_larger_chunks_after_the_others() -> None:
+    found = chunks_of((PATIENT, 0), num_bytes=PATIENT_BYTES, chunk_bytes=16 << 10)
+    assert [tag for tag, _ in found] == [1] * (len(found) - 1) + [0]
+    assert max(size for tag, size in found if tag == 1) == 16 << 10
+    assert found[-1] == (0, PATIENT_BYTES)

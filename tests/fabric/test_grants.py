@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
 from syncline.fabric.link_share import LinkShare
+from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
 
 
 def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
@@ -168,7 +169,7 @@ class Driver:
         assert self.scheduler.underway_bytes == sum(underway.values()) < 2 * self.window_bytes + self.quantum_bytes
         for link, senders in ((self.inner, {1, 2}), (self.outer, {1, 2, 3})):
             assert link.underway_bytes == sum(underway[key] for key in underway if key[0] in senders)
-            assert link.underway_bytes < link.limit_bytes + link.quantum_bytes
+            assert link.underway_bytes < link.limit_bytes + link.quantum_bytes(0)
         moving = [key for key in underway if underway[key]]
         wishing = [key for key in self.sizes if key not in self.unwished and self.granted[key] < self.sizes[key]]
         assert moving or not wishing, "messages wait and nothing moves"
@@ -222,6 +223,20 @@ def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
     one.forget_peer(1, underway={0: 40})
     assert one.grants() == [grant(2, 2, 20), grant(2, 2, 40)], "what a lost peer held is free for the others"
     assert link.underway_bytes == 40
+
+
+def test_patient_messages_come_in_larger_pieces_and_let_others_go_first():
+    one = GrantScheduler(
+        window=GrantWindow(1 << 20),
+        quantum_bytes=1 << 18,
+        sender_bytes={1: PATIENT_BYTES, 2: PATIENT_BYTES},
+        shares=dict.fromkeys((1, 2), (LinkShare(32 << 10),)),
+    )
+    one.wish(1, 1, num_bytes=1 << 20, urgency=PATIENT)
+    assert one.grants() == [grant(1, 1, PATIENT_BYTES)]
+    one.wish(2, 2, num_bytes=20 << 10, urgency=PATIENT - 1)
+    one.arrived(1, num_bytes=PATIENT_BYTES, urgency=PATIENT)
+    assert one.grants() == [grant(2, 2, 16 << 10), grant(2, 2, 20 << 10), grant(1, 1, 2 * PATIENT_BYTES)]
 
 
 def test_a_slow_link_goes_before_a_fast_one_but_not_before_urgency():

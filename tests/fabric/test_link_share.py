@@ -1,14 +1,15 @@
 """Shares of links, without a network and without a clock."""
 
 from syncline.fabric.link_share import LinkShare
+from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
 
 
 def round_trip(share, delay_s, *, is_wanted=True):
     """Fill the share and let all of it arrive ``delay_s`` later."""
     amounts = []
     while not share.is_used_up:
-        share.granted(share.quantum_bytes, 0.0)
-        amounts.append(share.quantum_bytes)
+        share.granted(share.quantum_bytes(0), 0.0)
+        amounts.append(share.quantum_bytes(0))
     share.waiting = {1} if is_wanted else set()
     for amount in amounts:
         share.arrived(amount, delay_s)
@@ -52,3 +53,13 @@ def test_what_will_not_come_teaches_nothing():
     share.arrived(25, 1.01)
     assert share.underway_bytes == 0
     assert share.limit_bytes > 100, "its delay counts from its own grant"
+
+
+def test_a_patient_grant_may_exceed_a_small_share_but_no_second_one_joins_it():
+    share = LinkShare(100)
+    assert share.quantum_bytes(PATIENT - 1) == 50
+    assert share.quantum_bytes(PATIENT) == PATIENT_BYTES
+    share.granted(share.quantum_bytes(PATIENT), 0.0)
+    assert share.is_used_up
+    wide = LinkShare(4 * PATIENT_BYTES)
+    assert wide.quantum_bytes(PATIENT) == wide.quantum_bytes(0) == 2 * PATIENT_BYTES

@@ -4,7 +4,7 @@ from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.protocol import MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError
+from syncline.fabric.protocol import MAX_CONTROL_BYTES, PATIENT, Fabric, FabricListener, PeerLeftError
 from syncline.fabric.rendezvous import Rendezvous, Store
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
@@ -14,6 +14,7 @@ __all__ = [
     "FabricListener",
     "PeerLeftError",
     "MAX_CONTROL_BYTES",
+    "PATIENT",
     "FabricOptions",
     "connect_tcp",
     "TcpFabric",

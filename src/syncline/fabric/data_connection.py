@@ -27,6 +27,7 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
+from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
 from syncline.fabric.turn import TurnEnd
 
 WAKE_BYTES = 32 << 10
@@ -136,6 +137,8 @@ class DataConnection(Connection):
 
     def _refill(self) -> bool:
         heap, room = self._heap, self._chunk_bytes
+        if heap and heap[0].urgency >= PATIENT:
+            room = max(room, PATIENT_BYTES + HEADER_BYTES)
         buffers: list[bytes | memoryview] = []
         num_bytes = 0
         while heap and room > 0 and len(buffers) < 2 * MAX_FRAMES_AT_ONCE:

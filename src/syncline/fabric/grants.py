@@ -243,7 +243,7 @@ class GrantScheduler:
     def _grant(self, peer: int, sender: _Sender, wish: _Wish) -> Grant:
         amount = min(wish.num_bytes - wish.granted_bytes, self.quantum_bytes, sender.limit_bytes)
         for share in sender.shares:
-            amount = min(amount, share.quantum_bytes)
+            amount = min(amount, share.quantum_bytes(wish.urgency))
         if sender.shares:
             now_s = self._now()
             for share in sender.shares:

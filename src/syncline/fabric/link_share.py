@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
+
 
 class LinkShare:
     """What one receiver may have under way on a link, but for one quantum.
@@ -31,10 +33,9 @@ class LinkShare:
         self._arrived_bytes = 0
         self._grants: deque[tuple[int, float]] = deque()
 
-    @property
-    def quantum_bytes(self) -> int:
-        """What one grant takes of it at most: smaller grants cost the ranks more than a shorter queue gains."""
-        return max(1, self.part_bytes // 2)
+    def quantum_bytes(self, urgency: int) -> int:
+        """Return what one grant takes of it at most: smaller ones cost the ranks more than a shorter queue gains."""
+        return max(1 if urgency < PATIENT else PATIENT_BYTES, self.part_bytes // 2)
 
     @property
     def is_used_up(self) -> bool:
@@ -55,7 +56,7 @@ class LinkShare:
         if now_s - granted_s > self._target_s:
             self.limit_bytes = max(self.part_bytes, self.limit_bytes - num_bytes // 2)
         elif self.waiting:
-            grown_bytes = max(1, num_bytes * self.quantum_bytes // self.limit_bytes)
+            grown_bytes = max(1, num_bytes * self.quantum_bytes(0) // self.limit_bytes)
             self.limit_bytes = min(self._most_bytes, self.limit_bytes + grown_bytes)
 
     def forgotten(self, num_bytes: int) -> None:

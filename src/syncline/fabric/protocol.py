@@ -18,6 +18,10 @@ from syncline.topology.priorities import Priorities
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
+PATIENT = 1 << 30
+"""From this urgency on, nobody waits for a message: where slow links have smaller pieces, it moves in pieces of up to
+PATIENT_BYTES, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
+PATIENT_BYTES = 64 << 10
 
 
 class PeerLeftError(PeerLostError):

@@ -124,7 +124,7 @@ class HostedShard:
             worker,
             tag(self.bucket.stream, Lane.UP, mailbox.number, epoch=self._epoch),
             mailbox.places[place].memory,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             on_received=partial(self._landed, worker, place),
         )
 
@@ -201,7 +201,7 @@ class HostedShard:
             worker,
             tag(self.bucket.stream, Lane.DOWN, number, epoch=self._epoch),
             message.memory,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
             on_sent=lambda: self._handle(Replied(worker=worker)),
         )
@@ -213,7 +213,7 @@ class HostedShard:
             worker,
             tag(self.bucket.stream, Lane.STOP, number, epoch=self._epoch),
             message,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             on_received=partial(self._stopped, worker, number, message),
         )
 
@@ -229,7 +229,7 @@ class HostedShard:
             worker,
             tag(self.bucket.stream, Lane.ASK, question.number, epoch=self._epoch),
             question.asked,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             on_received=partial(self._answer, worker),
         )
 
@@ -241,7 +241,7 @@ class HostedShard:
             worker,
             tag(self.bucket.stream, Lane.ANSWER, number, epoch=self._epoch),
             answer,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
         )
         self._await_question(worker)

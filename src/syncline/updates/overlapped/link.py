@@ -158,7 +158,7 @@ class WorkerLink:
             self.server,
             tag(self.bucket.stream, Lane.STOP, number, epoch=self.epoch),
             note,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
         )
 
@@ -228,14 +228,14 @@ class WorkerLink:
             self.server,
             tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch),
             message.memory,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             on_received=partial(self._on_reply, self.epoch, self._trace.now_ns()),
         )
 
     def ask(self) -> None:
         """Ask the server whom it waits for."""
         server, question, epoch = self.server, self._question, self.epoch
-        urgency = self.bucket.index
+        urgency = self.bucket.urgency
         answer_tag = tag(self.bucket.stream, Lane.ANSWER, question.number, epoch=epoch)
         ask_tag = tag(self.bucket.stream, Lane.ASK, question.number, epoch=epoch)
         question.number += 1
@@ -277,7 +277,7 @@ class WorkerLink:
             self.server,
             tag(self.bucket.stream, Lane.UP, number, epoch=epoch),
             message.memory,
-            urgency=self.bucket.index,
+            urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
             on_sent=partial(self._on_sent, epoch, turn, self._trace.now_ns()) if turn is not None else None,
         )

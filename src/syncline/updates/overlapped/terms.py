@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from syncline.fabric import PATIENT
 from syncline.updates.memory import bytes_of
 from syncline.updates.overlapped.arithmetic import sum_dtype
 from syncline.updates.overlapped.wire import DownHeader, UpHeader
@@ -49,6 +50,11 @@ class BucketTerms:
     def num_bytes(self) -> int:
         """Size of its parameters."""
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def urgency(self) -> int:
+        """Of all its messages: after those of collectives, since no step waits for these."""
+        return PATIENT + self.index
 
     def make_up(self) -> Message:
         """Return room for a message from a worker."""
