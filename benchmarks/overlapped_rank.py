@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlapped_tasks import TASKS, Task
+from overlapped_tasks import TASKS, Task, on_accelerator
 from torch import nn
 
 import syncline
@@ -213,6 +213,8 @@ def joined(mode: str) -> Iterator[syncline.Fleet | None]:
 def run(mode: str, options: argparse.Namespace) -> Log:
     """Train in one mode, and judge what came out."""
     task = TASKS[options.task](int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options)
+    if options.accelerator_ms > 0:
+        task = on_accelerator(task, options.accelerator_ms / 1000)
     log, plain = Log(), copy.deepcopy(task.model)
     with joined(mode) as fleet:
         barrier = fleet.barrier if fleet is not None else dist.barrier
@@ -251,6 +253,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-staleness", type=int, default=8, help="-1: none")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--accelerator-ms", type=float, default=0.0, help="wait so long in each step, processors free")
     parser.add_argument("--slow-rank", type=int, default=-1)
     parser.add_argument(
         "--stop-duty", type=float, default=0.0, help="share of the time in which the slow rank is stopped"
