@@ -228,7 +228,7 @@ def describe_wire(found: dict[str, Any]) -> list[str]:
 def write_record(folder: Path, results: dict[str, dict[str, Any]], text: str, topology: Topology) -> None:
     """Write the table, the raw figures, and a picture of what went by on each class."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = collect_facts(["python", *sys.argv], topology, network="lab")
+    facts = collect_facts(["python", *sys.argv], [topology], network="lab")
     head = "\n".join(f"{name}: {value}" for name, value in facts.items())
     (folder / "table.txt").write_text(f"{head}\n\n{text}\n")
     rows = {name: {"rows": found["rows"], "shares": found["shares"]} for name, found in results.items()}
