@@ -144,7 +144,7 @@ class Ours:
 
     def statistics(self) -> dict[str, Any]:
         """Return what the update rule counted."""
-        counted = self.optimizer.statistics()
+        counted: Any = self.optimizer.statistics()
         if counted is None:
             return {}
         return {

@@ -119,6 +119,7 @@ class Case:
 
     def __init__(self, options: argparse.Namespace, priorities: Any, *, is_reversed: bool = False) -> None:
         self.model = Stack(options.layers, options.layer_kib << 10, is_reversed=is_reversed)
+        self._layers = [layer for layer in self.model.listed if isinstance(layer, Layer)]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         rule = syncline.Sharded(bucket_bytes=options.layer_kib << 10)
         self.model, self.optimizer = syncline.distribute(self.model, optimizer, rule, priorities=priorities)
@@ -126,8 +127,8 @@ class Case:
 
     def compute(self, seconds: float) -> None:
         """Let a forward pass compute for ``seconds``, and a backward pass too."""
-        for layer in self.model.listed:
-            layer.seconds = seconds / len(self.model.listed)
+        for layer in self._layers:
+            layer.seconds = seconds / len(self._layers)
 
     def run(self, num_steps: int, fleet: syncline.Fleet) -> list[float]:
         """Return how long each step took; parameters of the last are final before the first begins, as at the end."""

@@ -152,7 +152,7 @@ def main() -> None:
     for world_size in arguments.ranks:
         out = Path(f"/tmp/syncline-loopback-{os.getpid()}.json")
         sizes = [megabytes * 2**20 for megabytes in arguments.megabytes]
-        mp.spawn(run_rank, (world_size, free_ports(2), sizes, arguments.rounds, str(out)), nprocs=world_size)
+        mp.spawn(run_rank, (world_size, free_ports(2), sizes, arguments.rounds, str(out)), nprocs=world_size)  # type: ignore[attr-defined]
         rows += [Row(**row) for row in json.loads(out.read_text())]
         out.unlink()
     print(table(rows))

@@ -78,10 +78,11 @@ class Trainee:
             return syncline.AllReduce()
         options = self.options
         staleness = None if options.max_staleness < 0 else options.max_staleness
+        rule: Any = "swap" if self.mode == "at-once" else self.mode
         return syncline.Overlapped(
             period=options.period,
             quorum=options.quorum or None,
-            rule="swap" if self.mode == "at-once" else self.mode,
+            rule=rule,
             spread=self.mode != "at-once",
             max_staleness=staleness,
         )
@@ -103,6 +104,7 @@ class Trainee:
 
     def average(self) -> None:
         """Average the parameters over all ranks."""
+        assert self.fleet is not None, "DDP, which joins no fleet, has no averages"
         with torch.no_grad():
             flat = nn.utils.parameters_to_vector(self.model.parameters())
             self.fleet.all_reduce(flat, op="mean")

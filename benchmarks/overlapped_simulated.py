@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 from overlapped_tasks import TASKS, Task
@@ -90,6 +91,7 @@ def make_replica(task: Task, rank: int, options: argparse.Namespace, losses: lis
             task.loss(task.model, *task.batch(step)).backward()
         for bucket in buckets:
             for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                assert tensor.grad is not None, "every parameter takes part in the loss"
                 bucket.gradient(slot).copy_(tensor.grad)
                 tensor.grad = bucket.gradient(slot)
 
@@ -102,7 +104,7 @@ def judge(task: Task) -> float:
         return task.judge(task.model)
 
 
-def simulate(rule: str, delay: int, options: argparse.Namespace, seed: int) -> list[float]:
+def simulate(rule: Any, delay: int, options: argparse.Namespace, seed: int) -> list[float]:
     """Train; return the loss at each period's end."""
     losses: list[float] = []
     options.seed = seed

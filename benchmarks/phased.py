@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def run_case(fleet: syncline.Fleet, case: Case, args: argparse.Namespace, folder
         for way in WAYS[:2]:
             place = Path(folder) / way
             alone = Alone(case, num_stages, seconds, Disk(place, rate), prefetches=way == "prefetch")
-            times[way] = measure(lambda alone=alone: alone.step(values), args.steps)
+            times[way] = measure(partial(alone.step, values), args.steps)
             alone.close()
     fleet.barrier()
     trainer = syncline.phase(
