@@ -10,12 +10,11 @@ processors free meanwhile: with ``--accelerator-ms`` and a small batch a step is
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from accelerator import Timer
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -84,28 +83,11 @@ def gpt_task(rank: int, world_size: int, options: argparse.Namespace) -> Task:  
     return Task(model=model, batch=batch, loss=nats_per_byte, judge=judge, batch_size=options.batch_size)
 
 
-class Accelerator(torch.autograd.Function):
-    """Passes a loss and its gradient through, after a wait each."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, seconds: float) -> torch.Tensor:
-        """Wait as for the end of a forward pass."""
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Wait as for as long a backward pass."""
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 def on_accelerator(task: Task, seconds: float) -> Task:
     """Return ``task`` with steps that wait ``seconds`` on top of computing, half of it before the backward pass."""
 
     def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return Accelerator.apply(task.loss(model, inputs, targets), seconds / 2)
+        return Timer.apply(task.loss(model, inputs, targets), seconds / 2, True)
 
     return replace(task, loss=loss)
 

@@ -14,11 +14,8 @@ from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_ove
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
 from syncline.fabric import FabricOptions, sockets
-from syncline.fabric.data_connection import DataConnection, Outgoing
-from syncline.fabric.frames import HEADER_BYTES, decode_header
-from syncline.fabric.options import MAX_CHUNK_BYTES
+from syncline.fabric.frames import HEADER_BYTES
 from syncline.fabric.sockets import mark
-from syncline.fabric.turn import TurnEnd
 from syncline.topology.priorities import Priorities
 
 MIB = 1 << 20
@@ -202,72 +199,6 @@ def test_the_loss_of_a_peer_with_several_connections_is_told_once():
         assert not failed_callbacks, "the recorder refuses to hear of a peer twice"
 
     run_over_tcp(2, scenario)
-
-
-class NoReceiver:
-    """Whoever only sends receives nothing."""
-
-
-def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection():
-    """Count the frames in the order of the wire, behind a kernel buffer that is full."""
-
-    async def main():
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
-        connection = DataConnection(
-            ours,
-            TurnEnd(asyncio.get_running_loop()),
-            connection_class=0,
-            chunk_bytes=FabricOptions().chunk_bytes,
-            receiver=NoReceiver(),
-            on_message_sent=lambda _: None,
-            on_end=lambda: None,
-            on_broken=lambda error: None,
-        )
-        connection.start()
-        connection.push(outgoing(tag=1, num_bytes=16 * MIB, urgency=9))
-        theirs.setblocking(False)
-        loop, wire = asyncio.get_running_loop(), bytearray()
-        while len(wire) < 5 * MIB:
-            wire += await loop.sock_recv(theirs, MIB)
-        waiting_bytes = connection._buffers_bytes
-        num_begun = -(-connection.sent_bytes // MAX_CHUNK_BYTES)
-        connection.push(outgoing(tag=2, num_bytes=MIB, urgency=0))
-        while len(wire) < 17 * MIB:
-            wire += await loop.sock_recv(theirs, MIB)
-        connection.close()
-        theirs.close()
-        tags = [frame.tag for frame in frames_of(wire)]
-        assert waiting_bytes <= MAX_CHUNK_BYTES + HEADER_BYTES
-        assert 0 < num_begun == tags.index(2) < 64
-        assert tags[num_begun : num_begun + 4] == [2] * 4, "the urgent message goes before all that was not begun"
-        assert tags.count(1) == 64
-
-    asyncio.run(main())
-
-
-def outgoing(*, tag, num_bytes, urgency):
-    payload = memoryview(bytes(num_bytes))
-    return Outgoing(
-        tag=tag,
-        payload=payload,
-        num_bytes=num_bytes,
-        signature=0,
-        urgency=urgency,
-        order=tag,
-        is_eager=False,
-        on_sent=None,
-        limit_bytes=num_bytes,
-    )
-
-
-def frames_of(wire):
-    place = 0
-    while place + HEADER_BYTES <= len(wire):
-        frame = decode_header(memoryview(wire)[place : place + HEADER_BYTES])
-        assert frame.chunk_bytes <= 256 << 10
-        yield frame
-        place += HEADER_BYTES + frame.chunk_bytes
 
 
 def test_nothing_is_left_of_two_hundred_fabrics_with_four_classes():

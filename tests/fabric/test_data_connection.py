@@ -5,8 +5,11 @@ import socket
 
 from syncline.fabric.data_connection import WAKE_BYTES, DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
+from syncline.fabric.options import MAX_CHUNK_BYTES
 from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
 from syncline.fabric.turn import TurnEnd
+
+MIB = 1 << 20
 
 
 class Receiver:
@@ -23,6 +26,10 @@ class Receiver:
         self.is_over.set()
 
 
+class NoReceiver:
+    """Whoever only sends receives nothing."""
+
+
 class CountingConnection(DataConnection):
     """Counts how often it is woken."""
 
@@ -33,6 +40,51 @@ class CountingConnection(DataConnection):
         super()._read()
 
 
+def connect(sock, receiver, *, chunk_bytes=MAX_CHUNK_BYTES, kind=DataConnection):
+    """Make the connection of class 0 of a socket, of which nobody is told anything."""
+    return kind(
+        sock,
+        TurnEnd(asyncio.get_running_loop()),
+        connection_class=0,
+        chunk_bytes=chunk_bytes,
+        receiver=receiver,
+        on_message_sent=lambda _: None,
+        on_end=lambda: None,
+        on_broken=lambda error: None,
+    )
+
+
+def outgoing(*, tag, num_bytes, urgency):
+    payload = memoryview(bytes(num_bytes))
+    return Outgoing(
+        tag=tag,
+        payload=payload,
+        num_bytes=num_bytes,
+        signature=0,
+        urgency=urgency,
+        order=tag,
+        is_eager=False,
+        on_sent=None,
+        limit_bytes=num_bytes,
+    )
+
+
+def frames_of(wire):
+    place = 0
+    while place + HEADER_BYTES <= len(wire):
+        frame = decode_header(memoryview(wire)[place : place + HEADER_BYTES])
+        assert frame.chunk_bytes <= MAX_CHUNK_BYTES
+        yield frame
+        place += HEADER_BYTES + frame.chunk_bytes
+
+
+async def read_on(sock, wire, num_bytes):
+    """Read until so much is in ``wire``, at least."""
+    async with asyncio.timeout(10):
+        while len(wire) < num_bytes:
+            wire += await asyncio.get_running_loop().sock_recv(sock, MIB)
+
+
 async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> tuple[bytes, int, int]:
     """Send a message a crumb at a time; return what came, how often it was read, and what wakes the reader after it."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -41,16 +93,7 @@ async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> tuple[bytes, in
     sock, _ = listener.accept()
     listener.close()
     receiver = Receiver(len(payload))
-    connection = CountingConnection(
-        sock,
-        TurnEnd(asyncio.get_running_loop()),
-        connection_class=0,
-        chunk_bytes=1 << 18,
-        receiver=receiver,
-        on_message_sent=lambda _: None,
-        on_end=lambda: None,
-        on_broken=lambda error: None,
-    )
+    connection = connect(sock, receiver, kind=CountingConnection)
     connection.start()
     header = encode_header(
         FrameType.EAGER, 0, tag=1, signature=2, message_bytes=len(payload), offset=0, payload=memoryview(payload)
@@ -77,60 +120,44 @@ def test_a_chunk_in_crumbs_wakes_the_loop_seldom_and_for_its_last_byte() -> None
     assert wakes_at_bytes == 1, "the next header is waited for by the byte"
 
 
-def chunks_of(urgencies, *, num_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Send a message of each urgency; return (tag, bytes) of every chunk, in the order in which they go."""
+def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection() -> None:
+    """Count the frames in the order of the wire, behind a kernel buffer that is full."""
 
-    async def scenario():
+    async def main():
         ours, theirs = socket.socketpair()
-        connection = DataConnection(
-            ours,
-            TurnEnd(asyncio.get_running_loop()),
-            connection_class=0,
-            chunk_bytes=chunk_bytes,
-            receiver=Receiver(0),
-            on_message_sent=lambda _: None,
-            on_end=lambda: None,
-            on_broken=lambda error: None,
-        )
-        for tag, urgency in enumerate(urgencies):
-            payload = memoryview(bytes(num_bytes))
-            message = Outgoing(
-                tag=tag,
-                payload=payload,
-                num_bytes=num_bytes,
-                signature=0,
-                urgency=urgency,
-                order=tag,
-                is_eager=False,
-                on_sent=None,
-                limit_bytes=num_bytes,
-            )
-            connection.push(message)
-        connection.start()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         theirs.setblocking(False)
-        loop, found = asyncio.get_running_loop(), []
-        async with asyncio.timeout(10):
-            while sum(size for _, size in found) < num_bytes * len(urgencies):
-                frame = decode_header(memoryview(await read(loop, theirs, HEADER_BYTES)))
-                await read(loop, theirs, frame.chunk_bytes)
-                found.append((frame.tag, frame.chunk_bytes))
+        connection, wire = connect(ours, NoReceiver()), bytearray()
+        connection.start()
+        connection.push(outgoing(tag=1, num_bytes=16 * MIB, urgency=9))
+        await read_on(theirs, wire, 5 * MIB)
+        waiting_bytes = connection._buffers_bytes
+        num_begun = -(-connection.sent_bytes // MAX_CHUNK_BYTES)
+        connection.push(outgoing(tag=2, num_bytes=MIB, urgency=0))
+        await read_on(theirs, wire, 17 * MIB)
         connection.close()
         theirs.close()
-        return found
+        tags = [frame.tag for frame in frames_of(wire)]
+        assert waiting_bytes <= MAX_CHUNK_BYTES + HEADER_BYTES
+        assert 0 < num_begun == tags.index(2) < 64
+        assert tags[num_begun : num_begun + 4] == [2] * 4, "the urgent message goes before all that was not begun"
+        assert tags.count(1) == 64
 
-    return asyncio.run(scenario())
-
-
-async def read(loop, sock, num_bytes: int) -> bytes:
-    """Read exactly so much."""
-    got = b""
-    while len(got) < num_bytes:
-        got += await loop.sock_recv(sock, num_bytes - len(got))
-    return got
+    asyncio.run(main())
 
 
 def test_patient_messages_go_in_larger_chunks_after_the_others() -> None:
-    found = chunks_of((PATIENT, 0), num_bytes=PATIENT_BYTES, chunk_bytes=16 << 10)
-    assert [tag for tag, _ in found] == [1] * (len(found) - 1) + [0]
-    assert max(size for tag, size in found if tag == 1) == 16 << 10
-    assert found[-1] == (0, PATIENT_BYTES)
+    async def main():
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        connection, wire = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
+        connection.push(outgoing(tag=1, num_bytes=PATIENT_BYTES, urgency=PATIENT))
+        connection.push(outgoing(tag=2, num_bytes=PATIENT_BYTES, urgency=PATIENT - 1))
+        connection.start()
+        await read_on(theirs, wire, 2 * PATIENT_BYTES + 5 * HEADER_BYTES)
+        connection.close()
+        theirs.close()
+        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(wire)]
+        assert chunks == [(2, 16 << 10)] * 4 + [(1, PATIENT_BYTES)]
+
+    asyncio.run(main())
