@@ -8,6 +8,7 @@ from overlapped_training import one_step, start
 
 from small_regression import make_sgd
 from syncline.errors import UpdateError
+from syncline.fabric import PATIENT
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import Overlapped
@@ -103,6 +104,30 @@ def sent_up(fleet) -> int:
     """What this rank has sent from site a."""
     counted = fleet.statistics().link_bytes
     return sum(num_bytes for link, num_bytes in counted.items() if str(link) == "a up")
+
+
+def test_all_else_goes_before_what_no_step_waits_for() -> None:
+    """Of what is sent, pushes and answers are patient; the end of a period, which everyone waits for, is not."""
+
+    def body(fleet):
+        fabric = fleet.communicator._fabric
+        urgencies, send = [], fabric.send
+
+        def note(*message, urgency, **settings):
+            urgencies.append(urgency)
+            send(*message, urgency=urgency, **settings)
+
+        fabric.send = note
+        model, optimizer = start(fleet, Overlapped(period=100, max_staleness=0))
+        for step in range(2):
+            one_step(model, optimizer, fleet.rank, step)
+        num_before = len(urgencies)
+        optimizer.end_period()
+        return urgencies[:num_before], urgencies[num_before:]
+
+    for during, at_the_end in run_fleets(3, body):
+        assert any(urgency >= PATIENT for urgency in during)
+        assert any(urgency < PATIENT for urgency in at_the_end)
 
 
 def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None:
