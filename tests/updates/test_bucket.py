@@ -39,12 +39,42 @@ def test_every_parameter_has_one_place(entries: list[ParameterEntry], bucket_byt
         for slot in plan.slots:
             entry = entries[slot.position]
             assert (entry.group, entry.dtype, entry.num_elements) == (plan.group, plan.dtype, slot.num_elements)
-        assert plan.num_bytes <= bucket_bytes or len(plan.slots) == 1
+        first_bytes = plan.slots[0].num_elements * plan.dtype.itemsize
+        assert plan.num_bytes <= max(bucket_bytes, first_bytes) + bucket_bytes // 8
+
+
+@given(entries=entries, bucket_bytes=st.integers(1, 1000))
+def test_a_small_parameter_opens_a_bucket_only_where_the_last_of_its_kind_is_full(
+    entries: list[ParameterEntry], bucket_bytes: int
+) -> None:
+    last: dict[tuple[int, torch.dtype], int] = {}
+    for plan in plan_buckets(entries, bucket_bytes=bucket_bytes):
+        kind = (plan.group, plan.dtype)
+        opener_bytes = plan.slots[0].num_elements * plan.dtype.itemsize
+        if kind in last and opener_bytes <= bucket_bytes // 8:
+            assert last[kind] + opener_bytes > bucket_bytes // 4 + bucket_bytes // 8
+        last[kind] = plan.num_bytes
+
+
+def entry(num_elements: int) -> ParameterEntry:
+    return ParameterEntry(
+        name="p", group=0, shape=(num_elements,), stride=(1,), dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+def test_a_bias_goes_with_the_weight_that_fills_the_bucket() -> None:
+    layers = [entry(size) for _ in range(6) for size in (1 << 20, 1 << 10)]
+    sizes = [plan.num_bytes for plan in plan_buckets(layers, bucket_bytes=4 << 20)]
+    assert sizes == [(4 << 20) + (4 << 10)] * 6
+
+
+def test_many_small_parameters_do_not_make_a_bucket_large() -> None:
+    sizes = [plan.num_bytes for plan in plan_buckets([entry(256)] * 100, bucket_bytes=16 << 10)]
+    assert sizes == [6 << 10, 10 << 10, *[18 << 10] * 4, 12 << 10]
 
 
 def test_the_first_buckets_are_small() -> None:
-    one = ParameterEntry(name="p", group=0, shape=(64,), stride=(1,), dtype=torch.float32, device=torch.device("cpu"))
-    sizes = [plan.num_bytes for plan in plan_buckets([one] * 30, bucket_bytes=2048)]
+    sizes = [plan.num_bytes for plan in plan_buckets([entry(128)] * 30, bucket_bytes=2048)]
     assert sizes[:4] == [512, 1024, 2048, 2048]
 
 

@@ -6,8 +6,9 @@ for one such plan. Buckets are numbered in forward order, from which their urgen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -157,26 +158,46 @@ def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tup
     """Pack parameters, given in forward order, into buckets of about ``bucket_bytes``; O(number of parameters).
 
     A bucket holds one parameter group, number type and device. The first two of each kind are a quarter and a half as
-    large as the others: they are the first that the next forward pass waits for. A parameter is never divided.
+    large as the others: they are the first that the next forward pass waits for. A parameter is never divided. Small
+    ones may make a bucket up to an eighth of ``bucket_bytes`` larger: a layer's bias goes with the weight that fills
+    the bucket, since a bucket of its own would cost as many messages.
     """
     if bucket_bytes <= 0:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}; the default is 4 MiB")
-    buckets: list[list[int]] = []
-    current: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    sizes: dict[int, int] = {}
-    opened: dict[tuple[int, torch.dtype, torch.device], int] = {}
+    packings: list[_Packing] = []
+    current: dict[tuple[int, torch.dtype, torch.device], _Packing] = {}
+    opened: Counter[tuple[int, torch.dtype, torch.device]] = Counter()
     for position, entry in enumerate(entries):
         key = (entry.group, entry.dtype, entry.device)
         num_bytes = entry.num_elements * entry.dtype.itemsize
-        members = current.get(key)
-        if members is None or sizes[id(members)] + num_bytes > bucket_bytes >> max(0, 3 - opened[key]):
-            members = current[key] = []
-            buckets.append(members)
-            sizes[id(members)] = 0
-            opened[key] = opened.get(key, 0) + 1
-        members.append(position)
-        sizes[id(members)] += num_bytes
-    return tuple(_plan(index, members, entries) for index, members in enumerate(buckets))
+        if key not in current or not current[key].has_room(num_bytes):
+            limit_bytes = bucket_bytes >> max(0, 2 - opened[key])
+            current[key] = _Packing(limit_bytes=max(limit_bytes, num_bytes), spare_bytes=bucket_bytes // 8)
+            packings.append(current[key])
+            opened[key] += 1
+        current[key].add(position, num_bytes)
+    return tuple(_plan(index, packing.members, entries) for index, packing in enumerate(packings))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Packing:
+    """A bucket that is being filled."""
+
+    limit_bytes: int
+    spare_bytes: int
+    """What small parameters may take beyond the limit."""
+    num_bytes: int = 0
+    members: list[int] = field(default_factory=list)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a parameter of so many bytes may join."""
+        spare_bytes = self.spare_bytes if num_bytes <= self.spare_bytes else 0
+        return self.num_bytes + num_bytes <= self.limit_bytes + spare_bytes
+
+    def add(self, position: int, num_bytes: int) -> None:
+        """Let it join."""
+        self.members.append(position)
+        self.num_bytes += num_bytes
 
 
 def _plan(index: int, members: list[int], entries: Sequence[ParameterEntry]) -> BucketPlan:
