@@ -17,40 +17,47 @@ def flow(source, destination, **options):
     return {"source": f"h{source}", "destination": f"h{destination}", **options}
 
 
-def shares_carried(lab, flows, bytes_per_s, *, window_s=1.0, num_windows=3):
-    """Return what the flows carried of a link's rate in each window, the least first.
+def best_window(windows):
+    """Return the flows of the window in which they carried most.
 
     What else the machine does can only take from it, most of all at 1 Gbit/s, where a timer that fires a few
     milliseconds late leaves the link idle: what a link carries in its best window, it can carry.
     """
-    windows = [measure_flows(lab, flows, window_s=window_s)[0] for _ in range(num_windows)]
-    return sorted(total_rate(flows) / bytes_per_s for flows in windows)
+    return max(windows, key=total_rate)
 
 
-LINKS = [("flat-8", 125e6, 1.0, 3), ("two-racks-5-3", 25e6, 1.0, 2), ("two-sites", 2.5e6, 3.0, 1)]
+def best_share(lab, flows, bytes_per_s, *, window_s=1.0, warm_up_s=0.5):
+    """Return what the flows carried of a link's rate in their best window of three."""
+    windows = [measure_flows(lab, flows, window_s=window_s, warm_up_s=warm_up_s)[0] for _ in range(3)]
+    return total_rate(best_window(windows)) / bytes_per_s
 
 
-@pytest.mark.parametrize(("topology", "bytes_per_s", "window_s", "num_windows"), LINKS)
-def test_one_flow_fills_a_link(topology, bytes_per_s, window_s, num_windows):
+# On a slow link TCP takes a second to send again what its first steps were too many for.
+LINKS = [("flat-8", 125e6, 0.5, 1.0), ("two-racks-5-3", 25e6, 0.5, 1.0), ("two-sites", 2.5e6, 1.5, 2.0)]
+
+
+@pytest.mark.parametrize(("topology", "bytes_per_s", "warm_up_s", "window_s"), LINKS)
+def test_one_flow_fills_a_link(topology, bytes_per_s, warm_up_s, window_s):
     with Lab(topology) as lab:
-        shares = shares_carried(lab, [flow(0, 7)], bytes_per_s, window_s=window_s, num_windows=num_windows)
-    assert MIN_SHARE < shares[-1] < MAX_SHARE
+        share = best_share(lab, [flow(0, 7)], bytes_per_s, window_s=window_s, warm_up_s=warm_up_s)
+    assert MIN_SHARE < share < MAX_SHARE
 
 
 def test_many_flows_fill_an_uplink_in_both_directions_and_share_it():
     pairs = [(a, b) for a in range(5) for b in range(5, 8)]
     with Lab("two-racks-5-3") as lab:
-        flows, _ = measure_flows(lab, [flow(a, b) for a, b in pairs] + [flow(b, a) for a, b in pairs])
+        flows = [flow(a, b) for a, b in pairs] + [flow(b, a) for a, b in pairs]
+        windows = [measure_flows(lab, flows)[0] for _ in range(3)]
     for first in (range(5), range(5, 8)):
-        one_way = [entry for entry in flows if int(entry["source"][1:]) in first]
+        one_way = best_window([[entry for entry in flows if int(entry["source"][1:]) in first] for flows in windows])
         assert MIN_SHARE < total_rate(one_way) / 25e6 < MAX_SHARE
         assert jain_fairness(one_way) > 0.6
 
 
 def test_many_senders_fill_one_receivers_link():
     with Lab("flat-8") as lab:
-        shares = shares_carried(lab, [flow(source, 0) for source in range(1, 8)], 125e6)
-    assert MIN_SHARE < shares[-1] < MAX_SHARE
+        share = best_share(lab, [flow(source, 0) for source in range(1, 8)], 125e6)
+    assert MIN_SHARE < share < MAX_SHARE
 
 
 def test_directions_have_their_own_rates():
@@ -60,10 +67,10 @@ def test_directions_have_their_own_rates():
         "  - {host: h1, uplink: unlimited}\n"
     )
     with Lab(topology) as lab:
-        up, _ = measure_flows(lab, [flow(0, 1)], window_s=0.8)
-        down, _ = measure_flows(lab, [flow(1, 0)], window_s=0.8)
-    assert MIN_SHARE < total_rate(up) / 5e6 < MAX_SHARE
-    assert MIN_SHARE < total_rate(down) / 10e6 < MAX_SHARE
+        up = best_share(lab, [flow(0, 1)], 5e6, window_s=0.8)
+        down = best_share(lab, [flow(1, 0)], 10e6, window_s=0.8)
+    assert MIN_SHARE < up < MAX_SHARE
+    assert MIN_SHARE < down < MAX_SHARE
 
 
 def test_priorities_are_strict_where_senders_meet():
