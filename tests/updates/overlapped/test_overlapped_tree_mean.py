@@ -107,27 +107,31 @@ def sent_up(fleet) -> int:
 
 
 def test_all_else_goes_before_what_no_step_waits_for() -> None:
-    """Of what is sent, pushes and answers are patient; the end of a period, which everyone waits for, is not."""
+    """Pushes and answers, a head and a gradient each, are patient; the mean of a period, for which all wait, is not."""
 
     def body(fleet):
         fabric = fleet.communicator._fabric
-        urgencies, send = [], fabric.send
+        sent, send = [], fabric.send
 
-        def note(*message, urgency, **settings):
-            urgencies.append(urgency)
-            send(*message, urgency=urgency, **settings)
+        def note(peer, tag, payload, *, urgency, **settings):
+            sent.append((len(payload), urgency))
+            send(peer, tag, payload, urgency=urgency, **settings)
 
         fabric.send = note
         model, optimizer = start(fleet, Overlapped(period=100, max_staleness=0))
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         for step in range(2):
             one_step(model, optimizer, fleet.rank, step)
-        num_before = len(urgencies)
+        pushed = [urgency for size, urgency in sent if size > num_bytes]
+        num_before = len(sent)
         optimizer.end_period()
-        return urgencies[:num_before], urgencies[num_before:]
+        return pushed, [urgency for size, urgency in sent[num_before:] if size == num_bytes]
 
-    for during, at_the_end in run_fleets(3, body):
-        assert any(urgency >= PATIENT for urgency in during)
-        assert any(urgency < PATIENT for urgency in at_the_end)
+    for pushed, averaged in run_fleets(3, body):
+        assert pushed
+        assert min(pushed) >= PATIENT
+        assert averaged
+        assert max(averaged) < PATIENT
 
 
 def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None:
