@@ -1,5 +1,6 @@
 """What links carry: their rate, in both directions and shared by many flows, and what is counted on them."""
 
+import statistics
 import subprocess
 import sys
 
@@ -17,19 +18,21 @@ def flow(source, destination, **options):
     return {"source": f"h{source}", "destination": f"h{destination}", **options}
 
 
-def best_window(windows):
-    """Return the flows of the window in which they carried most.
+def measure_shares(lab, flows, bytes_per_s, **timing):
+    """Return what the flows carried together of a link's rate, in three windows."""
+    return [total_rate(measure_flows(lab, flows, **timing)[0]) / bytes_per_s for _ in range(3)]
 
-    What else the machine does can only take from it, most of all at 1 Gbit/s, where a timer that fires a few
-    milliseconds late leaves the link idle: what a link carries in its best window, it can carry.
+
+def assert_filled(shares):
+    """Check that a link carries its rate and no more, by what it carried of it in several windows.
+
+    What else the machine does takes from a window, most of all at 1 Gbit/s, where a timer that fires a few milliseconds
+    late leaves the link idle: what a link carries in its best window, it can carry. But the best may owe a little to
+    the time before it: the kernel counts what arrived behind a lost segment when that segment arrives. A link without
+    a limit carries more than its rate in every window.
     """
-    return max(windows, key=total_rate)
-
-
-def best_share(lab, flows, bytes_per_s, *, window_s=1.0, warm_up_s=0.5):
-    """Return what the flows carried of a link's rate in their best window of three."""
-    windows = [measure_flows(lab, flows, window_s=window_s, warm_up_s=warm_up_s)[0] for _ in range(3)]
-    return total_rate(best_window(windows)) / bytes_per_s
+    assert max(shares) > MIN_SHARE, shares
+    assert statistics.median(shares) < MAX_SHARE, shares
 
 
 # On a slow link TCP takes a second to send again what its first steps were too many for.
@@ -39,8 +42,8 @@ LINKS = [("flat-8", 125e6, 0.5, 1.0), ("two-racks-5-3", 25e6, 0.5, 1.0), ("two-s
 @pytest.mark.parametrize(("topology", "bytes_per_s", "warm_up_s", "window_s"), LINKS)
 def test_one_flow_fills_a_link(topology, bytes_per_s, warm_up_s, window_s):
     with Lab(topology) as lab:
-        share = best_share(lab, [flow(0, 7)], bytes_per_s, window_s=window_s, warm_up_s=warm_up_s)
-    assert MIN_SHARE < share < MAX_SHARE
+        shares = measure_shares(lab, [flow(0, 7)], bytes_per_s, window_s=window_s, warm_up_s=warm_up_s)
+    assert_filled(shares)
 
 
 def test_many_flows_fill_an_uplink_in_both_directions_and_share_it():
@@ -49,15 +52,15 @@ def test_many_flows_fill_an_uplink_in_both_directions_and_share_it():
         flows = [flow(a, b) for a, b in pairs] + [flow(b, a) for a, b in pairs]
         windows = [measure_flows(lab, flows)[0] for _ in range(3)]
     for first in (range(5), range(5, 8)):
-        one_way = best_window([[entry for entry in flows if int(entry["source"][1:]) in first] for flows in windows])
-        assert MIN_SHARE < total_rate(one_way) / 25e6 < MAX_SHARE
-        assert jain_fairness(one_way) > 0.6
+        one_way = [[entry for entry in flows if int(entry["source"][1:]) in first] for flows in windows]
+        assert_filled([total_rate(flows) / 25e6 for flows in one_way])
+        assert jain_fairness(max(one_way, key=total_rate)) > 0.6
 
 
 def test_many_senders_fill_one_receivers_link():
     with Lab("flat-8") as lab:
-        share = best_share(lab, [flow(source, 0) for source in range(1, 8)], 125e6)
-    assert MIN_SHARE < share < MAX_SHARE
+        shares = measure_shares(lab, [flow(source, 0) for source in range(1, 8)], 125e6)
+    assert_filled(shares)
 
 
 def test_directions_have_their_own_rates():
@@ -67,10 +70,10 @@ def test_directions_have_their_own_rates():
         "  - {host: h1, uplink: unlimited}\n"
     )
     with Lab(topology) as lab:
-        up = best_share(lab, [flow(0, 1)], 5e6, window_s=0.8)
-        down = best_share(lab, [flow(1, 0)], 10e6, window_s=0.8)
-    assert MIN_SHARE < up < MAX_SHARE
-    assert MIN_SHARE < down < MAX_SHARE
+        up = measure_shares(lab, [flow(0, 1)], 5e6, window_s=0.8)
+        down = measure_shares(lab, [flow(1, 0)], 10e6, window_s=0.8)
+    assert_filled(up)
+    assert_filled(down)
 
 
 def test_priorities_are_strict_where_senders_meet():
