@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
+from syncline.fabric.python_wire import PythonWire
 
 
 class Recorder:
@@ -132,6 +133,14 @@ def run_over_tcp(world_size, scenario, *, store=None, topology=None, shares_memo
 def num_descriptors():
     """Return how many files this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def sockets_of(fabric, peer):
+    """Return the sockets to a peer: control, and then the classes."""
+    wire = fabric.peer(peer).wire
+    if isinstance(wire, PythonWire):
+        return [connection._socket for connection in wire._connections()]
+    return wire._sockets
 
 
 def tcp_opener(**settings):

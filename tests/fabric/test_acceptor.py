@@ -16,6 +16,8 @@ from syncline.fabric.dialling import dial
 from syncline.fabric.handshake import HELLO_BYTES, MAGIC, Terms, derive_key
 from syncline.fabric.sockets import open_listening_socket
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 
 class WatchedAcceptor(Acceptor):
     """An acceptor that says when a handshake is over."""

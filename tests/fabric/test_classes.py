@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_over_tcp
+from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
@@ -17,6 +17,8 @@ from syncline.fabric import FabricOptions, sockets
 from syncline.fabric.frames import HEADER_BYTES
 from syncline.fabric.sockets import mark
 from syncline.topology.priorities import Priorities
+
+pytestmark = pytest.mark.usefixtures("wire")
 
 MIB = 1 << 20
 FOUR = Priorities(num_classes=4, dscp=(46, 34, 18, 8))
@@ -127,9 +129,9 @@ def test_old_and_new_connections_are_marked(address):
         is_v6 = ":" in address
         place = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if is_v6 else (socket.IPPROTO_IP, socket.IP_TOS)
         for fabric, other in ((fabrics[0], 1), (fabrics[1], 0)):
-            connections = fabric.peer(other)._connections()
-            assert [c._socket.getsockopt(*place) >> 2 for c in connections] == [46, 46, 34, 18, 8]
-            priorities = [c._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for c in connections]
+            sockets = sockets_of(fabric, other)
+            assert [sock.getsockopt(*place) >> 2 for sock in sockets] == [46, 46, 34, 18, 8]
+            priorities = [sock.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for sock in sockets]
             assert priorities == [6, 5, 4, 3, 2]
 
     run_over_tcp(2, scenario, address=address)
@@ -190,8 +192,8 @@ def test_the_loss_of_a_peer_with_several_connections_is_told_once():
         for tag in range(8):
             mail.send(0, 1, tag, bytes(MIB), connection_class=tag % 4)
             mail.receive(1, 0, tag, MIB)
-        for connection in fabrics[0].peer(1)._connections():
-            connection._socket.shutdown(socket.SHUT_RDWR)
+        for sock in sockets_of(fabrics[0], 1):
+            sock.shutdown(socket.SHUT_RDWR)
         for rank in (0, 1):
             await recorders[rank].wait_until(lambda rank=rank: recorders[rank].lost)
         await gather(*(fabric.close() for fabric in fabrics), deadline_s=5.0)

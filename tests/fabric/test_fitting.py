@@ -3,7 +3,7 @@
 import math
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import build_scheduler, fit_options, fit_window, resize_scheduler
+from syncline.fabric.fitting import build_scheduler, fit_options, fit_window, fit_window_sizes
 from syncline.topology.topology import Topology
 
 KIB = 1 << 10
@@ -42,7 +42,7 @@ def test_with_several_classes_the_window_may_shrink():
     topology = Topology.flat(2, rate=20e6)
     scheduler = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=topology)
     assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 100_000)
-    resize_scheduler(scheduler, FabricOptions(num_classes=4), rank=0, world_size=2, topology=topology)
+    scheduler.resize(**fit_window_sizes(FabricOptions(num_classes=4), 0, 2, topology))
     assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 50_000), "a quarter of the window"
     found = window_of(20e6, num_classes=4)
     assert (found.most_bytes, found.least_bytes) == (200_000, 40_000)

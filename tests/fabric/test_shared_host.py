@@ -11,6 +11,8 @@ from syncline.fabric import FabricOptions, shared_host
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.shared_host import OFFER_BYTES, Offer, accept_offer, address_of, read_memory
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 MIB = 1 << 20
 
 
@@ -101,12 +103,12 @@ def test_a_cancelled_copy_is_not_written_any_more():
     run(scenario)
 
 
-def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(monkeypatch):
+def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(wire, monkeypatch):
     async def scenario(fabrics, recorders, mail):
         def refuse(*_):
             raise ProcessLookupError(3, "No such process")
 
-        monkeypatch.setattr("syncline.fabric.inbox.read_memory", refuse)
+        monkeypatch.setattr(f"syncline.fabric.{'native_wire' if wire == 'native' else 'inbox'}.read_memory", refuse)
         mail.receive(1, 0, 7, MIB)
         mail.send(0, 1, 7, bytes(MIB))
         await gather(recorders[1].wait_until(lambda: recorders[1].lost))

@@ -7,12 +7,14 @@ import threading
 
 import pytest
 from bit_flipping_proxy import BitFlippingProxy, ProxyStore
-from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptors, run_over_tcp
+from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
 
 from meeting_stores import DictStore
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
 from syncline.topology.topology import Topology
+
+pytestmark = pytest.mark.usefixtures("wire")
 
 MIB = 1 << 20
 
@@ -100,9 +102,7 @@ def test_each_class_has_its_own_connection():
 def test_marks_and_priorities_are_set(address):
     async def scenario(fabrics, recorders, mail):
         for fabric, other in ((fabrics[0], 1), (fabrics[1], 0)):
-            peer = fabric.peer(other)
-            for connection, mark, priority in zip(peer._connections(), (46, 34, 8), (6, 5, 4), strict=True):
-                sock = connection._socket
+            for sock, mark, priority in zip(sockets_of(fabric, other), (46, 34, 8), (6, 5, 4), strict=True):
                 level, name = (
                     (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if ":" in address else (socket.IPPROTO_IP, socket.IP_TOS)
                 )

@@ -11,6 +11,8 @@ from hostile_peer import open_hostile
 from syncline.errors import PeerLostError
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 
 def run(scenario, **settings):
     async def main():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -44,24 +44,31 @@ def build_scheduler(
     topology: Topology | None,
     now: Callable[[], float] = time.monotonic,
 ) -> GrantScheduler:
-    """Size the grant window by what drains to this rank, and each sender's share by its route."""
-    return GrantScheduler(**_sizes(options, rank, world_size, topology), shares=_shares(topology, rank), now=now)
+    """Return a scheduler of :func:`fit_grants`, in Python."""
+    return GrantScheduler(**fit_grants(options, rank=rank, world_size=world_size, topology=topology), now=now)
 
 
-def resize_scheduler(
-    scheduler: GrantScheduler, options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
-) -> None:
-    """Let the scheduler grant as :func:`build_scheduler` would have it with these options."""
-    scheduler.resize(**_sizes(options, rank, world_size, topology))
+class WindowSizes(TypedDict):
+    """How much a rank grants, in which pieces, and to each sender."""
 
-
-class _Sizes(TypedDict):
     window: GrantWindow
     quantum_bytes: int
     sender_bytes: Mapping[int, int]
 
 
-def _sizes(options: FabricOptions, rank: int, world_size: int, topology: Topology | None) -> _Sizes:
+class GrantSizes(WindowSizes):
+    """The same, and what a rank may have under way on the slow links of each sender's route."""
+
+    shares: Mapping[int, Sequence[LinkShare]]
+
+
+def fit_grants(options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None) -> GrantSizes:
+    """Size the grant window by what drains to this rank, and each sender's share by its route."""
+    return {**fit_window_sizes(options, rank, world_size, topology), "shares": _shares(topology, rank)}
+
+
+def fit_window_sizes(options: FabricOptions, rank: int, world_size: int, topology: Topology | None) -> WindowSizes:
+    """Size the grant window alone: connection classes that are opened later change it, and not the links."""
     own_rate = _own_rate(topology, rank)
     window = fit_window(own_rate, options)
     if window.is_fixed:

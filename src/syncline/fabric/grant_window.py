@@ -32,13 +32,13 @@ class GrantWindow:
         self.num_bytes = most_bytes
         self.most_bytes = most_bytes
         self.least_bytes = min(most_bytes, least_bytes or most_bytes)
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._begin()
 
     @property
     def is_fixed(self) -> bool:
         """Whether nothing can be learnt."""
-        return self.least_bytes == self.most_bytes or math.isinf(self._bytes_per_s)
+        return self.least_bytes == self.most_bytes or math.isinf(self.bytes_per_s)
 
     def learn(self, num_bytes: int, *, underway_bytes: int, took_s: float) -> None:
         """Note that ``num_bytes`` came ``took_s`` after their grant, and ``underway_bytes`` were under way with them.
@@ -51,7 +51,7 @@ class GrantWindow:
         self._sum_underway_bytes += underway_bytes * num_bytes
         self._sum_took_s += took_s * num_bytes
         if self._num_learnt_bytes >= NUM_WINDOWS * self.num_bytes:
-            is_busy = self._sum_underway_bytes >= BUSY * self._bytes_per_s * self._sum_took_s
+            is_busy = self._sum_underway_bytes >= BUSY * self.bytes_per_s * self._sum_took_s
             wanted_bytes = int(self.num_bytes * (DECAY if is_busy else GROWTH))
             self.num_bytes = min(self.most_bytes, max(self.least_bytes, wanted_bytes))
             self._begin()

@@ -27,8 +27,8 @@ class LinkShare:
         self.underway_bytes = 0
         self.waiting: set[int] = set()
         """Senders that were passed over because the share was used up."""
-        self._most_bytes = max(part_bytes, most_bytes)
-        self._target_s = target_s
+        self.most_bytes = max(part_bytes, most_bytes)
+        self.target_s = target_s
         self._granted_bytes = 0
         self._arrived_bytes = 0
         self._grants: deque[tuple[int, float]] = deque()
@@ -53,11 +53,11 @@ class LinkShare:
         granted_s = self._count_out(num_bytes)
         if granted_s is None:
             return
-        if now_s - granted_s > self._target_s:
+        if now_s - granted_s > self.target_s:
             self.limit_bytes = max(self.part_bytes, self.limit_bytes - num_bytes // 2)
         elif self.waiting:
             grown_bytes = max(1, num_bytes * self.quantum_bytes(0) // self.limit_bytes)
-            self.limit_bytes = min(self._most_bytes, self.limit_bytes + grown_bytes)
+            self.limit_bytes = min(self.most_bytes, self.limit_bytes + grown_bytes)
 
     def forgotten(self, num_bytes: int) -> None:
         """Count what was granted and will not come."""

@@ -17,7 +17,7 @@ from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
-from syncline.fabric.fitting import build_scheduler, fit_options, resize_scheduler
+from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key
 from syncline.fabric.options import FabricOptions
@@ -25,6 +25,7 @@ from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
+from syncline.fabric.wirings import open_wiring
 from syncline.topology.priorities import Priorities
 from syncline.topology.topology import Topology
 
@@ -60,7 +61,7 @@ async def connect_tcp(
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            scheduler=build_scheduler(options, rank=rank, world_size=world_size, topology=topology),
+            wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology)),
             trace=trace,
         )
     except BaseException:
@@ -155,7 +156,7 @@ class _Mesh:
         opening = _describe_classes(self._options)
         rank, world_size, topology = self._fabric.rank, self._fabric.world_size, self._topology
         fitted = fit_options(self._options, rank=rank, world_size=world_size, topology=topology)
-        resize_scheduler(self._fabric.scheduler, self._options, rank=rank, world_size=world_size, topology=topology)
+        self._fabric.resize_grants(fit_window_sizes(self._options, rank, world_size, topology))
         for peer in peers:
             peer.expect(fitted[peer.rank])
             peer.send_frame(FrameType.OPEN, payload=opening.encode())

@@ -16,15 +16,14 @@ from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.audience import Audience
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.fetching import Fetcher
+from syncline.fabric.fitting import WindowSizes
 from syncline.fabric.frames import FrameType
-from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
-from syncline.fabric.turn import TurnEnd
+from syncline.fabric.wire import Wiring
 from syncline.topology.priorities import Priorities
 
 MAX_REASON_BYTES = 1024
@@ -58,22 +57,18 @@ class TcpFabric:
         hosts: Iterable[str],
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
-        scheduler: GrantScheduler,
+        wiring: Wiring,
         trace: TraceSink | None = None,
     ) -> None:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self.scheduler = scheduler
-        self._turn_end = TurnEnd(self._loop, self._grant)
-        self._fetcher = Fetcher(self._loop)
+        self._wiring = wiring
         self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
-            peer: Peer(
-                peer, host, options=peer_options[peer], scheduler=scheduler, events=self, turn_end=self._turn_end
-            )
+            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, events=self)
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
@@ -134,7 +129,7 @@ class TcpFabric:
         """Queue ``payload`` for ``peer`` (see the protocol)."""
         other = self._open_peer(peer)
         if not other.is_gone:
-            other.outbox.send(
+            other.wire.send(
                 tag,
                 payload,
                 signature=signature,
@@ -154,13 +149,13 @@ class TcpFabric:
         on_received: Callable[[], None],
     ) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
-        self._open_peer(peer).inbox.receive(
+        self._open_peer(peer).wire.receive(
             tag, destination, signature=signature, urgency=urgency, on_received=on_received
         )
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a posted receive."""
-        self._peers[peer].inbox.cancel(tag)
+        self._peers[peer].wire.cancel(tag)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
@@ -188,8 +183,8 @@ class TcpFabric:
             rank=self._rank,
             time_s=self._loop.time(),
             connections=tuple(entry for peer in peers for entry in peer.statistics()),
-            unexpected_bytes=sum(peer.inbox.unexpected_bytes for peer in peers),
-            pending_receives=sum(peer.inbox.num_pending for peer in peers),
+            unexpected_bytes=sum(peer.wire.unexpected_bytes for peer in peers),
+            pending_receives=sum(peer.wire.num_pending for peer in peers),
             refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
@@ -201,9 +196,10 @@ class TcpFabric:
             await self._wait_until(lambda: self._is_closed)
             return
         self._is_closing = True
+        self._wiring.tell_drained(self._changed.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.close_s):
-                await self._wait_until(lambda: all(peer.outbox.is_drained for peer in self._living()))
+                await self._wait_until(lambda: all(peer.wire.is_drained for peer in self._living()))
                 for peer in self._living():
                     peer.end()
                 await self._wait_until(lambda: not self._living())
@@ -220,6 +216,10 @@ class TcpFabric:
             for peer in self._living():
                 self._tell_peer(peer, lost=self._rank, reason="is lost: it aborted its fabric")
         self._release()
+
+    def resize_grants(self, sizes: WindowSizes) -> None:
+        """Grant with these sizes from now on."""
+        self._wiring.resize(**sizes)
 
     def use_mesh(self, mesh: Mesh) -> None:
         """Own ``mesh`` and close its acceptor in the end."""
@@ -249,7 +249,6 @@ class TcpFabric:
 
     def on_ready(self, peer: Peer) -> None:
         """Judge the peer's silence from now on."""
-        peer.outbox.on_drained = self._changed.set
         self._liveness.add(peer.rank)
         self._changed.set()
 
@@ -302,20 +301,12 @@ class TcpFabric:
         if self._options.binds_thread:
             self._binding.share_with(peer.rank)
 
-    def fetch_soon(self, urgency: int, step: Callable[[int], int]) -> None:
-        """Copy out of a peer's memory soon, after what is more urgent."""
-        self._fetcher.add(urgency, step)
-
     # --- inside ---
 
     def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that ``lost`` (itself, or this rank) is lost."""
         peer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))
         peer.flush_control()
-
-    def _grant(self) -> None:
-        for grant in self.scheduler.grants():
-            self._peers[grant.peer].inbox.on_granted(grant.tag, grant.limit_bytes)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
@@ -342,7 +333,6 @@ class TcpFabric:
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()
-        self._turn_end.grant_soon()
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
@@ -354,7 +344,7 @@ class TcpFabric:
         self._timer.cancel()
         for peer in self._peers.values():
             peer.close()
-        self._fetcher.close()
+        self._wiring.close()
         self._changed.set()
         return self._mesh.acceptor.close() if self._mesh else []
 

@@ -1,0 +1,18 @@
+"""The part of the package that is compiled. Where that fails it is left out, and Python does its work, only slower."""
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+
+NATIVE = "src/syncline/fabric/native"
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "syncline.fabric._native",
+            [f"{NATIVE}/module.cpp", f"{NATIVE}/exchange.cpp"],
+            depends=[f"{NATIVE}/{name}.hpp" for name in ("crc32", "exchange", "frames", "grants")],
+            cxx_std=17,
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,325 @@
+// One rank's messages with all its peers: what waits, what is granted, what travels, what is here.
+//
+// The rules stand in the Python modules `inbox.py`, `outbox.py`, `data_connection.py` and `control_connection.py`, and
+// both speak the same protocol. Here they run without the interpreter: a rank that is woken for a request, a grant or a
+// piece of a message goes back to sleep without touching it, and Python hears of whole messages.
+//
+// Everything is called on the communication loop's thread. `poll` and `finish` release the interpreter lock and touch
+// no Python object; what they release or tell is kept until a call that holds the lock.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "frames.hpp"
+#include "grants.hpp"
+
+namespace syncline {
+
+constexpr int MAX_CLASSES = 16;
+
+// What Python is told of. Kinds are stable names for `native_exchange.py`.
+enum EventKind : int {
+    SENT = 1,        // object: on_sent
+    RECEIVED = 2,    // object: on_received
+    FRAME = 3,       // number: its type; tag, text: payload
+    MISMATCH = 4,    // tag, number: expected signature, other: received signature
+    FETCH = 5,       // tag, number: urgency, other: address, serial
+    BROKEN = 6,      // number: errno, 0 for an end of file
+    VIOLATION = 7,   // number: whether bytes were damaged; text
+    ALL_ENDED = 8,   // the END of every connection has arrived
+    ALL_CLOSED = 9,  // every connection was closed after its END
+    DRAINED = 10,    // everything that was sent is with the kernel (told while `tells_drained`)
+};
+
+struct Event {
+    explicit Event(EventKind kind, int peer, uint64_t tag = 0, int64_t number = 0, uint64_t other = 0)
+        : kind(kind), peer(peer), tag(tag), number(number), other(other) {}
+
+    EventKind kind;
+    int peer;
+    uint64_t tag;
+    int64_t number;
+    uint64_t other;
+    PyObject* object = nullptr;  // owned
+    std::string text;
+    int64_t serial = 0;
+};
+
+// A piece of Python's memory that must stay where it is; let go where the interpreter lock is held.
+struct Memory {
+    Py_buffer view{};
+    uint8_t* data() const { return static_cast<uint8_t*>(view.buf); }
+    int64_t num_bytes() const { return view.len; }
+};
+
+// What was done with while the lock was not held.
+class Garbage {
+   public:
+    void drop(Memory& memory) {
+        if (memory.view.obj) views_.push_back(memory.view);
+        memory.view = Py_buffer{};
+    }
+    void drop(PyObject*& object) {
+        if (object) objects_.push_back(object);
+        object = nullptr;
+    }
+    void sweep() {  // with the lock held
+        std::vector<Py_buffer> views;
+        std::vector<PyObject*> objects;
+        views.swap(views_);
+        objects.swap(objects_);
+        for (auto& view : views) PyBuffer_Release(&view);
+        for (auto* object : objects) Py_DECREF(object);
+    }
+
+   private:
+    std::vector<Py_buffer> views_;
+    std::vector<PyObject*> objects_;
+};
+
+struct Outgoing {
+    uint64_t tag;
+    Memory payload;
+    int64_t num_bytes;
+    uint32_t signature;
+    int64_t urgency, order;
+    int connection_class;
+    bool is_eager;
+    PyObject* on_sent;  // owned
+    int64_t limit_bytes = 0;
+    int64_t sent_bytes = 0;
+    bool is_queued = false, is_leaving = false, is_discarded = false;
+};
+using OutgoingPtr = std::shared_ptr<Outgoing>;
+
+struct Receive {
+    Memory destination;
+    bool is_cancelled = false;
+    int64_t num_bytes = 0;
+    uint32_t signature = 0;
+    int64_t urgency = 0;
+    PyObject* on_received = nullptr;  // owned
+    int64_t granted_bytes = 0, arrived_bytes = 0;
+    bool is_fetched = false;
+    int64_t serial = 0;  // which fetch it is
+};
+
+struct Held {
+    std::vector<uint8_t> payload;
+    uint32_t signature = 0;
+    bool is_whole = false;
+};
+
+struct Announced {
+    int64_t num_bytes;
+    uint32_t signature;
+    uint64_t address;
+};
+
+struct EagerTarget {
+    enum { TO_RECEIVE, TO_HELD, TO_WASTE } where;
+    Receive receive;
+};
+
+struct Peer;
+
+struct Connection {
+    Peer* peer = nullptr;
+    int fd = -1;
+    int connection_class = CONTROL_CLASS;
+    bool is_watching_writer = false, is_write_scheduled = false;
+    bool is_watched = false;
+    bool is_deaf = false;    // it broke the protocol: it may be told so, but is not read any more
+    bool is_closed = false;  // nothing is read or written any more
+    bool has_ended = false, has_spoken = false;
+    int64_t overhead_bytes = 0;
+};
+
+struct ControlConnection : Connection {
+    std::string queue;
+    size_t num_queue_sent = 0;
+    std::vector<uint8_t> inbox;
+    size_t num_inbox_bytes = 0;
+};
+
+struct IsAfter {
+    bool operator()(const OutgoingPtr& a, const OutgoingPtr& b) const {
+        return std::tie(a->urgency, a->order) > std::tie(b->urgency, b->order);
+    }
+};
+
+struct DataConnection : Connection {
+    static constexpr size_t MAX_FRAMES_AT_ONCE = 64;
+
+    int64_t chunk_bytes = MAX_CHUNK_BYTES;
+    std::vector<OutgoingPtr> heap, finishing;
+    bool wants_end = false;
+    std::array<Header, MAX_FRAMES_AT_ONCE> headers;
+    struct Piece {
+        const uint8_t* data;
+        size_t num_bytes;
+    };
+    std::vector<Piece> pieces;  // what the last refill gave
+    size_t first_piece = 0;     // and from where on it is not sent
+
+    std::array<uint8_t, HEADER_BYTES> header;
+    size_t num_header_bytes = 0;
+    bool has_frame = false;
+    Header frame;
+    uint8_t* chunk = nullptr;
+    size_t chunk_size = 0, num_chunk_bytes = 0;
+    uint32_t crc_before = 0;
+    int wakes_at_bytes = 1;
+    std::vector<uint8_t> scratch;
+    int64_t sent_bytes = 0, sent_messages = 0, received_bytes = 0, received_messages = 0;
+};
+
+struct Peer {
+    Peer(int rank, int64_t credit_bytes) : rank(rank), credit(credit_bytes) {}
+
+    int rank;
+    bool is_gone = false;
+    ControlConnection control;
+    std::vector<std::unique_ptr<DataConnection>> data;
+
+    // What it sends to us.
+    EagerCredit credit;
+    std::unordered_map<uint64_t, Receive> posted, arriving;
+    std::unordered_map<uint64_t, Announced> announced;
+    std::unordered_map<uint64_t, Held> held;
+    std::unordered_map<uint64_t, EagerTarget> eager;
+    int64_t unexpected_bytes = 0, fetched_bytes = 0, num_fetched = 0;
+    bool can_be_read = false;  // messages can be copied out of its memory
+
+    // What we send to it.
+    int64_t eager_bytes = 0, credit_bytes = 0, order = 0, num_unsent = 0;
+    std::unordered_map<uint64_t, OutgoingPtr> asked;
+    std::vector<OutgoingPtr> unasked;  // a heap
+    std::array<int64_t, MAX_CLASSES> queued_bytes{};
+    bool reads_us = false;  // it can copy messages out of our memory
+    int64_t sent_fetched_bytes = 0, num_sent_fetched = 0;
+
+    bool has_ended() const;
+    template <typename Each>
+    void each_connection(Each each) {
+        if (control.fd < 0) return;
+        each(static_cast<Connection&>(control));
+        for (auto& connection : data) each(static_cast<Connection&>(*connection));
+    }
+};
+
+class Exchange {
+   public:
+    explicit Exchange(std::shared_ptr<GrantScheduler> scheduler);
+    ~Exchange();
+    void close();
+    Exchange(const Exchange&) = delete;
+    Exchange& operator=(const Exchange&) = delete;
+
+    std::shared_ptr<GrantScheduler> scheduler;
+    bool tells_drained = false;
+
+    int fileno() const { return epoll_fd_; }
+
+    void add_peer(int rank, int64_t eager_bytes, int64_t credit_bytes);
+    void attach_control(int peer, int fd);
+    void attach_data(int peer, int fd, int64_t chunk_bytes);
+    void start(int peer, int connection_class);
+    void use(int peer, int64_t eager_bytes, int64_t chunk_bytes);
+    void end(int peer);
+    void close_peer(int peer);
+    Peer& peer(int rank) { return *peers_.at(rank); }
+
+    void send(int peer, uint64_t tag, Memory payload, uint32_t signature, int64_t urgency, int connection_class,
+              PyObject* on_sent);
+    void receive(int peer, uint64_t tag, Memory destination, uint32_t signature, int64_t urgency,
+                 PyObject* on_received);
+    void cancel(int peer, uint64_t tag);
+    void send_frame(int peer, uint8_t type, uint64_t tag, uint64_t message_bytes, const std::string& payload);
+    void flush_control(int peer);
+    bool take_heard(int peer);
+
+    // Of a message that is being copied out of the peer's memory: where its next bytes go, and that they are there.
+    std::tuple<uint8_t*, int64_t, int64_t> fetch_target(int peer, uint64_t tag, int64_t serial, int64_t limit_bytes);
+    int64_t fetched(int peer, uint64_t tag, int64_t serial, int64_t num_bytes);
+    void on_fetched(int peer, uint64_t tag);
+
+    // Read what there is, grant and write, until Python has something to hear of or nothing is left to do.
+    void poll(int timeout_ms);
+    // Grant and write what was asked for.
+    void finish();
+    bool has_work() const { return must_grant_ || !to_write_.empty(); }
+    bool has_events() const { return !events_.empty(); }
+    Event next_event();
+    Garbage& garbage() { return garbage_; }
+
+   private:
+    int epoll_fd_;
+    std::unordered_map<int, std::unique_ptr<Peer>> peers_;
+    std::deque<Event> events_;
+    std::vector<Connection*> to_write_;
+    bool must_grant_ = false;
+    int64_t num_fetches_ = 0;
+    Garbage garbage_;
+
+    Event& tell(Event event) { return events_.emplace_back(std::move(event)); }
+    void watch(Connection& connection, bool writer);
+    void unwatch(Connection& connection);
+    void schedule_write(Connection& connection);
+
+    void guarded_read(Connection& connection);
+    void read(Connection& connection);
+    void read_control(ControlConnection& connection);
+    void take_frames(ControlConnection& connection);
+    void take_frame(ControlConnection& connection, const Header& frame, const uint8_t* payload);
+    void read_data(DataConnection& connection);
+    bool receive_once(DataConnection& connection, size_t& wanted, size_t& num_bytes);
+    void begin_chunk(DataConnection& connection);
+    void end_chunk(DataConnection& connection);
+    void choose_wake_up(DataConnection& connection);
+    uint8_t* waste(DataConnection& connection, size_t num_bytes);
+    void redirect(Peer& peer, uint64_t tag);
+    void note_end(Connection& connection);
+    void break_off(Connection& connection, int error);
+    void read_last_words(Peer& peer);
+
+    void write(Connection& connection);
+    bool write_control(ControlConnection& connection);
+    bool write_data(DataConnection& connection);
+    bool refill(DataConnection& connection);
+    void refill_sent(DataConnection& connection);
+    void send_header(Peer& peer, Header header, const void* payload = nullptr, uint32_t num_bytes = 0);
+
+    void push(Peer& peer, const OutgoingPtr& message);
+    void announce(Peer& peer, const OutgoingPtr& message);
+    void withdraw(Peer& peer, uint64_t tag);
+    OutgoingPtr announced_message(Peer& peer, uint64_t tag);
+    void on_grant(Peer& peer, uint64_t tag, int64_t limit_bytes);
+    void on_discard(Peer& peer, uint64_t tag);
+    void finish_message(Peer& peer, const OutgoingPtr& message);
+    void drop(OutgoingPtr& message);
+
+    void on_request(Peer& peer, const Header& frame);
+    void match(Peer& peer, uint64_t tag);
+    uint8_t* begin_granted(Peer& peer, const Header& frame);
+    void end_granted(Peer& peer, const Header& frame);
+    uint8_t* begin_eager(Peer& peer, const Header& frame);
+    void end_eager(Peer& peer, const Header& frame);
+    void deliver_held(Peer& peer, uint64_t tag);
+    void return_credit(Peer& peer, int64_t num_bytes);
+    void received(Peer& peer, uint64_t tag, Receive& receive);
+    void drop(Receive& receive);
+};
+
+}  // namespace syncline

@@ -1,0 +1,452 @@
+// Who may send next: the receiver's grants. The rules, and why they are so, stand in the Python modules of these names:
+// `grants.py`, `grant_window.py` and `link_share.py`. Both sides are pure and must decide alike; a test compares them.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <map>
+#include <memory>
+#include <queue>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace syncline {
+
+constexpr int64_t PATIENT = int64_t{1} << 30;
+constexpr int64_t PATIENT_BYTES = 64 << 10;
+
+// What one receiver may have under way on a link that several receivers draw over, but for one quantum.
+class LinkShare {
+   public:
+    LinkShare(int64_t part_bytes, int64_t most_bytes, double target_s)
+        : part_bytes(part_bytes),
+          limit_bytes(part_bytes),
+          most_bytes_(std::max(part_bytes, most_bytes)),
+          target_s_(target_s) {}
+
+    int64_t part_bytes;
+    int64_t limit_bytes;
+    int64_t underway_bytes = 0;
+    std::set<int> waiting;  // senders that were passed over because the share was used up
+
+    int64_t quantum_bytes(int64_t urgency) const {
+        return std::max(urgency < PATIENT ? int64_t{1} : PATIENT_BYTES, part_bytes / 2);
+    }
+    bool is_used_up() const { return underway_bytes >= limit_bytes; }
+
+    void granted(int64_t num_bytes, double now_s) {
+        underway_bytes += num_bytes;
+        granted_bytes_ += num_bytes;
+        grants_.emplace_back(granted_bytes_, now_s);
+    }
+
+    void arrived(int64_t num_bytes, double now_s) {
+        const double granted_s = count_out(num_bytes);
+        if (std::isnan(granted_s)) return;
+        if (now_s - granted_s > target_s_) {
+            limit_bytes = std::max(part_bytes, limit_bytes - num_bytes / 2);
+        } else if (!waiting.empty()) {
+            const int64_t grown_bytes = std::max<int64_t>(1, num_bytes * quantum_bytes(0) / limit_bytes);
+            limit_bytes = std::min(most_bytes_, limit_bytes + grown_bytes);
+        }
+    }
+
+    void forgotten(int64_t num_bytes) { count_out(num_bytes); }
+
+   private:
+    int64_t most_bytes_;
+    double target_s_;
+    int64_t granted_bytes_ = 0, arrived_bytes_ = 0;
+    std::deque<std::pair<int64_t, double>> grants_;
+
+    // Return when the last grant that is now complete was given; NaN if none is.
+    double count_out(int64_t num_bytes) {
+        underway_bytes -= num_bytes;
+        arrived_bytes_ += num_bytes;
+        double granted_s = std::numeric_limits<double>::quiet_NaN();
+        for (; !grants_.empty() && grants_.front().first <= arrived_bytes_; grants_.pop_front())
+            granted_s = grants_.front().second;
+        return granted_s;
+    }
+};
+
+// The bytes that may be granted and not yet here; follows what the link does between two bounds.
+class GrantWindow {
+   public:
+    GrantWindow(int64_t most_bytes, int64_t least_bytes, double bytes_per_s)
+        : num_bytes(most_bytes), most_bytes(most_bytes), least_bytes(least_bytes), bytes_per_s_(bytes_per_s) {}
+
+    int64_t num_bytes, most_bytes, least_bytes;
+
+    bool is_fixed() const { return least_bytes == most_bytes || std::isinf(bytes_per_s_); }
+
+    void learn(int64_t count, int64_t underway_bytes, double took_s) {
+        if (underway_bytes < num_bytes) return;
+        const auto weight = static_cast<double>(count);
+        num_learnt_bytes_ += weight;
+        sum_underway_bytes_ += static_cast<double>(underway_bytes) * weight;
+        sum_took_s_ += took_s * weight;
+        if (num_learnt_bytes_ >= static_cast<double>(NUM_WINDOWS * num_bytes)) {
+            const bool is_busy = sum_underway_bytes_ >= BUSY * bytes_per_s_ * sum_took_s_;
+            const auto wanted = static_cast<int64_t>(static_cast<double>(num_bytes) * (is_busy ? DECAY : GROWTH));
+            num_bytes = std::min(most_bytes, std::max(least_bytes, wanted));
+            num_learnt_bytes_ = sum_underway_bytes_ = sum_took_s_ = 0.0;
+        }
+    }
+
+   private:
+    static constexpr double BUSY = 0.92, GROWTH = 1.25, DECAY = 0.85;
+    static constexpr int64_t NUM_WINDOWS = 2;
+    double bytes_per_s_;
+    double num_learnt_bytes_ = 0, sum_underway_bytes_ = 0, sum_took_s_ = 0;
+};
+
+// When one sender's grants were given; its messages count as if they came in turn.
+class GrantLog {
+   public:
+    explicit GrantLog(int64_t underway_bytes) : unknown_bytes_(underway_bytes) {}
+
+    void granted(int64_t num_bytes, int64_t underway_bytes, double now_s) {
+        grants_.push_back({num_bytes, underway_bytes, now_s});
+    }
+
+    void arrived(int64_t num_bytes, GrantWindow& window, double now_s) {
+        const int64_t unknown_bytes = std::min(num_bytes, unknown_bytes_);
+        unknown_bytes_ -= unknown_bytes;
+        for (int64_t rest = num_bytes - unknown_bytes; rest;) {
+            Noted& grant = grants_.front();
+            const int64_t part_bytes = std::min(rest, grant.left_bytes);
+            window.learn(part_bytes, grant.underway_bytes, now_s - grant.granted_s);
+            rest -= part_bytes;
+            grant.left_bytes -= part_bytes;
+            if (!grant.left_bytes) grants_.pop_front();
+        }
+    }
+
+   private:
+    struct Noted {
+        int64_t left_bytes, underway_bytes;
+        double granted_s;
+    };
+    int64_t unknown_bytes_;
+    std::deque<Noted> grants_;
+};
+
+struct Grant {
+    int peer;
+    uint64_t tag;
+    int64_t limit_bytes;
+};
+
+// Orders the grants of one rank by (urgency, arrival) over all senders. Times are seconds of one monotonic clock.
+class GrantScheduler {
+   public:
+    using Shares = std::vector<std::shared_ptr<LinkShare>>;
+
+    GrantScheduler(GrantWindow window, int64_t quantum_bytes, std::unordered_map<int, int64_t> sender_bytes,
+                   std::unordered_map<int, Shares> shares)
+        : window_(window),
+          least_quantum_bytes_(quantum_bytes),
+          sender_bytes_(std::move(sender_bytes)),
+          shares_(std::move(shares)) {}
+
+    int64_t underway_bytes = 0;
+
+    void resize(GrantWindow window, int64_t quantum_bytes, std::unordered_map<int, int64_t> sender_bytes) {
+        window_ = window;
+        least_quantum_bytes_ = quantum_bytes;
+        sender_bytes_ = std::move(sender_bytes);
+        for (auto& [peer, sender] : senders_) {
+            sender.limit_bytes = limit_of(peer);
+            sender.log = log_for(sender.limit_bytes, sender.underway_bytes);
+            offer(peer, sender);
+        }
+    }
+
+    int64_t window_bytes() const { return window_.num_bytes; }
+    int64_t quantum_bytes() const {
+        return window_.is_fixed() ? least_quantum_bytes_ : std::max(least_quantum_bytes_, window_.num_bytes / 4);
+    }
+    bool has_wishes() const { return !ready_.empty(); }
+
+    void wish(int peer, uint64_t tag, int64_t num_bytes, int64_t urgency) {
+        auto found = senders_.find(peer);
+        if (found == senders_.end()) {
+            Sender sender;
+            sender.limit_bytes = limit_of(peer);
+            if (auto shares = shares_.find(peer); shares != shares_.end()) sender.shares = shares->second;
+            sender.log = log_for(sender.limit_bytes, 0);
+            found = senders_.emplace(peer, std::move(sender)).first;
+        }
+        Sender& sender = found->second;
+        auto wish = std::make_shared<Wish>(Wish{tag, num_bytes, urgency, ++order_});
+        sender.by_tag[tag] = wish;
+        sender.wishes.push(wish);
+        if (sender.best() == wish.get()) offer(peer, sender);
+    }
+
+    void arrived(int peer, int64_t num_bytes, int64_t urgency, double now_s) {
+        Sender& sender = senders_.at(peer);
+        sender.underway_bytes -= num_bytes;
+        underway_bytes -= num_bytes;
+        count_down(sender.underway_by_urgency, urgency, num_bytes);
+        count_down(underway_by_urgency_, urgency, num_bytes);
+        if (sender.log) sender.log->arrived(num_bytes, window_, now_s);
+        if (!sender.shares.empty()) {
+            for (auto& share : sender.shares) share->arrived(num_bytes, now_s);
+            offer_waiting(sender.shares);
+        }
+        if (!sender.wishes.empty()) offer(peer, sender);
+    }
+
+    void forget(int peer, uint64_t tag) {
+        auto found = senders_.find(peer);
+        if (found == senders_.end()) return;
+        Sender& sender = found->second;
+        auto wish = sender.by_tag.find(tag);
+        if (wish == sender.by_tag.end()) return;
+        wish->second->is_forgotten = true;
+        sender.by_tag.erase(wish);
+        if (sender.best()) offer(peer, sender);
+    }
+
+    void forget_peer(int peer, const std::map<int64_t, int64_t>& underway) {
+        auto found = senders_.find(peer);
+        if (found == senders_.end()) return;
+        Sender sender = std::move(found->second);
+        senders_.erase(found);
+        underway_bytes -= sender.underway_bytes;
+        for (auto& share : sender.shares) share->forgotten(sender.underway_bytes);
+        offer_waiting(sender.shares);
+        for (const auto& [urgency, num_bytes] : underway) count_down(underway_by_urgency_, urgency, num_bytes);
+    }
+
+    std::vector<Grant> grants(double now_s) {
+        std::vector<Grant> found;
+        while (underway_bytes < 2 * window_bytes()) {
+            const Choice chosen = pop(ready_, /*needs_idle=*/false);
+            if (!chosen.wish) return found;
+            if (!is_its_turn(chosen.wish->urgency)) {
+                offer(chosen.peer, *chosen.sender);
+                break;
+            }
+            found.push_back(grant(chosen, now_s));
+        }
+        while (underway_bytes < 2 * window_bytes()) {
+            const Choice chosen = pop(idle_, /*needs_idle=*/true);
+            if (!chosen.wish) break;
+            if (is_anything_more_urgent_underway(chosen.wish->urgency)) {
+                offer(chosen.peer, *chosen.sender);
+                break;
+            }
+            found.push_back(grant(chosen, now_s));
+        }
+        return found;
+    }
+
+   private:
+    struct Wish {
+        uint64_t tag;
+        int64_t num_bytes, urgency, order;
+        int64_t granted_bytes = 0;
+        bool is_forgotten = false;
+    };
+    struct IsLessUrgent {
+        bool operator()(const std::shared_ptr<Wish>& a, const std::shared_ptr<Wish>& b) const {
+            return std::pair(a->urgency, a->order) > std::pair(b->urgency, b->order);
+        }
+    };
+    using ByUrgency = std::map<int64_t, int64_t>;
+    struct Sender {
+        int64_t limit_bytes = 0;
+        Shares shares;
+        std::priority_queue<std::shared_ptr<Wish>, std::vector<std::shared_ptr<Wish>>, IsLessUrgent> wishes;
+        std::unordered_map<uint64_t, std::shared_ptr<Wish>> by_tag;
+        int64_t underway_bytes = 0;
+        ByUrgency underway_by_urgency;
+        std::unique_ptr<GrantLog> log;
+        int64_t ready_order = 0, idle_order = 0;
+
+        double room_bytes() const {
+            double room = std::numeric_limits<double>::infinity();
+            for (const auto& share : shares) room = std::min(room, static_cast<double>(share->part_bytes));
+            return room;
+        }
+        Wish* best() {
+            while (!wishes.empty() && wishes.top()->is_forgotten) wishes.pop();
+            return wishes.empty() ? nullptr : wishes.top().get();
+        }
+    };
+    struct Ticket {
+        int64_t urgency;
+        double room_bytes;
+        int64_t order;
+        int peer;
+        bool operator>(const Ticket& other) const {
+            return std::tie(urgency, room_bytes, order, peer) >
+                   std::tie(other.urgency, other.room_bytes, other.order, other.peer);
+        }
+    };
+    using Tickets = std::priority_queue<Ticket, std::vector<Ticket>, std::greater<Ticket>>;
+    struct Choice {
+        int peer = -1;
+        Sender* sender = nullptr;
+        Wish* wish = nullptr;
+    };
+
+    GrantWindow window_;
+    int64_t least_quantum_bytes_;
+    std::unordered_map<int, int64_t> sender_bytes_;
+    std::unordered_map<int, Shares> shares_;
+    std::unordered_map<int, Sender> senders_;
+    // Entries are not removed when they no longer hold: they are checked when they surface.
+    Tickets ready_, idle_;
+    ByUrgency underway_by_urgency_;
+    int64_t order_ = 0;
+
+    Grant grant(const Choice& chosen, double now_s) {
+        Sender& sender = *chosen.sender;
+        Wish& wish = *chosen.wish;
+        int64_t amount = std::min({wish.num_bytes - wish.granted_bytes, quantum_bytes(), sender.limit_bytes});
+        for (const auto& share : sender.shares) amount = std::min(amount, share->quantum_bytes(wish.urgency));
+        for (auto& share : sender.shares) share->granted(amount, now_s);
+        wish.granted_bytes += amount;
+        sender.underway_bytes += amount;
+        underway_bytes += amount;
+        if (sender.log) sender.log->granted(amount, underway_bytes, now_s);
+        sender.underway_by_urgency[wish.urgency] += amount;
+        underway_by_urgency_[wish.urgency] += amount;
+        const Grant given{chosen.peer, wish.tag, wish.granted_bytes};
+        if (wish.granted_bytes == wish.num_bytes) {
+            sender.by_tag.erase(wish.tag);
+            sender.wishes.pop();
+        }
+        if (!sender.wishes.empty()) offer(chosen.peer, sender);
+        return given;
+    }
+
+    int64_t limit_of(int peer) const {
+        auto found = sender_bytes_.find(peer);
+        return std::max<int64_t>(found == sender_bytes_.end() ? window_.most_bytes : found->second, 1);
+    }
+
+    // A sender on a slower route says nothing of this link.
+    std::unique_ptr<GrantLog> log_for(int64_t limit_bytes, int64_t underway) const {
+        if (window_.is_fixed() || limit_bytes < window_.most_bytes) return nullptr;
+        return std::make_unique<GrantLog>(underway);
+    }
+
+    void offer(int peer, Sender& sender) {
+        const Wish* wish = sender.best();
+        if (!wish) return;
+        const Ticket ticket{wish->urgency, sender.room_bytes(), wish->order, peer};
+        if (sender.underway_bytes < sender.limit_bytes && sender.ready_order != wish->order) {
+            sender.ready_order = wish->order;
+            ready_.push(ticket);
+        }
+        if (!sender.underway_bytes && sender.idle_order != wish->order) {
+            sender.idle_order = wish->order;
+            idle_.push(ticket);
+        }
+    }
+
+    Choice pop(Tickets& tickets, bool needs_idle) {
+        while (!tickets.empty()) {
+            const Ticket ticket = tickets.top();
+            tickets.pop();
+            auto found = senders_.find(ticket.peer);
+            if (found == senders_.end()) continue;
+            Sender& sender = found->second;
+            int64_t& offered = needs_idle ? sender.idle_order : sender.ready_order;
+            if (offered == ticket.order) offered = 0;
+            Wish* wish = sender.best();
+            if (!wish || wish->order != ticket.order) continue;
+            if (sender.underway_bytes && (needs_idle || sender.underway_bytes >= sender.limit_bytes)) continue;
+            LinkShare* used_up = nullptr;
+            for (auto& share : sender.shares)
+                if (share->is_used_up()) {
+                    used_up = share.get();
+                    break;
+                }
+            if (!used_up) return {ticket.peer, &sender, wish};
+            used_up->waiting.insert(ticket.peer);
+        }
+        return {};
+    }
+
+    // Let those wait no longer who were passed over for want of what is free again.
+    void offer_waiting(const Shares& shares) {
+        for (const auto& share : shares) {
+            if (share->waiting.empty() || share->is_used_up()) continue;
+            std::set<int> waiting;
+            waiting.swap(share->waiting);
+            for (int peer : waiting)
+                if (auto found = senders_.find(peer); found != senders_.end()) offer(peer, found->second);
+        }
+    }
+
+    static void count_down(ByUrgency& counts, int64_t urgency, int64_t num_bytes) {
+        auto found = counts.emplace(urgency, 0).first;
+        found->second -= num_bytes;
+        if (!found->second) counts.erase(found);
+    }
+
+    bool is_its_turn(int64_t urgency) const {
+        int64_t ahead = 0;
+        auto entry = underway_by_urgency_.begin();
+        for (; entry != underway_by_urgency_.end() && entry->first < urgency; ++entry) ahead += entry->second;
+        const int64_t equal =
+            entry != underway_by_urgency_.end() && entry->first == urgency ? entry->second : 0;
+        if (ahead + equal >= window_bytes()) return false;
+        const int64_t most = window_bytes() / 4;
+        return ahead <= most || weighted_ahead(urgency) <= most;
+    }
+
+    int64_t weighted_ahead(int64_t urgency) const {
+        int64_t ahead = 0;
+        for (const auto& [peer, sender] : senders_) {
+            int64_t urgent = 0;
+            for (const auto& [other, num_bytes] : sender.underway_by_urgency)
+                if (other < urgency) urgent += num_bytes;
+            ahead += urgent * std::min(sender.limit_bytes, window_bytes()) / window_bytes();
+        }
+        return ahead;
+    }
+
+    bool is_anything_more_urgent_underway(int64_t urgency) const {
+        return !underway_by_urgency_.empty() && underway_by_urgency_.begin()->first < urgency;
+    }
+};
+
+// The receiver's account of what one peer may send without asking. A message costs its bytes and a header; what was
+// consumed is given back in batches of a quarter.
+class EagerCredit {
+   public:
+    explicit EagerCredit(int64_t credit_bytes) : credit_bytes(credit_bytes) {}
+
+    int64_t credit_bytes;
+
+    bool take(int64_t cost_bytes) {
+        used_bytes_ += cost_bytes;
+        return used_bytes_ <= credit_bytes;
+    }
+    int64_t consume(int64_t cost_bytes) {
+        owed_bytes_ += cost_bytes;
+        if (owed_bytes_ * 4 < credit_bytes) return 0;
+        const int64_t returned = owed_bytes_;
+        owed_bytes_ = 0;
+        used_bytes_ -= returned;
+        return returned;
+    }
+
+   private:
+    int64_t used_bytes_ = 0, owed_bytes_ = 0;
+};
+
+}  // namespace syncline

@@ -1,0 +1,35 @@
+"""Which wires a fabric gets: compiled ones where they could be built, unless ``SYNCLINE_NATIVE=0`` says otherwise."""
+
+from __future__ import annotations
+
+import os
+
+from syncline.errors import ConfigurationError
+from syncline.fabric.fitting import GrantSizes
+from syncline.fabric.python_wire import PythonWiring
+from syncline.fabric.wire import Wiring
+
+try:
+    from syncline.fabric.native_wire import NativeWiring
+except ImportError:  # there was no compiler when the package was installed
+    NativeWiring = None  # type: ignore[assignment,misc]
+
+VARIABLE = "SYNCLINE_NATIVE"
+
+
+def is_native() -> bool:
+    """Whether fabrics get compiled wires now."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise ConfigurationError(f"{VARIABLE} must be 0, 1 or empty, not {wanted!r}; 0 leaves the compiled wire out")
+    if wanted == "1" and NativeWiring is None:
+        raise ConfigurationError(
+            f"{VARIABLE}=1 asks for the compiled wire, but it is not installed; install a C++ compiler (Debian: g++) "
+            "and then Syncline again, or leave the variable empty"
+        )
+    return NativeWiring is not None and wanted != "0"
+
+
+def open_wiring(sizes: GrantSizes) -> Wiring:
+    """Return a new wiring on the running loop."""
+    return NativeWiring(sizes) if is_native() else PythonWiring(sizes)
