@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.link_share import LinkShare
 
+def wait(epoll_fd: int, timeout_s: float, exchanges: Sequence[Exchange]) -> list[tuple[int, int]]: ...
 def crc32(data: bytes | memoryview, before: int = 0) -> int: ...
 
 class GrantScheduler:
@@ -30,6 +31,7 @@ class GrantScheduler:
 
 class Exchange:
     tells_drained: bool
+    is_served: bool
     has_work: bool
     has_events: bool
 

@@ -43,7 +43,7 @@ class NativeWiring:
         self._is_running = False
         self._is_scheduled = False
         self._is_closed = False
-        self._loop.add_reader(self.exchange.fileno(), self._on_ready)
+        self._loop.add_reader(self.exchange, self._on_ready)
 
     def __repr__(self) -> str:
         return f"<NativeWiring: {'closed' if self._is_closed else f'{len(self._wires)} wires'}>"
@@ -71,18 +71,22 @@ class NativeWiring:
         """Watch nothing any more; every wire is closed."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.remove_reader(self.exchange.fileno())
+            self._loop.remove_reader(self.exchange)
             self.exchange.close()
             self.fetcher.close()
 
     def stir(self) -> None:
-        """Grant, write and tell, once what else is ready in this turn of the loop has run."""
-        if not (self._is_running or self._is_scheduled or self._is_closed):
+        """Grant, write and tell, once what else is ready in this turn of the loop has run.
+
+        A loop with a :class:`~syncline.fabric.native_selector.NativeSelector` does so before it sleeps, without asking.
+        """
+        if not (self._is_running or self._is_scheduled or self._is_closed or self.exchange.is_served):
             self._is_scheduled = True
             self._loop.call_soon(self._run)
 
     def _on_ready(self) -> None:
-        self.exchange.poll(0)
+        if not self.exchange.is_served:  # else that has been done
+            self.exchange.poll(0)
         self._run()
 
     def _run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from syncline.errors import ConfigurationError
@@ -10,9 +11,11 @@ from syncline.fabric.python_wire import PythonWiring
 from syncline.fabric.wire import Wiring
 
 try:
+    from syncline.fabric.native_selector import NativeSelector
     from syncline.fabric.native_wire import NativeWiring
-except ImportError:  # there was no compiler when the package was installed
-    NativeWiring = None  # type: ignore[assignment,misc]
+except ImportError as error:  # there was no compiler when the package was installed
+    NativeWiring = NativeSelector = None  # type: ignore[assignment,misc]
+    _why_not = str(error)
 
 VARIABLE = "SYNCLINE_NATIVE"
 
@@ -24,10 +27,15 @@ def is_native() -> bool:
         raise ConfigurationError(f"{VARIABLE} must be 0, 1 or empty, not {wanted!r}; 0 leaves the compiled wire out")
     if wanted == "1" and NativeWiring is None:
         raise ConfigurationError(
-            f"{VARIABLE}=1 asks for the compiled wire, but it is not installed; install a C++ compiler (Debian: g++) "
-            "and then Syncline again, or leave the variable empty"
+            f"{VARIABLE}=1 asks for the compiled wire, but that is not installed ({_why_not}); install a C++ compiler "
+            "(Debian: g++) and then Syncline again, or leave the variable empty"
         )
     return NativeWiring is not None and wanted != "0"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop on which these wires do best; they run on any."""
+    return asyncio.SelectorEventLoop(NativeSelector()) if is_native() else asyncio.new_event_loop()
 
 
 def open_wiring(sizes: GrantSizes) -> Wiring:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from syncline.errors import DeadlineError, FabricClosedError
+from syncline.fabric import new_event_loop
 from syncline.runtime.time_slices import ask_for_short_slices, stand_back
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class CommunicationLoop:
     def start(self) -> None:
         """Start the thread; returns once the loop runs."""
         assert self._thread is None, "the communication loop was started twice"
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._loop.set_exception_handler(self._handle_exception)
         started = threading.Event()
         self._loop.call_soon(started.set)

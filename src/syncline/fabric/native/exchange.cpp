@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <system_error>
 
 namespace syncline {
@@ -973,6 +974,38 @@ int64_t Exchange::fetched(int rank, uint64_t tag, int64_t serial, int64_t num_by
     received(peer, tag, receive);
     peer.arriving.erase(found);
     return 0;
+}
+
+std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s, const std::vector<Exchange*>& exchanges) {
+    std::vector<std::pair<int, uint32_t>> found;
+    const double deadline_s = now_s() + timeout_s;
+    while (true) {
+        bool has_events = false;
+        for (Exchange* exchange : exchanges) {
+            exchange->finish();
+            has_events |= exchange->has_events();
+        }
+        int timeout_ms = -1;
+        if (has_events)
+            timeout_ms = 0;
+        else if (timeout_s >= 0)
+            timeout_ms = static_cast<int>(std::ceil(std::max(deadline_s - now_s(), 0.0) * 1e3));
+        epoll_event ready[MAX_READY];
+        const int num_ready = epoll_wait(epoll_fd, ready, MAX_READY, timeout_ms);
+        for (int place = 0; place < num_ready; ++place) {
+            const int fd = ready[place].data.fd;
+            const auto served = std::find_if(exchanges.begin(), exchanges.end(),
+                                             [fd](const Exchange* exchange) { return exchange->fileno() == fd; });
+            if (served == exchanges.end())
+                found.emplace_back(fd, uint32_t{ready[place].events});
+            else
+                (*served)->poll(0);
+        }
+        for (const Exchange* exchange : exchanges)
+            if (exchange->has_events()) found.emplace_back(exchange->fileno(), EPOLLIN);
+        if (!found.empty() || num_ready < 0) return found;  // a signal is for Python too
+        if (timeout_s >= 0 && now_s() >= deadline_s) return found;
+    }
 }
 
 }  // namespace syncline

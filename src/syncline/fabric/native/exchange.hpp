@@ -229,6 +229,7 @@ class Exchange {
 
     std::shared_ptr<GrantScheduler> scheduler;
     bool tells_drained = false;
+    bool is_served = false;  // `wait` grants and writes what was asked for, and looks for events
 
     int fileno() const { return epoll_fd_; }
 
@@ -321,5 +322,9 @@ class Exchange {
     void received(Peer& peer, uint64_t tag, Receive& receive);
     void drop(Receive& receive);
 };
+
+// Wait for what is ready for Python in an epoll set that holds some exchanges: descriptors with their events. What the
+// exchanges can do alone is done. At most `timeout_s` seconds; a negative number waits forever.
+std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s, const std::vector<Exchange*>& exchanges);
 
 }  // namespace syncline

@@ -94,6 +94,19 @@ PYBIND11_MODULE(_native, module) {
         },
         "data"_a, "before"_a = 0);
 
+    module.def(
+        "wait",
+        [](int epoll_fd, double timeout_s, const std::vector<Exchange*>& exchanges) {
+            std::vector<std::pair<int, uint32_t>> found;
+            {
+                py::gil_scoped_release unlocked;
+                found = wait(epoll_fd, timeout_s, exchanges);
+            }
+            for (Exchange* exchange : exchanges) exchange->garbage().sweep();
+            return found;
+        },
+        "epoll_fd"_a, "timeout_s"_a, "exchanges"_a);
+
     py::class_<GrantScheduler, std::shared_ptr<GrantScheduler>>(module, "GrantScheduler")
         .def(py::init([](const py::object& window, int64_t quantum_bytes,
                          std::unordered_map<int, int64_t> sender_bytes, const py::dict& shares) {
@@ -131,6 +144,7 @@ PYBIND11_MODULE(_native, module) {
         .def("fileno", &Exchange::fileno)
         .def("close", &Exchange::close)
         .def_readwrite("tells_drained", &Exchange::tells_drained)
+        .def_readwrite("is_served", &Exchange::is_served)
         .def_property_readonly("has_work", &Exchange::has_work)
         .def_property_readonly("has_events", &Exchange::has_events)
         .def("add_peer", &Exchange::add_peer, "peer"_a, py::kw_only(), "eager_bytes"_a, "credit_bytes"_a)

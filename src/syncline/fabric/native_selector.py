@@ -1,0 +1,55 @@
+"""A selector that lets the loop sleep while compiled wires have nothing for Python.
+
+asyncio asks its selector what is ready. Requests, grants and pieces of messages make sockets ready and need no Python
+at all: here they are dealt with inside that question, without the interpreter's lock, and the loop wakes up for whole
+messages, timers and what other threads ask of it.
+"""
+
+from __future__ import annotations
+
+import selectors
+from typing import Any
+
+from syncline.fabric._native import Exchange, wait
+
+_EPOLLIN, _EPOLLOUT = 1, 4
+
+
+class NativeSelector(selectors.EpollSelector):
+    """Serves every exchange that is registered to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._exchanges: list[Exchange] = []
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Watch a file, or serve an exchange."""
+        key = super().register(fileobj, events, data)
+        if isinstance(fileobj, Exchange):
+            self._exchanges.append(fileobj)
+            fileobj.is_served = True
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """Watch a file, or serve an exchange, no longer."""
+        if isinstance(fileobj, Exchange):
+            self._exchanges.remove(fileobj)
+            fileobj.is_served = False
+        return super().unregister(fileobj)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready for Python within ``timeout`` seconds (None: forever)."""
+        if not self._exchanges:
+            return super().select(timeout)
+        found = []
+        keys = self.get_map()
+        for descriptor, mask in wait(self.fileno(), -1.0 if timeout is None else max(timeout, 0.0), self._exchanges):
+            key = keys.get(descriptor)
+            if key is None:
+                continue
+            events = (selectors.EVENT_WRITE if mask & ~_EPOLLIN else 0) | (
+                selectors.EVENT_READ if mask & ~_EPOLLOUT else 0
+            )
+            if events & key.events:
+                found.append((key, events & key.events))
+        return found
