@@ -9,8 +9,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "syncline.fabric._native",
-            [f"{NATIVE}/module.cpp", f"{NATIVE}/exchange.cpp"],
-            depends=[f"{NATIVE}/{name}.hpp" for name in ("crc32", "exchange", "frames", "grants")],
+            [f"{NATIVE}/{name}.cpp" for name in ("module", "exchange", "slices")],
+            depends=[f"{NATIVE}/{name}.hpp" for name in ("crc32", "exchange", "frames", "grants", "slices")],
             cxx_std=17,
             optional=True,
         )

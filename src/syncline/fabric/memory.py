@@ -156,6 +156,11 @@ class MemoryFabric:
         """All ranks are in this process."""
         return True
 
+    @property
+    def native(self) -> None:
+        """None: there are no wires."""
+        return
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._audience.seat(listener)

@@ -33,7 +33,8 @@ MAX_PASSES = 8
 class NativeWiring:
     """All wires of one fabric, on the running loop."""
 
-    def __init__(self, sizes: GrantSizes) -> None:
+    def __init__(self, sizes: GrantSizes, *, rank: int) -> None:
+        self.rank = rank
         self._loop = asyncio.get_running_loop()
         self.scheduler = GrantScheduler(**sizes)
         self.exchange = Exchange(self.scheduler)

@@ -10,11 +10,14 @@ which call it belongs to, so that two ranks that call different things never mix
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from syncline.errors import PeerLostError
 from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
+
+if TYPE_CHECKING:
+    from syncline.fabric.native_wire import NativeWiring
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
@@ -65,6 +68,10 @@ class Fabric(Protocol):
     @property
     def is_one_machine(self) -> bool:
         """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
+
+    @property
+    def native(self) -> NativeWiring | None:
+        """The compiled wires that it has, if any: then whoever sends and receives may do so in compiled code too."""
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""

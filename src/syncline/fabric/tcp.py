@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
@@ -24,7 +24,11 @@ from syncline.fabric.peer import Peer
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import FabricStatistics
 from syncline.fabric.wire import Wiring
+from syncline.fabric.wirings import as_native
 from syncline.topology.priorities import Priorities
+
+if TYPE_CHECKING:
+    from syncline.fabric.native_wire import NativeWiring
 
 MAX_REASON_BYTES = 1024
 
@@ -110,6 +114,11 @@ class TcpFabric:
     def is_one_machine(self) -> bool:
         """Whether the ends of every peer's connections have one address, and memory may be shared."""
         return all(peer.is_local for peer in self._peers.values())
+
+    @property
+    def native(self) -> NativeWiring | None:
+        """The compiled wires, if that is what this fabric has."""
+        return as_native(self._wiring)
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from syncline.runtime.call import CollectiveCall, Description
 from syncline.runtime.clock import Timer
-from syncline.runtime.slicerun import SliceRun
+from syncline.runtime.slices import Run
 from syncline.runtime.tags import first_tag
 
 Done = Callable[[BaseException | None], None]
@@ -34,7 +34,7 @@ class ActiveCall:
     is_agreed: bool
     """Whether the rank before is known to have made the same call."""
     next_slice: int = 0
-    runs: set[SliceRun] = field(default_factory=set)
+    runs: set[Run] = field(default_factory=set)
     timer: Timer | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
     """For each rank that said so, whom it waits for."""
@@ -111,11 +111,11 @@ class SliceOrder:
             self._starved.append(active)
             heapq.heappush(self._queue, (active.call.urgency, active.order, active))
 
-    def began(self, active: ActiveCall, run: SliceRun) -> None:
+    def began(self, active: ActiveCall, run: Run) -> None:
         """Count a slice that begins."""
         self._inflight_bytes[active] = self._inflight_bytes.get(active, 0) + run.num_bytes
 
-    def ended(self, active: ActiveCall, run: SliceRun) -> None:
+    def ended(self, active: ActiveCall, run: Run) -> None:
         """Count a slice that ended."""
         self._inflight_bytes[active] -= run.num_bytes
         if not active.runs:

@@ -24,8 +24,7 @@ from syncline.runtime.clock import Clock
 from syncline.runtime.control import ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
-from syncline.runtime.pool import TemporaryPool
-from syncline.runtime.slicerun import SliceRun
+from syncline.runtime.slices import Run, open_slices
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit
 from syncline.topology import Topology
 
@@ -55,12 +54,12 @@ class Engine:
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
         self._order = SliceOrder(max_inflight_bytes)
-        self._pool = TemporaryPool(2 * max_inflight_bytes)
+        self._slices = open_slices(fabric, self._members, self, max_kept_bytes=2 * max_inflight_bytes)
         self._agreement = Agreement(self._predecessor)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
         self._calls: dict[CallKey, ActiveCall] = {}
-        self._owners: dict[SliceRun, ActiveCall] = {}
+        self._owners: dict[Run, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
         self._num_submitted = 0
         self._lost: dict[int, Failure] = {}
@@ -105,7 +104,7 @@ class Engine:
     @property
     def temporary_bytes(self) -> int:
         """Bytes of temporaries, in use or kept, now."""
-        return self._pool.used_bytes + self._pool.kept_bytes
+        return self._slices.temporary_bytes
 
     def submit(self, call: CollectiveCall, on_done: Done, *, num_skipped: int = 0) -> None:
         """Begin ``call``; ``on_done`` is told once, with None or with what went wrong.
@@ -151,7 +150,7 @@ class Engine:
 
     # What slices tell.
 
-    def slice_done(self, run: SliceRun) -> None:
+    def slice_done(self, run: Run) -> None:
         """Go on with the next slice."""
         active = self._owners.pop(run)
         active.runs.discard(run)
@@ -301,15 +300,12 @@ class Engine:
         self._fill()
 
     def _begin_slice(self, active: ActiveCall) -> None:
-        run = SliceRun(
+        run = self._slices.open(
             active.call,
             self._dataflows.of_slice(active.call.schedule, active.call.layout.slices[active.next_slice]),
             active.next_slice,
             signature=active.signature,
             tag=active.next_tag(),
-            fabric=self._fabric,
-            pool=self._pool,
-            owner=self,
         )
         active.next_slice += 1
         active.runs.add(run)
@@ -360,7 +356,7 @@ class Engine:
         self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
-        silent_s = self._clock.time() - max(self._heard_s[peer], active.started_s)
+        silent_s = self._clock.time() - max(self._heard_s[peer], self._slices.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
         return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names)
 

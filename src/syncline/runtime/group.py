@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import Fabric, FabricListener
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
 from syncline.topology.priorities import Priorities
+
+if TYPE_CHECKING:
+    from syncline.fabric.native_wire import NativeWiring
 
 
 class GroupFabric:
@@ -42,6 +46,11 @@ class GroupFabric:
     def is_one_machine(self) -> bool:
         """Whether all of the job's ranks run on one machine; what they share is the job's, not a group's."""
         return False
+
+    @property
+    def native(self) -> NativeWiring | None:
+        """The job's compiled wires, if it has them."""
+        return self._fabric.native
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""

@@ -6,25 +6,15 @@ This is the hot path: a callback for each message, no coroutine, no allocation t
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from syncline.fabric import Fabric
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.dataflow import Dataflow, Kind, Operation
 from syncline.runtime.pool import Temporary, TemporaryPool
 
-
-class SliceOwner(Protocol):
-    """Who is told how a slice goes."""
-
-    def slice_done(self, run: SliceRun) -> None:
-        """Take note that every operation of ``run`` has ended."""
-
-    def slice_crashed(self, error: Exception) -> None:
-        """Take note that our own code failed; the slice will not go on."""
-
-    def heard(self, peer: int) -> None:
-        """Take note that a message of ``peer`` has arrived."""
+if TYPE_CHECKING:
+    from syncline.runtime.slices import SliceOwner
 
 
 class SliceRun:

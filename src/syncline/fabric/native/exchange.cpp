@@ -66,11 +66,11 @@ void Exchange::close() {
         for (auto& [tag, receive] : peer->posted) drop(receive);
         peer->posted.clear();
     }
-    for (auto& event : events_) garbage_.drop(event.object);
+    for (auto& event : events_) garbage().drop(event.object);
     events_.clear();
     to_write_.clear();
     must_grant_ = false;
-    garbage_.sweep();
+    garbage().sweep();
     ::close(epoll_fd_);
     epoll_fd_ = -1;
 }
@@ -561,7 +561,7 @@ bool Exchange::refill(DataConnection& connection) {
         const int64_t rest = message.limit_bytes - message.sent_bytes;
         if (num_frames && rest > room) break;  // a chunk of its own, rather than a crumb now
         const int64_t num_bytes = std::min(rest, room);
-        const uint8_t* chunk = message.payload.data() + message.sent_bytes;
+        const uint8_t* chunk = message.payload.data + message.sent_bytes;
         Header& header = connection.headers[num_frames++];
         header = Header{};
         header.type = message.is_eager ? EAGER : DATA;
@@ -632,17 +632,17 @@ void Exchange::flush_control(int rank) {
 // --- what we send ---
 
 void Exchange::send(int rank, uint64_t tag, Memory payload, uint32_t signature, int64_t urgency, int connection_class,
-                    PyObject* on_sent) {
+                    Completion on_sent) {
     Peer& peer = this->peer(rank);
     auto message = std::make_shared<Outgoing>();
     message->tag = tag;
-    message->num_bytes = payload.num_bytes();
-    message->payload = payload;
+    message->num_bytes = payload.num_bytes;
+    message->payload = std::move(payload);
     message->signature = signature;
     message->urgency = urgency;
     message->order = ++peer.order;
     message->connection_class = std::min(connection_class, static_cast<int>(peer.data.size()) - 1);
-    message->on_sent = on_sent;
+    message->on_sent = std::move(on_sent);
     const int64_t cost_bytes = message->num_bytes + static_cast<int64_t>(HEADER_BYTES);
     message->is_eager = message->num_bytes <= peer.eager_bytes && cost_bytes <= peer.credit_bytes;
     ++peer.num_unsent;
@@ -675,7 +675,7 @@ void Exchange::announce(Peer& peer, const OutgoingPtr& message) {
     header.tag = message->tag;
     header.signature = message->signature;
     header.message_bytes = static_cast<uint64_t>(message->num_bytes);
-    header.offset = peer.reads_us && message->num_bytes ? reinterpret_cast<uint64_t>(message->payload.data()) : 0;
+    header.offset = peer.reads_us && message->num_bytes ? reinterpret_cast<uint64_t>(message->payload.data) : 0;
     send_header(peer, header);
 }
 
@@ -727,30 +727,43 @@ void Exchange::finish_message(Peer& peer, const OutgoingPtr& message) {
     if (peer.is_gone) return;
     --peer.num_unsent;
     peer.queued_bytes[static_cast<size_t>(message->connection_class)] -= message->num_bytes;
-    garbage_.drop(message->payload);
+    message->payload.drop();
     if (!peer.num_unsent && tells_drained) tell(Event(DRAINED, peer.rank));
-    if (message->on_sent) {
-        tell(Event(SENT, peer.rank, message->tag)).object = message->on_sent;
-        message->on_sent = nullptr;
+    complete(message->on_sent, Event(SENT, peer.rank, message->tag));
+}
+
+// The completion is used up.
+void Exchange::complete(Completion& completion, Event event) {
+    if (completion.object) {
+        tell(std::move(event)).object = completion.object;
+        completion.object = nullptr;
+    } else if (completion.listener) {
+        const auto listener = std::move(completion.listener);
+        listener->ended(completion.number);
     }
 }
 
+void Exchange::drop(Completion& completion) {
+    garbage().drop(completion.object);
+    completion.listener.reset();
+}
+
 void Exchange::drop(OutgoingPtr& message) {
-    garbage_.drop(message->payload);
-    garbage_.drop(message->on_sent);
+    message->payload.drop();
+    drop(message->on_sent);
 }
 
 // --- what we receive ---
 
 void Exchange::receive(int rank, uint64_t tag, Memory destination, uint32_t signature, int64_t urgency,
-                       PyObject* on_received) {
+                       Completion on_received) {
     Peer& peer = this->peer(rank);
     Receive receive;
-    receive.destination = destination;
-    receive.num_bytes = destination.num_bytes();
+    receive.num_bytes = destination.num_bytes;
+    receive.destination = std::move(destination);
     receive.signature = signature;
     receive.urgency = urgency;
-    receive.on_received = on_received;
+    receive.on_received = std::move(on_received);
     peer.posted.emplace(tag, receive);
     if (peer.announced.count(tag))
         match(peer, tag);
@@ -762,7 +775,7 @@ void Exchange::cancel(int rank, uint64_t tag) {
     Peer& peer = this->peer(rank);
     for (auto event = events_.begin(); event != events_.end(); ++event)
         if (event->kind == RECEIVED && event->peer == rank && event->tag == tag) {
-            garbage_.drop(event->object);
+            garbage().drop(event->object);
             events_.erase(event);
             break;
         }
@@ -848,7 +861,7 @@ uint8_t* Exchange::begin_granted(Peer& peer, const Header& frame) {
         throw FrameError(format("bytes %llu to %llu of message %#llx were not granted", ull(frame.offset), ull(end),
                                 ull(frame.tag)));
     const Receive& receive = found->second;
-    return receive.is_cancelled ? nullptr : receive.destination.data() + frame.offset;
+    return receive.is_cancelled ? nullptr : receive.destination.data + frame.offset;
 }
 
 void Exchange::end_granted(Peer& peer, const Header& frame) {
@@ -858,8 +871,9 @@ void Exchange::end_granted(Peer& peer, const Header& frame) {
     scheduler->arrived(peer.rank, frame.chunk_bytes, receive.urgency, now_s());
     if (scheduler->has_wishes()) must_grant_ = true;
     if (receive.arrived_bytes != receive.num_bytes) return;
-    if (!receive.is_cancelled) received(peer, frame.tag, receive);
+    Receive whole = std::move(receive);
     peer.arriving.erase(found);
+    if (!whole.is_cancelled) received(peer, frame.tag, whole);
 }
 
 uint8_t* Exchange::begin_eager(Peer& peer, const Header& frame) {
@@ -887,7 +901,7 @@ uint8_t* Exchange::begin_eager(Peer& peer, const Header& frame) {
         return nullptr;
     }
     peer.eager[tag] = {EagerTarget::TO_RECEIVE, receive};
-    return receive.destination.data();
+    return receive.destination.data;
 }
 
 void Exchange::end_eager(Peer& peer, const Header& frame) {
@@ -921,7 +935,7 @@ void Exchange::deliver_held(Peer& peer, uint64_t tag) {
         tell(Event(MISMATCH, peer.rank, tag, receive.signature, signature));
         return;
     }
-    if (num_bytes) std::memcpy(receive.destination.data(), payload.data(), payload.size());
+    if (num_bytes) std::memcpy(receive.destination.data, payload.data(), payload.size());
     received(peer, tag, receive);
 }
 
@@ -934,15 +948,16 @@ void Exchange::return_credit(Peer& peer, int64_t num_bytes) {
     send_header(peer, header);
 }
 
+// Whoever is told may receive and send at once: nothing here may point into what that changes.
 void Exchange::received(Peer& peer, uint64_t tag, Receive& receive) {
-    tell(Event(RECEIVED, peer.rank, tag)).object = receive.on_received;
-    receive.on_received = nullptr;
-    garbage_.drop(receive.destination);
+    if (receive.on_received.listener) peer.heard_s = now_s();
+    receive.destination.drop();
+    complete(receive.on_received, Event(RECEIVED, peer.rank, tag));
 }
 
 void Exchange::drop(Receive& receive) {
-    garbage_.drop(receive.destination);
-    garbage_.drop(receive.on_received);
+    receive.destination.drop();
+    drop(receive.on_received);
 }
 
 // --- copies out of a peer's memory ---
@@ -954,7 +969,7 @@ std::tuple<uint8_t*, int64_t, int64_t> Exchange::fetch_target(int rank, uint64_t
     if (found == peer.arriving.end() || found->second.serial != serial) return {nullptr, 0, 0};
     const Receive& receive = found->second;
     const int64_t start = receive.arrived_bytes;
-    return {receive.destination.data() + start, start, std::min(limit_bytes, receive.num_bytes - start)};
+    return {receive.destination.data + start, start, std::min(limit_bytes, receive.num_bytes - start)};
 }
 
 int64_t Exchange::fetched(int rank, uint64_t tag, int64_t serial, int64_t num_bytes) {
@@ -971,8 +986,9 @@ int64_t Exchange::fetched(int rank, uint64_t tag, int64_t serial, int64_t num_by
     header.type = FETCHED;
     header.tag = tag;
     send_header(peer, header);
-    received(peer, tag, receive);
+    Receive whole = std::move(receive);
     peer.arriving.erase(found);
+    received(peer, tag, whole);
     return 0;
 }
 

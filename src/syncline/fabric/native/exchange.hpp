@@ -16,6 +16,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -40,6 +41,7 @@ enum EventKind : int {
     ALL_ENDED = 8,   // the END of every connection has arrived
     ALL_CLOSED = 9,  // every connection was closed after its END
     DRAINED = 10,    // everything that was sent is with the kernel (told while `tells_drained`)
+    DONE = 11,       // object: a slice's on_done
 };
 
 struct Event {
@@ -56,36 +58,71 @@ struct Event {
     int64_t serial = 0;
 };
 
-// A piece of Python's memory that must stay where it is; let go where the interpreter lock is held.
-struct Memory {
-    Py_buffer view{};
-    uint8_t* data() const { return static_cast<uint8_t*>(view.buf); }
-    int64_t num_bytes() const { return view.len; }
-};
-
-// What was done with while the lock was not held.
+// What was done with while the interpreter lock was not held, of all exchanges.
 class Garbage {
    public:
-    void drop(Memory& memory) {
-        if (memory.view.obj) views_.push_back(memory.view);
-        memory.view = Py_buffer{};
+    void drop(const Py_buffer& view) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        views_.push_back(view);
     }
     void drop(PyObject*& object) {
-        if (object) objects_.push_back(object);
+        if (!object) return;
+        const std::lock_guard<std::mutex> guard(mutex_);
+        objects_.push_back(object);
         object = nullptr;
     }
     void sweep() {  // with the lock held
         std::vector<Py_buffer> views;
         std::vector<PyObject*> objects;
-        views.swap(views_);
-        objects.swap(objects_);
+        {
+            const std::lock_guard<std::mutex> guard(mutex_);
+            views.swap(views_);
+            objects.swap(objects_);
+        }
         for (auto& view : views) PyBuffer_Release(&view);
         for (auto* object : objects) Py_DECREF(object);
     }
 
    private:
+    std::mutex mutex_;
     std::vector<Py_buffer> views_;
     std::vector<PyObject*> objects_;
+};
+
+inline Garbage& garbage() {
+    static Garbage everywhere;
+    return everywhere;
+}
+
+// Python's memory, which stays where it is while somebody holds it.
+struct Hold {
+    explicit Hold(const Py_buffer& view) : view(view) {}
+    ~Hold() { garbage().drop(view); }
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+    Py_buffer view;
+};
+
+struct Memory {
+    uint8_t* data = nullptr;
+    int64_t num_bytes = 0;
+    std::shared_ptr<const void> hold;  // of Python's memory, or of whatever else it lies in
+
+    void drop() { *this = Memory(); }
+};
+
+// Who began a message without Python's knowing; called within the exchange, and may send and receive there.
+class Listener {
+   public:
+    virtual ~Listener() = default;
+    virtual void ended(uint32_t number) = 0;
+};
+
+// Whom to tell that a message is sent or received: a callable, or a listener by the number that it gave.
+struct Completion {
+    PyObject* object = nullptr;  // owned
+    std::shared_ptr<Listener> listener;
+    uint32_t number = 0;
 };
 
 struct Outgoing {
@@ -96,7 +133,7 @@ struct Outgoing {
     int64_t urgency, order;
     int connection_class;
     bool is_eager;
-    PyObject* on_sent;  // owned
+    Completion on_sent;
     int64_t limit_bytes = 0;
     int64_t sent_bytes = 0;
     bool is_queued = false, is_leaving = false, is_discarded = false;
@@ -109,7 +146,7 @@ struct Receive {
     int64_t num_bytes = 0;
     uint32_t signature = 0;
     int64_t urgency = 0;
-    PyObject* on_received = nullptr;  // owned
+    Completion on_received;
     int64_t granted_bytes = 0, arrived_bytes = 0;
     bool is_fetched = false;
     int64_t serial = 0;  // which fetch it is
@@ -190,6 +227,7 @@ struct Peer {
 
     int rank;
     bool is_gone = false;
+    double heard_s = 0;  // when its last message for a listener arrived
     ControlConnection control;
     std::vector<std::unique_ptr<DataConnection>> data;
 
@@ -243,9 +281,9 @@ class Exchange {
     Peer& peer(int rank) { return *peers_.at(rank); }
 
     void send(int peer, uint64_t tag, Memory payload, uint32_t signature, int64_t urgency, int connection_class,
-              PyObject* on_sent);
+              Completion on_sent);
     void receive(int peer, uint64_t tag, Memory destination, uint32_t signature, int64_t urgency,
-                 PyObject* on_received);
+                 Completion on_received);
     void cancel(int peer, uint64_t tag);
     void send_frame(int peer, uint8_t type, uint64_t tag, uint64_t message_bytes, const std::string& payload);
     void flush_control(int peer);
@@ -263,7 +301,7 @@ class Exchange {
     bool has_work() const { return must_grant_ || !to_write_.empty(); }
     bool has_events() const { return !events_.empty(); }
     Event next_event();
-    Garbage& garbage() { return garbage_; }
+    void tell_done(PyObject* on_done) { tell(Event(DONE, -1)).object = on_done; }
 
    private:
     int epoll_fd_;
@@ -272,7 +310,6 @@ class Exchange {
     std::vector<Connection*> to_write_;
     bool must_grant_ = false;
     int64_t num_fetches_ = 0;
-    Garbage garbage_;
 
     Event& tell(Event event) { return events_.emplace_back(std::move(event)); }
     void watch(Connection& connection, bool writer);
@@ -309,7 +346,9 @@ class Exchange {
     void on_grant(Peer& peer, uint64_t tag, int64_t limit_bytes);
     void on_discard(Peer& peer, uint64_t tag);
     void finish_message(Peer& peer, const OutgoingPtr& message);
-    void drop(OutgoingPtr& message);
+    void complete(Completion& completion, Event event);
+    static void drop(Completion& completion);
+    static void drop(OutgoingPtr& message);
 
     void on_request(Peer& peer, const Header& frame);
     void match(Peer& peer, uint64_t tag);
@@ -320,7 +359,7 @@ class Exchange {
     void deliver_held(Peer& peer, uint64_t tag);
     void return_credit(Peer& peer, int64_t num_bytes);
     void received(Peer& peer, uint64_t tag, Receive& receive);
-    void drop(Receive& receive);
+    static void drop(Receive& receive);
 };
 
 // Wait for what is ready for Python in an epoll set that holds some exchanges: descriptors with their events. What the

@@ -10,6 +10,7 @@
 #include "crc32.hpp"
 #include "exchange.hpp"
 #include "grants.hpp"
+#include "slices.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -18,9 +19,9 @@ using namespace syncline;
 namespace {
 
 Memory hold(const py::handle& object, int flags) {
-    Memory memory;
-    if (PyObject_GetBuffer(object.ptr(), &memory.view, flags) < 0) throw py::error_already_set();
-    return memory;
+    Py_buffer view;
+    if (PyObject_GetBuffer(object.ptr(), &view, flags) < 0) throw py::error_already_set();
+    return {static_cast<uint8_t*>(view.buf), view.len, std::make_shared<Hold>(view)};
 }
 
 [[noreturn]] void fail_assertion(const std::string& text) {
@@ -28,7 +29,11 @@ Memory hold(const py::handle& object, int flags) {
     throw py::error_already_set();
 }
 
-PyObject* keep(const py::object& callback) { return callback.is_none() ? nullptr : callback.inc_ref().ptr(); }
+Completion call(const py::object& callback) {
+    Completion completion;
+    if (!callback.is_none()) completion.object = callback.inc_ref().ptr();
+    return completion;
+}
 
 // A `grant_window.GrantWindow`, by its numbers.
 GrantWindow window_of(const py::object& window) {
@@ -60,6 +65,46 @@ py::object event_of(Exchange& exchange) {
                           event.serial);
 }
 
+std::vector<uint32_t> numbers_of(const py::handle& object, const char* name) {
+    return object.attr(name).cast<std::vector<uint32_t>>();
+}
+
+// A `runtime.dataflow.Dataflow`; rank k of its call is rank members[k] of the exchange.
+std::shared_ptr<const Plan> plan_of(const py::object& dataflow, const std::vector<int>& members) {
+    auto plan = std::make_shared<Plan>();
+    for (const py::handle each : dataflow.attr("operations")) {
+        const int peer = each.attr("peer").cast<int>();
+        plan->operations.push_back({
+            static_cast<Kind>(py::int_(each.attr("kind")).cast<int>()),
+            each.attr("first").cast<size_t>(),
+            each.attr("last").cast<size_t>(),
+            peer,
+            peer < 0 ? -1 : members.at(static_cast<size_t>(peer)),
+            static_cast<uint64_t>(each.attr("index").cast<int64_t>()),
+            numbers_of(each, "then"),
+            numbers_of(each, "applies"),
+            numbers_of(each, "before"),
+            numbers_of(each, "after"),
+            each.attr("replaces").cast<bool>(),
+        });
+    }
+    plan->num_waits = numbers_of(dataflow, "num_waits");
+    plan->first = numbers_of(dataflow, "first");
+    return plan;
+}
+
+std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Plan> plan,
+                                     std::shared_ptr<BlockPool> pool, const py::object& buffer,
+                                     std::vector<size_t> offsets, const std::string& dtype, uint64_t tag,
+                                     uint32_t signature, int64_t urgency, int connection_class,
+                                     const py::object& on_done) {
+    const Addition addition = addition_of(dtype);
+    if (!addition) throw py::value_error("numbers of " + dtype + " are not added here");
+    return std::make_shared<SliceRun>(std::move(exchange), std::move(plan), std::move(pool),
+                                      hold(buffer, PyBUF_WRITABLE), std::move(offsets), addition,
+                                      Manner{tag, signature, urgency, connection_class}, on_done.inc_ref().ptr());
+}
+
 using Counters = std::vector<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>>;
 
 Counters counters_of(const Peer& peer) {
@@ -87,10 +132,8 @@ PYBIND11_MODULE(_native, module) {
     module.def(
         "crc32",
         [](const py::buffer& data, uint32_t before) {
-            Memory memory = hold(data, PyBUF_SIMPLE);
-            const uint32_t crc = crc32(memory.data(), static_cast<size_t>(memory.num_bytes()), before);
-            PyBuffer_Release(&memory.view);
-            return crc;
+            const py::buffer_info info = data.request();
+            return crc32(info.ptr, static_cast<size_t>(info.size * info.itemsize), before);
         },
         "data"_a, "before"_a = 0);
 
@@ -102,7 +145,7 @@ PYBIND11_MODULE(_native, module) {
                 py::gil_scoped_release unlocked;
                 found = wait(epoll_fd, timeout_s, exchanges);
             }
-            for (Exchange* exchange : exchanges) exchange->garbage().sweep();
+            garbage().sweep();
             return found;
         },
         "epoll_fd"_a, "timeout_s"_a, "exchanges"_a);
@@ -139,7 +182,32 @@ PYBIND11_MODULE(_native, module) {
             },
             py::kw_only(), "now_s"_a);
 
-    py::class_<Exchange>(module, "Exchange")
+    module.def("can_add", [](const std::string& dtype) { return addition_of(dtype) != nullptr; }, "dtype"_a);
+
+    py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
+        .def(py::init([](const py::object& dataflow, const std::vector<int>& members) {
+                 return std::const_pointer_cast<Plan>(plan_of(dataflow, members));
+             }),
+             "dataflow"_a, "members"_a);
+
+    py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool")
+        .def(py::init<int64_t>(), "max_kept_bytes"_a)
+        .def_readonly("used_bytes", &BlockPool::used_bytes)
+        .def_readonly("kept_bytes", &BlockPool::kept_bytes);
+
+    py::class_<SliceRun, std::shared_ptr<SliceRun>>(module, "SliceRun")
+        .def(py::init(&open_slice), "exchange"_a, "plan"_a, "pool"_a, "buffer"_a, py::kw_only(), "offsets"_a,
+             "dtype"_a, "tag"_a, "signature"_a, "urgency"_a, "connection_class"_a, "on_done"_a)
+        .def("start", &SliceRun::start)
+        .def("stop",
+             [](SliceRun& self) {
+                 self.stop();
+                 garbage().sweep();
+             })
+        .def("awaited_peers", &SliceRun::awaited_peers)
+        .def("open_peers", &SliceRun::open_peers);
+
+    py::class_<Exchange, std::shared_ptr<Exchange>>(module, "Exchange")
         .def(py::init<std::shared_ptr<GrantScheduler>>(), "scheduler"_a)
         .def("fileno", &Exchange::fileno)
         .def("close", &Exchange::close)
@@ -156,7 +224,7 @@ PYBIND11_MODULE(_native, module) {
         .def("close_peer",
              [](Exchange& self, int peer) {
                  self.close_peer(peer);
-                 self.garbage().sweep();
+                 garbage().sweep();
              })
         .def(
             "send",
@@ -164,7 +232,7 @@ PYBIND11_MODULE(_native, module) {
                int connection_class, const py::object& on_sent) {
                 if (self.peer(peer).asked.count(tag))
                     fail_assertion("message " + std::to_string(tag) + " is sent twice");
-                self.send(peer, tag, hold(payload, PyBUF_SIMPLE), signature, urgency, connection_class, keep(on_sent));
+                self.send(peer, tag, hold(payload, PyBUF_SIMPLE), signature, urgency, connection_class, call(on_sent));
             },
             "peer"_a, "tag"_a, "payload"_a, py::kw_only(), "signature"_a, "urgency"_a, "connection_class"_a,
             "on_sent"_a)
@@ -177,13 +245,13 @@ PYBIND11_MODULE(_native, module) {
                 if (from.posted.count(tag) || (arriving != from.arriving.end()))
                     fail_assertion("tag " + std::to_string(tag) + " of rank " + std::to_string(peer) +
                                    " is posted twice");
-                self.receive(peer, tag, hold(destination, PyBUF_WRITABLE), signature, urgency, keep(on_received));
+                self.receive(peer, tag, hold(destination, PyBUF_WRITABLE), signature, urgency, call(on_received));
             },
             "peer"_a, "tag"_a, "destination"_a, py::kw_only(), "signature"_a, "urgency"_a, "on_received"_a)
         .def("cancel",
              [](Exchange& self, int peer, uint64_t tag) {
                  self.cancel(peer, tag);
-                 self.garbage().sweep();
+                 garbage().sweep();
              })
         .def("send_frame", &Exchange::send_frame, "peer"_a, "kind"_a, py::kw_only(), "tag"_a, "message_bytes"_a,
              "payload"_a)
@@ -195,7 +263,7 @@ PYBIND11_MODULE(_native, module) {
                      py::gil_scoped_release unlocked;
                      self.poll(timeout_ms);
                  }
-                 self.garbage().sweep();
+                 garbage().sweep();
              })
         .def("finish",
              [](Exchange& self) {
@@ -203,7 +271,7 @@ PYBIND11_MODULE(_native, module) {
                      py::gil_scoped_release unlocked;
                      self.finish();
                  }
-                 self.garbage().sweep();
+                 garbage().sweep();
              })
         .def("next_event", &event_of)
         .def("let_read_us", [](Exchange& self, int peer) { self.peer(peer).reads_us = true; })
@@ -217,7 +285,7 @@ PYBIND11_MODULE(_native, module) {
         .def("fetched",
              [](Exchange& self, int peer, uint64_t tag, int64_t serial, int64_t num_bytes) {
                  const int64_t rest = self.fetched(peer, tag, serial, num_bytes);
-                 self.garbage().sweep();
+                 garbage().sweep();
                  return rest;
              })
         .def("counters", [](Exchange& self, int peer) { return counters_of(self.peer(peer)); })
@@ -226,6 +294,7 @@ PYBIND11_MODULE(_native, module) {
                  const Peer& peer = self.peer(rank);
                  return std::tuple(peer.sent_fetched_bytes, peer.num_sent_fetched, peer.fetched_bytes, peer.num_fetched);
              })
+        .def("heard_s", [](Exchange& self, int peer) { return self.peer(peer).heard_s; })
         .def("num_unsent", [](Exchange& self, int peer) { return self.peer(peer).num_unsent; })
         .def("num_pending", [](Exchange& self, int peer) { return num_pending(self.peer(peer)); })
         .def("unexpected_bytes", [](Exchange& self, int peer) { return self.peer(peer).unexpected_bytes; });

@@ -1,0 +1,240 @@
+// What `slices.hpp` declares.
+#include "slices.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <utility>
+
+namespace syncline {
+
+namespace {
+
+constexpr size_t MIN_BLOCK_BYTES = 4096;
+
+// The compiler makes vectors of it, for each kind of processor.
+template <typename Number>
+inline void add_numbers(uint8_t* into, const uint8_t* other, size_t num_bytes) {
+    auto* sums = reinterpret_cast<Number*>(into);
+    const auto* values = reinterpret_cast<const Number*>(other);
+    for (size_t place = 0; place < num_bytes / sizeof(Number); ++place)
+        sums[place] = static_cast<Number>(sums[place] + values[place]);
+}
+
+#if defined(__x86_64__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default"), optimize("O3")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
+FOR_EACH_PROCESSOR void add_float32(uint8_t* into, const uint8_t* other, size_t num_bytes) {
+    add_numbers<float>(into, other, num_bytes);
+}
+FOR_EACH_PROCESSOR void add_float64(uint8_t* into, const uint8_t* other, size_t num_bytes) {
+    add_numbers<double>(into, other, num_bytes);
+}
+// Integers wrap around, so signed and unsigned ones have the same bits.
+FOR_EACH_PROCESSOR void add_int64(uint8_t* into, const uint8_t* other, size_t num_bytes) {
+    add_numbers<uint64_t>(into, other, num_bytes);
+}
+FOR_EACH_PROCESSOR void add_int32(uint8_t* into, const uint8_t* other, size_t num_bytes) {
+    add_numbers<uint32_t>(into, other, num_bytes);
+}
+
+}  // namespace
+
+Addition addition_of(const std::string& dtype) {
+    static const std::unordered_map<std::string, Addition> known = {
+        {"float32", add_float32}, {"float64", add_float64}, {"int64", add_int64}, {"int32", add_int32}};
+    const auto found = known.find(dtype);
+    return found == known.end() ? nullptr : found->second;
+}
+
+size_t BlockPool::size_of(size_t num_bytes) {
+    size_t size = MIN_BLOCK_BYTES;
+    while (size < num_bytes) size *= 2;
+    return size;
+}
+
+BlockPool::Block BlockPool::take(size_t num_bytes) {
+    const size_t size = size_of(num_bytes);
+    used_bytes += static_cast<int64_t>(size);
+    auto& free = free_[size];
+    if (free.empty()) return Block(new uint8_t[size]);
+    kept_bytes -= static_cast<int64_t>(size);
+    Block block = std::move(free.back());
+    free.pop_back();
+    return block;
+}
+
+void BlockPool::give_back(Block block, size_t num_bytes) {
+    const size_t size = size_of(num_bytes);
+    used_bytes -= static_cast<int64_t>(size);
+    if (kept_bytes + static_cast<int64_t>(size) > max_kept_bytes_) return;
+    kept_bytes += static_cast<int64_t>(size);
+    free_[size].push_back(std::move(block));
+}
+
+SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Plan> plan,
+                   std::shared_ptr<BlockPool> pool, Memory buffer, std::vector<size_t> offsets, Addition addition,
+                   Manner manner, PyObject* on_done)
+    : exchange_(std::move(exchange)),
+      plan_(std::move(plan)),
+      pool_(std::move(pool)),
+      buffer_(std::move(buffer)),
+      offsets_(std::move(offsets)),
+      addition_(addition),
+      manner_(manner),
+      on_done_(on_done),
+      states_(plan_->operations.size()),
+      landings_(plan_->operations.size()),
+      num_open_(plan_->operations.size()) {
+    for (size_t number = 0; number < states_.size(); ++number) states_[number].num_waits = plan_->num_waits[number];
+}
+
+SliceRun::~SliceRun() { garbage().drop(on_done_); }
+
+void SliceRun::start() { step(plan_->first); }
+
+// After this nothing is written to the buffer any more, whatever arrives.
+void SliceRun::stop() {
+    if (is_stopped_) return;
+    is_stopped_ = true;
+    for (uint32_t number = 0; number < states_.size(); ++number) {
+        if (states_[number].is_posted) {
+            states_[number].is_posted = false;
+            exchange_->cancel(operation(number).member, manner_.tag + operation(number).index);
+        }
+        Landing& landing = landings_[number];
+        if (landing.block) pool_->give_back(std::move(landing.block), landing.num_bytes);
+    }
+    garbage().drop(on_done_);
+}
+
+std::set<int> SliceRun::awaited_peers() const {
+    std::set<int> peers;
+    for (uint32_t number = 0; number < states_.size(); ++number)
+        if (states_[number].is_posted) peers.insert(operation(number).peer);
+    return peers;
+}
+
+std::set<int> SliceRun::open_peers() const {
+    std::set<int> peers;
+    for (uint32_t number = 0; number < states_.size(); ++number)
+        if (states_[number].is_open) peers.insert(operation(number).peer);
+    return peers;
+}
+
+// A message is sent, or has arrived.
+void SliceRun::ended(uint32_t number) {
+    if (is_stopped_) return;
+    states_[number].is_posted = false;
+    settled_.push_back(number);
+    if (!is_stepping_) step({});
+}
+
+void SliceRun::step(const std::vector<uint32_t>& ready) {
+    const auto alive = shared_from_this();
+    is_stepping_ = true;
+    for (const uint32_t number : ready) begin(number);
+    while (!settled_.empty()) {
+        const uint32_t number = settled_.back();
+        settled_.pop_back();
+        go_on(number);
+    }
+    is_stepping_ = false;
+    if (num_open_ || !on_done_) return;
+    is_stopped_ = true;
+    exchange_->tell_done(std::exchange(on_done_, nullptr));
+}
+
+// Begin an operation that waits for nothing more.
+void SliceRun::begin(uint32_t number) {
+    const Operation& begun = operation(number);
+    if (!size_of(begun)) {
+        settled_.push_back(number);
+    } else if (begun.kind == Kind::SEND) {
+        if (exchange_->peer(begun.member).is_gone) return;  // its loss is reported by others
+        const Memory payload{buffer_.data + start_of(begun), static_cast<int64_t>(size_of(begun)), buffer_.hold};
+        exchange_->send(begun.member, manner_.tag + begun.index, payload, manner_.signature, manner_.urgency,
+                        manner_.connection_class, {nullptr, shared_from_this(), number});
+    } else if (begun.kind == Kind::APPLY) {
+        states_[number].is_cleared = true;
+        apply(number);
+    } else {
+        post(number);
+    }
+}
+
+void SliceRun::post(uint32_t number) {
+    const Operation& posted = operation(number);
+    Memory destination{buffer_.data + start_of(posted), static_cast<int64_t>(size_of(posted)), buffer_.hold};
+    if (posted.kind == Kind::LAND) {
+        Landing& landing = landings_[number];
+        landing.num_bytes = size_of(posted);
+        landing.block = pool_->take(landing.num_bytes);
+        for (const uint32_t apply : posted.applies) landing.num_uses += size_of(operation(apply)) > 0;
+        destination.data = landing.block.get();
+    }
+    states_[number].is_posted = true;
+    exchange_->receive(posted.member, manner_.tag + posted.index, std::move(destination), manner_.signature,
+                       manner_.urgency, {nullptr, shared_from_this(), number});
+}
+
+void SliceRun::go_on(uint32_t number) {
+    const Operation& settled = operation(number);
+    states_[number].is_open = false;
+    --num_open_;
+    for (const uint32_t waiting : settled.then)
+        if (!--states_[waiting].num_waits) begin(waiting);
+    if (settled.applies.empty()) return;
+    states_[number].has_arrived = true;
+    for (const uint32_t waiting : settled.applies) apply(waiting);
+}
+
+// Add as much as has arrived in order: a, b | own | c gives ((a + b) + own) + c.
+void SliceRun::apply(uint32_t number) {
+    const Operation& sum = operation(number);
+    State& state = states_[number];
+    if (!state.is_open || !size_of(sum)) return;
+    const auto &before = sum.before, &after = sum.after;
+    uint32_t& used = state.num_used;
+    // What precedes the own value is summed in the first one's temporary.
+    for (; used < before.size() && states_[before[used]].has_arrived; ++used)
+        if (used) {
+            addition_(part(before[0], sum), part(before[used], sum), size_of(sum));
+            release(before[used]);
+        }
+    if (used < before.size() || !state.is_cleared) return;
+    uint8_t* own = buffer_.data + start_of(sum);
+    if (used == before.size()) {
+        if (!before.empty()) add(own, before[0], sum);
+        ++used;
+    }
+    for (size_t place; (place = used - before.size() - 1) < after.size() && states_[after[place]].has_arrived; ++used)
+        add(own, after[place], sum);
+    if (used == before.size() + 1 + after.size()) {
+        ++used;  // it ends once
+        settled_.push_back(number);
+    }
+}
+
+void SliceRun::add(uint8_t* own, uint32_t landing, const Operation& apply) {
+    const uint8_t* values = part(landing, apply);
+    if (apply.replaces)
+        std::memcpy(own, values, size_of(apply));
+    else
+        addition_(own, values, size_of(apply));
+    release(landing);
+}
+
+uint8_t* SliceRun::part(uint32_t landing, const Operation& apply) {
+    return landings_[landing].block.get() + (start_of(apply) - start_of(operation(landing)));
+}
+
+void SliceRun::release(uint32_t number) {
+    Landing& landing = landings_[number];
+    if (!--landing.num_uses) pool_->give_back(std::move(landing.block), landing.num_bytes);
+}
+
+}  // namespace syncline

@@ -1,0 +1,121 @@
+// One slice of one call on its way, without the interpreter. What it does, and why in this order, stands in the Python
+// modules `runtime/dataflow.py` and `runtime/slicerun.py`; both sides must leave the same bits.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "exchange.hpp"
+
+namespace syncline {
+
+enum class Kind { SEND = 0, COPY = 1, LAND = 2, APPLY = 3 };
+
+struct Operation {
+    Kind kind;
+    size_t first, last;  // atoms
+    int peer;            // as the call numbers its ranks
+    int member;          // as the exchange does
+    uint64_t index;
+    std::vector<uint32_t> then, applies, before, after;
+    bool replaces;
+};
+
+// What one rank does with one slice.
+struct Plan {
+    std::vector<Operation> operations;
+    std::vector<uint32_t> num_waits, first;
+};
+
+// Adds `num_bytes` of numbers to as many, each in its place.
+using Addition = void (*)(uint8_t* into, const uint8_t* other, size_t num_bytes);
+
+// Return how numbers of `dtype` are added; null if not here.
+Addition addition_of(const std::string& dtype);
+
+// Temporaries in which contributions land: blocks in sizes of powers of two, the last one used first.
+class BlockPool {
+   public:
+    explicit BlockPool(int64_t max_kept_bytes) : max_kept_bytes_(max_kept_bytes) {}
+
+    using Block = std::unique_ptr<uint8_t[]>;
+    Block take(size_t num_bytes);
+    void give_back(Block block, size_t num_bytes);
+
+    int64_t used_bytes = 0, kept_bytes = 0;
+
+   private:
+    int64_t max_kept_bytes_;
+    std::map<size_t, std::vector<Block>> free_;
+
+    static size_t size_of(size_t num_bytes);
+};
+
+// How the messages of a call are sent.
+struct Manner {
+    uint64_t tag;
+    uint32_t signature;
+    int64_t urgency;
+    int connection_class;
+};
+
+class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> {
+   public:
+    // `offsets` are those of the atoms in the buffer, in bytes; `on_done` is owned, and told once by the exchange.
+    SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Plan> plan, std::shared_ptr<BlockPool> pool,
+             Memory buffer, std::vector<size_t> offsets, Addition addition, Manner manner, PyObject* on_done);
+    ~SliceRun() override;
+
+    void start();
+    void stop();
+    void ended(uint32_t number) override;
+    std::set<int> awaited_peers() const;
+    std::set<int> open_peers() const;
+
+   private:
+    struct Landing {
+        BlockPool::Block block;
+        size_t num_bytes = 0;
+        int num_uses = 0;
+    };
+    struct State {
+        uint32_t num_waits = 0;
+        uint32_t num_used = 0;  // of an apply: contributions that are in, the own one among them
+        bool is_open = true, is_posted = false;
+        bool has_arrived = false;  // of a landing
+        bool is_cleared = false;   // of an apply: nothing else reads or writes its range
+    };
+
+    std::shared_ptr<Exchange> exchange_;
+    std::shared_ptr<const Plan> plan_;
+    std::shared_ptr<BlockPool> pool_;
+    Memory buffer_;
+    std::vector<size_t> offsets_;
+    Addition addition_;
+    Manner manner_;
+    PyObject* on_done_;
+    std::vector<State> states_;
+    std::vector<Landing> landings_;
+    std::vector<uint32_t> settled_;
+    size_t num_open_;
+    bool is_stepping_ = false, is_stopped_ = false;
+
+    const Operation& operation(uint32_t number) const { return plan_->operations[number]; }
+    size_t start_of(const Operation& operation) const { return offsets_[operation.first]; }
+    size_t size_of(const Operation& operation) const { return offsets_[operation.last] - offsets_[operation.first]; }
+    uint8_t* part(uint32_t landing, const Operation& apply);
+
+    void step(const std::vector<uint32_t>& ready);
+    void begin(uint32_t number);
+    void post(uint32_t number);
+    void go_on(uint32_t number);
+    void apply(uint32_t number);
+    void add(uint8_t* own, uint32_t landing, const Operation& apply);
+    void release(uint32_t landing);
+};
+
+}  // namespace syncline
