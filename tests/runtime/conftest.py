@@ -4,8 +4,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tcp_communicators import close_all, connect_all
 
+from syncline.fabric import FabricOptions
+from syncline.fabric.wirings import VARIABLE
 from syncline.runtime import communicators_in_memory
+from wires import WIRES
 
 
 @pytest.fixture
@@ -36,3 +40,39 @@ def at_a_board(in_memory):
         return communicators
 
     return make
+
+
+@pytest.fixture
+def over_tcp():
+    """Connect communicators over loopback; they are closed at the end, and their threads are gone."""
+    before = set(threading.enumerate())
+    made = []
+
+    def make(topology, **settings):
+        communicators = connect_all(topology, **settings)
+        made.extend(communicators)
+        return communicators
+
+    yield make
+    if made:
+        close_all(made)
+    assert set(threading.enumerate()) <= before
+
+
+COMPILED = ["over compiled wires", "from memory to memory"] if "native" in WIRES else []
+
+
+@pytest.fixture(params=["in memory", "over tcp", *COMPILED])
+def anywhere(request, monkeypatch):
+    """Make communicators that talk in memory, or on loopback with wires of each kind."""
+    if request.param == "in memory":
+        yield request.getfixturevalue("in_memory")
+        return
+    monkeypatch.setenv(VARIABLE, WIRES["native" if request.param in COMPILED else "python"])
+    make = request.getfixturevalue("over_tcp")
+    options = FabricOptions(shares_memory=request.param == "from memory to memory")
+
+    def connect(_num_ranks, topology, *, seed, **settings):  # the order of delivery is the kernel's
+        return make(topology, options=options, **settings)
+
+    yield connect

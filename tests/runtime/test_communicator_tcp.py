@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from schedule_oracle import random_topology, replay
+from tcp_communicators import close_all, connect_all
 
 from meeting_stores import DictStore
 from rank_scripts import run_struck
@@ -24,44 +25,7 @@ RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 
 FLOAT32 = numpy_reduction("float32")
 
-
-def connect_all(topology, *, options=None, **settings):
-    store = DictStore()
-
-    def connect(rank):
-        return Communicator.connect(
-            rank=rank,
-            world_size=topology.num_ranks,
-            topology=topology,
-            store=store,
-            options=options or FabricOptions(),
-            **settings,
-        )
-
-    with ThreadPoolExecutor(topology.num_ranks) as pool:
-        return list(pool.map(connect, range(topology.num_ranks)))
-
-
-def close_all(communicators):
-    with ThreadPoolExecutor(len(communicators)) as pool:
-        list(pool.map(Communicator.close, communicators))
-
-
-@pytest.fixture
-def over_tcp():
-    """Connect communicators over loopback; they are closed at the end, and their threads are gone."""
-    before = set(threading.enumerate())
-    made = []
-
-    def make(topology, **settings):
-        communicators = connect_all(topology, **settings)
-        made.extend(communicators)
-        return communicators
-
-    yield make
-    if made:
-        close_all(made)
-    assert set(threading.enumerate()) <= before
+pytestmark = pytest.mark.usefixtures("wire")
 
 
 def submit(communicators, schedule, layout, buffers, reduction, stream=1):

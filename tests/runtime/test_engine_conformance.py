@@ -36,8 +36,8 @@ def random_buffers(num_ranks, num_elements, dtype, seed):
     return [source.integers(0, 13, size=num_elements).astype(dtype) for _ in range(num_ranks)]
 
 
-def check_against_oracle(in_memory, topology, schedule, layout, dtype, seed):
-    communicators = in_memory(topology.num_ranks, topology, seed=seed, max_inflight_bytes=3000)
+def check_against_oracle(make, topology, schedule, layout, dtype, seed):
+    communicators = make(topology.num_ranks, topology, seed=seed, max_inflight_bytes=3000)
     buffers = random_buffers(topology.num_ranks, layout.num_elements, dtype, seed)
     expected = replay(schedule, layout, buffers)
     got = [buffer.copy() for buffer in buffers]
@@ -53,37 +53,37 @@ def check_against_oracle(in_memory, topology, schedule, layout, dtype, seed):
 
 @pytest.mark.parametrize("collective", list(Collective))
 @pytest.mark.parametrize("seed", range(12))
-def test_tree_schedules_on_random_trees(in_memory, collective, seed):
+def test_tree_schedules_on_random_trees(anywhere, collective, seed):
     topology = random_topology(seed)
     target = "rank_order" if seed % 2 and collective is not Collective.BROADCAST else "balanced"
     schedule = plan_tree(topology, collective, target=target, root=seed % topology.num_ranks)
     num_elements = [0, 1, 7, 997, 6001][seed % 5]
     build = [Layout.build, Layout.contiguous][seed % 2]
     layout = build(schedule, num_elements, 500)
-    check_against_oracle(in_memory, topology, schedule, layout, DTYPES[seed % len(DTYPES)], seed)
+    check_against_oracle(anywhere, topology, schedule, layout, DTYPES[seed % len(DTYPES)], seed)
 
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=lambda planner: planner.name)
 @pytest.mark.parametrize("seed", range(200, 205))
-def test_every_planner_on_random_trees(in_memory, planner, seed):
+def test_every_planner_on_random_trees(anywhere, planner, seed):
     topology = random_topology(seed)
     for number, collective in enumerate(sorted(planner.collectives)):
         schedule = planner.plan(topology, collective, root=topology.num_ranks - 1)
         num_elements = [3, 5000, 999, 1][(seed + number) % 4]
-        check_against_oracle(in_memory, topology, schedule, Layout.build(schedule, num_elements, 400), "float32", seed)
+        check_against_oracle(anywhere, topology, schedule, Layout.build(schedule, num_elements, 400), "float32", seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_on_an_uneven_tree(in_memory, dtype):
+def test_every_dtype_on_an_uneven_tree(anywhere, dtype):
     topology = Topology.load("two-racks-5-3")
     schedule = plan_tree(topology, Collective.ALL_REDUCE)
-    check_against_oracle(in_memory, topology, schedule, Layout.build(schedule, 4099, 1024), dtype, seed=5)
+    check_against_oracle(anywhere, topology, schedule, Layout.build(schedule, 4099, 1024), dtype, seed=5)
 
 
-def test_large_messages_wait_for_their_receives(in_memory):
+def test_large_messages_wait_for_their_receives(anywhere):
     topology = Topology.flat(3)
     schedule = plan_tree(topology, Collective.ALL_REDUCE)
-    check_against_oracle(in_memory, topology, schedule, Layout.build(schedule, 100_000, 30_000), "float32", seed=3)
+    check_against_oracle(anywhere, topology, schedule, Layout.build(schedule, 100_000, 30_000), "float32", seed=3)
 
 
 def recursive_doubling(num_ranks):
@@ -107,10 +107,10 @@ def recursive_doubling(num_ranks):
 
 @pytest.mark.parametrize("num_elements", [1, 50, 20_000])
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_adding_into_a_range_that_is_being_sent(in_memory, num_elements, seed):
+def test_adding_into_a_range_that_is_being_sent(anywhere, num_elements, seed):
     schedule = recursive_doubling(8)
     layout = Layout.build(schedule, num_elements, 6000)
-    check_against_oracle(in_memory, Topology.flat(8), schedule, layout, "float32", seed or 0)
+    check_against_oracle(anywhere, Topology.flat(8), schedule, layout, "float32", seed or 0)
 
 
 def swap_of_results(num_ranks):
@@ -130,10 +130,10 @@ def swap_of_results(num_ranks):
 
 @pytest.mark.parametrize("num_elements", [2, 30_000])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_copying_over_a_range_that_is_being_sent_does_not_wait_in_a_circle(in_memory, num_elements, seed):
+def test_copying_over_a_range_that_is_being_sent_does_not_wait_in_a_circle(anywhere, num_elements, seed):
     schedule = verify(swap_of_results(4))
     layout = Layout.build(schedule, num_elements, 50_000)
-    check_against_oracle(in_memory, Topology.flat(4), schedule, layout, "float64", seed)
+    check_against_oracle(anywhere, Topology.flat(4), schedule, layout, "float64", seed)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -85,6 +85,11 @@ class NativeWiring:
             self._is_scheduled = True
             self._loop.call_soon(self._run)
 
+    def finish(self) -> None:
+        """Grant and write now; tell soon."""
+        self.exchange.finish()
+        self.stir()
+
     def _on_ready(self) -> None:
         if not self.exchange.is_served:  # else that has been done
             self.exchange.poll(0)

@@ -285,15 +285,13 @@ class Engine:
         """
         if self._is_filling or self._failure is not None:
             return
-        active = self._order.next()
-        if active is None:
-            return
         self._is_filling = True
-        self._begin_slice(active)
-        if self._order.has_more:
-            self._clock.call_later(0.0, self._fill_on)
-        else:
-            self._is_filling = False
+        while (active := self._order.next()) is not None:
+            self._begin_slice(active)
+            if not self._slices.leave_at_once and self._order.has_more:
+                self._clock.call_later(0.0, self._fill_on)
+                return
+        self._is_filling = False
 
     def _fill_on(self) -> None:
         self._is_filling = False

@@ -56,6 +56,9 @@ class SliceOwner(Protocol):
 class Slices(Protocol):
     """Opens the slices of one engine."""
 
+    leave_at_once: bool
+    """Whether the first messages of a slice have left when its ``start`` returns."""
+
     @property
     def temporary_bytes(self) -> int:
         """Bytes of temporaries, in use or kept, now."""
@@ -69,6 +72,8 @@ class Slices(Protocol):
 
 class PythonSlices:
     """Slices in Python, on any fabric."""
+
+    leave_at_once = False
 
     def __init__(self, fabric: Fabric, owner: SliceOwner, *, max_kept_bytes: int) -> None:
         self._fabric = fabric
@@ -105,6 +110,8 @@ class PythonSlices:
 
 class NativeSlices:
     """Slices in compiled code; those of numbers that it cannot add are walked in Python."""
+
+    leave_at_once = True
 
     def __init__(
         self,
@@ -183,7 +190,7 @@ class NativeRun:
     def start(self) -> None:
         """Begin what waits for nothing."""
         self.walk.start()
-        self._wiring.stir()
+        self._wiring.finish()
 
     def stop(self) -> None:
         """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
