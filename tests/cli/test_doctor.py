@@ -50,6 +50,14 @@ def test_missing_tools_are_named(monkeypatch):
     assert "iproute2" in finding.remedy
 
 
+def test_wires_that_are_left_out(monkeypatch):
+    monkeypatch.setenv("SYNCLINE_NATIVE", "0")
+    finding = diagnosis.check_wires()
+    assert finding.verdict is Verdict.LIMITED
+    assert finding.what
+    assert "install a C++ compiler" in finding.remedy
+
+
 def test_programs_can_read_the_findings():
     command = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json"]
     findings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

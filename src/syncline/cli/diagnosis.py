@@ -141,6 +141,19 @@ def check_isal() -> Finding:
     return judge("checksums", is_there, what, "pip install isal")
 
 
+def check_wires() -> Finding:
+    """Judge whether messages move in compiled code."""
+    from syncline.fabric import why_not_native  # late, as everything that is not needed to answer
+
+    reason = why_not_native()
+    return judge(
+        "compiled wires",
+        not reason,
+        reason or "installed",
+        "messages take twice the processor time in Python; install a C++ compiler (Debian: g++), then Syncline again",
+    )
+
+
 def check_lab_tools() -> Finding:
     """Judge whether the lab finds its tools."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -172,6 +185,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_socket_buffers,
     check_congestion_control,
     check_isal,
+    check_wires,
     check_lab_tools,
     check_lab_rights,
     check_pictures,

@@ -10,6 +10,7 @@ from syncline.fabric.fitting import GrantSizes
 from syncline.fabric.python_wire import PythonWiring
 from syncline.fabric.wire import Wiring
 
+_why_not = ""
 try:
     from syncline.fabric.native_selector import NativeSelector
     from syncline.fabric.native_wire import NativeWiring
@@ -31,6 +32,11 @@ def is_native() -> bool:
             "(Debian: g++) and then Syncline again, or leave the variable empty"
         )
     return NativeWiring is not None and wanted != "0"
+
+
+def why_not_native() -> str:
+    """Return why fabrics get no compiled wires now; empty if they do."""
+    return "" if is_native() else _why_not or f"left out by {VARIABLE}=0"
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -109,6 +109,7 @@ void SliceRun::stop() {
         if (landing.block) pool_->give_back(std::move(landing.block), landing.num_bytes);
     }
     garbage().drop(on_done_);
+    buffer_.drop();  // messages that are still leaving hold it themselves
 }
 
 std::set<int> SliceRun::awaited_peers() const {
@@ -145,6 +146,7 @@ void SliceRun::step(const std::vector<uint32_t>& ready) {
     is_stepping_ = false;
     if (num_open_ || !on_done_) return;
     is_stopped_ = true;
+    buffer_.drop();
     exchange_->tell_done(std::exchange(on_done_, nullptr));
 }
 
