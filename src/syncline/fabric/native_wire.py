@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from syncline.fabric._native import Exchange, GrantScheduler
+from syncline.fabric._native import BlockPool, Exchange, GrantScheduler, Plan, SliceRun, can_add
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.fitting import GrantSizes
@@ -23,6 +23,8 @@ from syncline.fabric.shared_host import read_memory
 from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.wire import WireEvents
+
+__all__ = ["BlockPool", "NativeWire", "NativeWiring", "Plan", "SliceRun", "can_add"]
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED = range(1, 11)
 """Kinds of events, as ``exchange.hpp`` counts them; the first two come with whom to call."""

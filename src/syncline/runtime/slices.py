@@ -16,8 +16,8 @@ from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.slicerun import SliceRun
 
 if TYPE_CHECKING:
-    from syncline.fabric import _native
-    from syncline.fabric.native_wire import NativeWiring
+    from syncline.fabric.native_wire import NativeWiring, Plan
+    from syncline.fabric.native_wire import SliceRun as Walk
 
 MAX_PLANS = 4096
 
@@ -121,15 +121,15 @@ class NativeSlices:
         owner: SliceOwner,
         max_kept_bytes: int,
     ) -> None:
-        from syncline.fabric import _native  # there is one, since there are compiled wires
+        from syncline.fabric import native_wire  # it can be imported, since there are compiled wires
 
-        self._native = _native
+        self._native = native_wire
         self._wiring = wiring
         self._members = list(members)
         self._in_python = in_python
         self._owner = owner
-        self._pool = _native.BlockPool(max_kept_bytes)
-        self._plans: dict[int, tuple[Dataflow, _native.Plan]] = {}  # by the dataflow's id, which lives as long
+        self._pool = native_wire.BlockPool(max_kept_bytes)
+        self._plans: dict[int, tuple[Dataflow, Plan]] = {}  # by the dataflow's id, which lives as long
 
     def __repr__(self) -> str:
         return f"<NativeSlices: {self._pool.used_bytes} bytes of temporaries in use>"
@@ -165,7 +165,7 @@ class NativeSlices:
         member = self._members[peer]
         return 0.0 if member == self._wiring.rank else self._wiring.exchange.heard_s(member)
 
-    def _plan_of(self, dataflow: Dataflow) -> _native.Plan:
+    def _plan_of(self, dataflow: Dataflow) -> Plan:
         known = self._plans.get(id(dataflow))
         if known is None:
             if len(self._plans) >= MAX_PLANS:
@@ -179,7 +179,7 @@ class NativeRun:
 
     __slots__ = ("_is_over", "_owner", "_wiring", "num_bytes", "walk")
 
-    walk: _native.SliceRun
+    walk: Walk
 
     def __init__(self, wiring: NativeWiring, owner: SliceOwner, *, num_bytes: int) -> None:
         self._wiring = wiring
