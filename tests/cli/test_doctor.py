@@ -1,5 +1,6 @@
 """The doctor: every check ends with a finding, and remedies stand where something is missing."""
 
+import importlib.machinery
 import json
 import resource
 import subprocess
@@ -52,9 +53,17 @@ def test_missing_tools_are_named(monkeypatch):
 
 def test_wires_that_are_left_out(monkeypatch):
     monkeypatch.setenv("SYNCLINE_NATIVE", "0")
+    monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".py", "i.pyi", ".pyi"])
     finding = diagnosis.check_wires()
-    assert finding.verdict is Verdict.LIMITED
-    assert finding.what
+    assert (finding.verdict, finding.what) == (Verdict.LIMITED, "left out by SYNCLINE_NATIVE=0")
+    assert "unset SYNCLINE_NATIVE" in finding.remedy
+
+
+def test_wires_that_are_not_built(monkeypatch):
+    monkeypatch.delenv("SYNCLINE_NATIVE", raising=False)
+    monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
+    finding = diagnosis.check_wires()
+    assert (finding.verdict, finding.what) == (Verdict.LIMITED, "not built")
     assert "install a C++ compiler" in finding.remedy
 
 

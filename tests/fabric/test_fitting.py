@@ -3,7 +3,8 @@
 import math
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import build_scheduler, fit_options, fit_window, fit_window_sizes
+from syncline.fabric.fitting import fit_grants, fit_options, fit_window, fit_window_sizes
+from syncline.fabric.grants import GrantScheduler
 from syncline.topology.topology import Topology
 
 KIB = 1 << 10
@@ -11,7 +12,8 @@ KIB = 1 << 10
 
 def window(topology, rank=0, **settings):
     world_size = topology.num_ranks if topology else 2
-    return build_scheduler(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology).window_bytes
+    sizes = fit_grants(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology)
+    return sizes["window"].num_bytes
 
 
 def window_of(rate, **settings):
@@ -40,7 +42,7 @@ def test_chunks_last_five_milliseconds_on_their_route():
 
 def test_with_several_classes_the_window_may_shrink():
     topology = Topology.flat(2, rate=20e6)
-    scheduler = build_scheduler(FabricOptions(), rank=0, world_size=2, topology=topology)
+    scheduler = GrantScheduler(**fit_grants(FabricOptions(), rank=0, world_size=2, topology=topology))
     assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 100_000)
     scheduler.resize(**fit_window_sizes(FabricOptions(num_classes=4), 0, 2, topology))
     assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 50_000), "a quarter of the window"
@@ -68,7 +70,9 @@ def test_each_route_has_its_own_sizes():
 
 def shares(name, peer, rank):
     topology = Topology.load(name)
-    scheduler = build_scheduler(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
+    scheduler = GrantScheduler(
+        **fit_grants(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
+    )
     return [share.part_bytes for share in scheduler.shares_of(peer)]
 
 

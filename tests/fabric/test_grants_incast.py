@@ -6,7 +6,8 @@ import pytest
 from incast_model import Clock, Incast
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import build_scheduler, fit_options
+from syncline.fabric.fitting import fit_grants, fit_options
+from syncline.fabric.grants import GrantScheduler
 from syncline.topology import Topology
 
 MIB = 1 << 20
@@ -18,7 +19,7 @@ NUM_BULK = 30
 def incast(rate, *, delay_s=DELAY_S, late_s=0.0, is_strict=False):
     topology = Topology.flat(3, rate=rate)
     options, clock = FabricOptions(num_classes=4), Clock()
-    scheduler = build_scheduler(options, rank=0, world_size=3, topology=topology, now=lambda: clock.now_s)
+    scheduler = GrantScheduler(**fit_grants(options, rank=0, world_size=3, topology=topology), now=lambda: clock.now_s)
     chunk_bytes = fit_options(options, rank=1, world_size=3, topology=topology)[0].chunk_bytes
     return Incast(
         scheduler,

@@ -12,13 +12,11 @@ SHARED_WINDOW_S: half of that stands in the queue while the other half are grant
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
 from syncline.fabric.grant_window import GrantWindow
-from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.link_share import LinkShare
 from syncline.fabric.options import FabricOptions
 from syncline.topology import DirectedLink, Node, Rank, Switch, Topology
@@ -34,18 +32,6 @@ MIN_QUANTUM_BYTES = 16 << 10
 CONGESTION_WITH_RATES = "cubic"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
 ten seconds it stops a connection for 0.2 s to look at the empty route."""
-
-
-def build_scheduler(
-    options: FabricOptions,
-    *,
-    rank: int,
-    world_size: int,
-    topology: Topology | None,
-    now: Callable[[], float] = time.monotonic,
-) -> GrantScheduler:
-    """Return a scheduler of :func:`fit_grants`, in Python."""
-    return GrantScheduler(**fit_grants(options, rank=rank, world_size=world_size, topology=topology), now=now)
 
 
 class WindowSizes(TypedDict):

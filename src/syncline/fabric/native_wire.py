@@ -101,21 +101,23 @@ class NativeWiring:
         self._is_scheduled = False
         if self._is_closed:
             return
-        exchange = self.exchange
         self._is_running = True
         try:
             for _ in range(MAX_PASSES):
-                while (event := exchange.next_event()) is not None:
-                    if len(event) == 2:
-                        call_back(event[1])
-                    else:
-                        self._handle(*event)
-                exchange.finish()
-                if not exchange.has_events:
+                self._tell()
+                self.exchange.finish()
+                if not self.exchange.has_events:
                     return
         finally:
             self._is_running = False
         self.stir()
+
+    def _tell(self) -> None:
+        while (event := self.exchange.next_event()) is not None:
+            if len(event) == 2:
+                call_back(event[1])
+            else:
+                self._handle(*event)
 
     def _handle(self, kind: int, peer: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:
         if kind == DRAINED:

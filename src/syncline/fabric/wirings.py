@@ -34,11 +34,6 @@ def is_native() -> bool:
     return NativeWiring is not None and wanted != "0"
 
 
-def why_not_native() -> str:
-    """Return why fabrics get no compiled wires now; empty if they do."""
-    return "" if is_native() else _why_not or f"left out by {VARIABLE}=0"
-
-
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a loop on which these wires do best; they run on any."""
     return asyncio.SelectorEventLoop(NativeSelector()) if is_native() else asyncio.new_event_loop()

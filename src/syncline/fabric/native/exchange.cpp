@@ -20,6 +20,7 @@ constexpr int64_t BUDGET_BYTES = 2 << 20;     // what one connection moves befor
 constexpr int64_t WAKE_BYTES = 32 << 10;      // in the middle of a chunk, the kernel wakes us for no less
 constexpr size_t INBOX_BYTES = 128 << 10;     // room for control frames that arrive at once; no frame is larger
 constexpr size_t MAX_REQUESTS = 16384;        // announced messages that wait for their grant at one peer
+constexpr uint64_t MOST_CREDIT_BYTES = uint64_t{1} << 48;  // more than any memory, and far from overflowing
 constexpr int MAX_ROUNDS = 32;                // before Python has its turn again
 constexpr int MAX_READY = 64;
 
@@ -360,7 +361,10 @@ void Exchange::take_frame(ControlConnection& connection, const Header& frame, co
             on_discard(peer, frame.tag);
             break;
         case CREDIT:
-            peer.credit_bytes += static_cast<int64_t>(frame.message_bytes);
+            if (frame.message_bytes > MOST_CREDIT_BYTES)
+                throw FrameError(format("credit of %llu bytes is not allowed", ull(frame.message_bytes)));
+            peer.credit_bytes = std::min(peer.credit_bytes + static_cast<int64_t>(frame.message_bytes),
+                                         static_cast<int64_t>(MOST_CREDIT_BYTES));
             break;
         case FETCHED:
             on_fetched(peer.rank, frame.tag);
