@@ -19,8 +19,14 @@ def flow(source, destination, **options):
 
 
 def measure_shares(lab, flows, bytes_per_s, **timing):
-    """Return what the flows carried together of a link's rate, in three windows."""
-    return [total_rate(measure_flows(lab, flows, **timing)[0]) / bytes_per_s for _ in range(3)]
+    """Return what the flows carried together of a link's rate: in three windows, or in up to eight until one is full.
+
+    The machine may be busy with something else for longer than three of them take.
+    """
+    shares = []
+    while len(shares) < 3 or (max(shares) <= MIN_SHARE and len(shares) < 8):
+        shares.append(total_rate(measure_flows(lab, flows, **timing)[0]) / bytes_per_s)
+    return shares
 
 
 def assert_filled(shares):
@@ -50,7 +56,7 @@ def test_many_flows_fill_an_uplink_in_both_directions_and_share_it():
     pairs = [(a, b) for a in range(5) for b in range(5, 8)]
     with Lab("two-racks-5-3") as lab:
         flows = [flow(a, b) for a, b in pairs] + [flow(b, a) for a, b in pairs]
-        windows = [measure_flows(lab, flows)[0] for _ in range(3)]
+        windows = [measure_flows(lab, flows)[0] for _ in range(5)]
     for first in (range(5), range(5, 8)):
         one_way = [[entry for entry in flows if int(entry["source"][1:]) in first] for flows in windows]
         assert_filled([total_rate(flows) / 25e6 for flows in one_way])
