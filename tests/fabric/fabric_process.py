@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 
+import loops
+
 from meeting_stores import DirectoryStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 
@@ -150,7 +152,7 @@ async def main(what, rank, world_size, store, options, arguments):
 
 
 if __name__ == "__main__":
-    asyncio.run(
+    loops.run(
         main(
             sys.argv[1],
             int(sys.argv[2]),

@@ -4,6 +4,8 @@ import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import loops
+
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
 from syncline.fabric.python_wire import PythonWire
@@ -127,7 +129,7 @@ def run_over_tcp(world_size, scenario, *, store=None, topology=None, shares_memo
             for fabric in fabrics:
                 fabric.abort()
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def num_descriptors():
@@ -182,4 +184,4 @@ def run_scenario(opener, world_size, scenario):
                 fabric.set_listener(recorder)
             await scenario(fabrics, recorders, Mail(fabrics))
 
-    asyncio.run(main())
+    loops.run(main())

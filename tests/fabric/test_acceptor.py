@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 
+import loops
 import pytest
 from fabric_scenarios import Mail, connect_all, gather
 from hostile_peer import connect_raw
@@ -96,7 +97,7 @@ def at_door(scenario, **settings):
             await door.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 GARBAGE = {
@@ -243,7 +244,7 @@ def test_the_job_goes_on_while_strangers_knock():
         assert fabrics[0].statistics().refused_connections == len(GARBAGE)
         await gather(*(fabric.close() for fabric in fabrics))
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_ranks_that_differ_do_not_connect(changed, message):
         assert "were refused" in str(results[0])
         assert message in str(results[0]), "who waits is told the remedy too"
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def test_an_open_address_without_a_secret_is_refused():
@@ -285,7 +286,7 @@ def test_an_open_address_without_a_secret_is_refused():
                 rendezvous=Rendezvous(DictStore(), job_id="syncline"),
             )
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def test_a_rank_that_never_comes_is_named():
@@ -298,4 +299,4 @@ def test_a_rank_that_never_comes_is_named():
                 rendezvous=Rendezvous(DictStore(), job_id="syncline"),
             )
 
-    asyncio.run(main())
+    loops.run(main())

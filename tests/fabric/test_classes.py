@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import loops
 import pytest
 from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
 
@@ -223,7 +224,7 @@ def test_nothing_is_left_of_two_hundred_fabrics_with_four_classes():
     async def main():
         assert await many(2) == await many(200)
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 class RefusingSocket:

@@ -1,5 +1,6 @@
 """Compiled wires: grants and checksums as in Python, one job with Python, and what is there without them."""
 
+import itertools
 import math
 import random
 import zlib
@@ -143,9 +144,13 @@ if "native" in WIRES:
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_ranks_of_both_kinds_make_one_job(monkeypatch, first, second):
-    kinds = {"python": lambda sizes, **_: PythonWiring(sizes), "native": NativeWiring}
-    chosen = (first, second)
-    monkeypatch.setattr(mesh, "open_wiring", lambda sizes, *, rank: kinds[chosen[rank]](sizes, rank=rank))
+    kinds = {"python": PythonWiring, "native": NativeWiring}
+    in_turns = itertools.cycle([kinds[first], kinds[second]])
+
+    def open_next(sizes):
+        return next(in_turns)(sizes)
+
+    monkeypatch.setattr(mesh, "open_wiring", open_next)
 
     async def scenario(fabrics, recorders, mail):
         for tag, num_bytes in enumerate((0, 1, 5000, 16_384, 16_385, 300_000, 3 * MIB)):
@@ -185,7 +190,7 @@ def test_without_a_compiler_python_does_it(monkeypatch):
     assert not is_native()
 
     async def scenario(fabrics, recorders, mail):
-        assert all(fabric.native is None for fabric in fabrics)
+        assert all(fabric.exchange is None for fabric in fabrics)
         await gather(mail.send(0, 1, 1, bytes(MIB)), mail.receive(1, 0, 1, MIB))
 
     run_over_tcp(2, scenario)

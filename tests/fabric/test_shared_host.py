@@ -1,8 +1,8 @@
 """Ranks of one machine copy out of each other's memory, if they can prove that it is one machine."""
 
-import asyncio
 import os
 
+import loops
 import pytest
 from fabric_scenarios import Mail, Recorder, connect_all, gather
 
@@ -32,7 +32,7 @@ def run(scenario, **settings):
             for fabric in fabrics:
                 fabric.abort()
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def bytes_by_class(fabric):
@@ -108,7 +108,7 @@ def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(wire, monkeypatch):
         def refuse(*_):
             raise ProcessLookupError(3, "No such process")
 
-        monkeypatch.setattr(f"syncline.fabric.{'native_wire' if wire == 'native' else 'inbox'}.read_memory", refuse)
+        monkeypatch.setattr(f"syncline.fabric.{'inbox' if wire == 'python' else 'native_wire'}.read_memory", refuse)
         mail.receive(1, 0, 7, MIB)
         mail.send(0, 1, 7, bytes(MIB))
         await gather(recorders[1].wait_until(lambda: recorders[1].lost))

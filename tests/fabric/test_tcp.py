@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 
+import loops
 import pytest
 from bit_flipping_proxy import BitFlippingProxy, ProxyStore
 from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
@@ -37,10 +38,10 @@ def test_nothing_is_left_behind(ends_by):
         assert not loop._selector.get_map().keys() - {loop._ssock.fileno()}
         assert not [timer for timer in loop._scheduled if not timer.cancelled()]
 
-    asyncio.run(cycle())
+    loops.run(cycle())
     before = num_descriptors()
     for _ in range(5):
-        asyncio.run(cycle())
+        loops.run(cycle())
     assert num_descriptors() == before
     assert threading.active_count() == 1
 
@@ -54,9 +55,9 @@ def test_a_rank_that_gives_up_while_connecting_leaves_nothing():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(main())
+    loops.run(main())
     before = num_descriptors()
-    asyncio.run(main())
+    loops.run(main())
     assert num_descriptors() == before
 
 
@@ -148,7 +149,7 @@ def test_a_bit_that_flips_on_the_way_is_found(place):
             fabric.abort()
         await proxy.close()
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def test_news_of_a_loss_names_the_cause():

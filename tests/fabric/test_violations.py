@@ -4,6 +4,7 @@ import asyncio
 import random
 import tracemalloc
 
+import loops
 import pytest
 from fabric_scenarios import Recorder
 from hostile_peer import open_hostile
@@ -25,7 +26,7 @@ def run(scenario, **settings):
             fabric.abort()
             peer.close()
 
-    asyncio.run(main())
+    loops.run(main())
 
 
 def refused(*steps, match, **settings):

@@ -8,7 +8,7 @@ from syncline.fabric.protocol import MAX_CONTROL_BYTES, PATIENT, Fabric, FabricL
 from syncline.fabric.rendezvous import Rendezvous, Store
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
-from syncline.fabric.wirings import is_native, new_event_loop
+from syncline.fabric.wirings import new_event_loop
 
 __all__ = [
     "Fabric",
@@ -18,7 +18,6 @@ __all__ = [
     "PATIENT",
     "FabricOptions",
     "connect_tcp",
-    "is_native",
     "new_event_loop",
     "TcpFabric",
     "Rendezvous",

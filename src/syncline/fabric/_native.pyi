@@ -1,10 +1,11 @@
 """What ``native/module.cpp`` offers; see ``native/exchange.hpp`` and ``native/grants.hpp`` for what it means."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.link_share import LinkShare
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
 
 def wait(epoll_fd: int, timeout_s: float, exchanges: Sequence[Exchange]) -> list[tuple[int, int]]: ...
 def crc32(data: bytes | memoryview, before: int = 0) -> int: ...
@@ -30,25 +31,22 @@ class GrantScheduler:
     def forget_peer(self, peer: int, *, underway: Mapping[int, int]) -> None: ...
     def grants(self, *, now_s: float) -> list[tuple[int, int, int]]: ...
 
-class Operation(Protocol):
-    """``runtime.dataflow.Operation``, which is in a room above."""
+def can_add(dtype: str) -> bool: ...
 
-class Dataflow(Protocol):
-    """``runtime.dataflow.Dataflow``."""
+class DataflowToRead(Protocol):
+    """A ``runtime.dataflow.Dataflow``, which is in a room above; its operations are that module's."""
 
     @property
-    def operations(self) -> Sequence[Operation]: ...
+    def operations(self) -> Sequence[object]: ...
     @property
     def num_waits(self) -> Sequence[int]: ...
     @property
     def first(self) -> Sequence[int]: ...
 
-def can_add(dtype: str) -> bool: ...
+class Dataflow:
+    def __init__(self, dataflow: DataflowToRead, members: Sequence[int]) -> None: ...
 
-class Plan:
-    def __init__(self, dataflow: Dataflow, members: Sequence[int]) -> None: ...
-
-class BlockPool:
+class TemporaryPool:
     used_bytes: int
     kept_bytes: int
 
@@ -58,8 +56,8 @@ class SliceRun:
     def __init__(
         self,
         exchange: Exchange,
-        plan: Plan,
-        pool: BlockPool,
+        dataflow: Dataflow,
+        pool: TemporaryPool,
         buffer: memoryview,
         *,
         offsets: Sequence[int],
@@ -91,32 +89,15 @@ class Exchange:
     def use(self, peer: int, *, eager_bytes: int, chunk_bytes: int) -> None: ...
     def end(self, peer: int) -> None: ...
     def close_peer(self, peer: int) -> None: ...
-    def send(
-        self,
-        peer: int,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None] | None,
-    ) -> None: ...
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        destination: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        on_received: Callable[[], None],
-    ) -> None: ...
+    def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None: ...
+    def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None: ...
     def cancel(self, peer: int, tag: int) -> None: ...
-    def send_frame(self, peer: int, kind: int, *, tag: int, message_bytes: int, payload: bytes) -> None: ...
+    def send_frame(
+        self, peer: int, kind: int, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b""
+    ) -> None: ...
     def flush_control(self, peer: int) -> None: ...
     def take_heard(self, peer: int) -> bool: ...
-    def poll(self, timeout_ms: int) -> None: ...
+    def poll(self) -> None: ...
     def finish(self) -> None: ...
     def next_event(
         self,

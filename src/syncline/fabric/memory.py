@@ -157,7 +157,7 @@ class MemoryFabric:
         return True
 
     @property
-    def native(self) -> None:
+    def exchange(self) -> None:
         """None: there are no wires."""
         return
 

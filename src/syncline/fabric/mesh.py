@@ -61,7 +61,7 @@ async def connect_tcp(
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology), rank=rank),
+            wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology)),
             trace=trace,
         )
     except BaseException:

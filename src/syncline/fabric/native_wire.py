@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from syncline.fabric._native import BlockPool, Exchange, GrantScheduler, Plan, SliceRun, can_add
+from syncline.fabric._native import Dataflow, Exchange, GrantScheduler, SliceRun, TemporaryPool, can_add
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.fitting import GrantSizes
@@ -24,7 +24,7 @@ from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.wire import WireEvents
 
-__all__ = ["BlockPool", "NativeWire", "NativeWiring", "Plan", "SliceRun", "can_add"]
+__all__ = ["Dataflow", "Exchange", "NativeWire", "NativeWiring", "SliceRun", "TemporaryPool", "can_add"]
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED = range(1, 11)
 """Kinds of events, as ``exchange.hpp`` counts them; the first two come with whom to call."""
@@ -35,26 +35,18 @@ MAX_PASSES = 8
 class NativeWiring:
     """All wires of one fabric, on the running loop."""
 
-    def __init__(self, sizes: GrantSizes, *, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, sizes: GrantSizes) -> None:
         self._loop = asyncio.get_running_loop()
-        self.scheduler = GrantScheduler(**sizes)
-        self.exchange = Exchange(self.scheduler)
+        self._scheduler = GrantScheduler(**sizes)
+        self.exchange = Exchange(self._scheduler)
         self.fetcher = Fetcher(self._loop)
         self._wires: dict[int, NativeWire] = {}
         self._on_drained: Callable[[], None] = lambda: None
-        self._is_running = False
-        self._is_scheduled = False
         self._is_closed = False
         self._loop.add_reader(self.exchange, self._on_ready)
 
     def __repr__(self) -> str:
         return f"<NativeWiring: {'closed' if self._is_closed else f'{len(self._wires)} wires'}>"
-
-    @property
-    def window_bytes(self) -> int:
-        """How much may be granted and not yet here, now."""
-        return self.scheduler.window_bytes
 
     def wire(self, peer: int, *, options: FabricOptions, events: WireEvents) -> NativeWire:
         """Make the wire of one peer."""
@@ -63,7 +55,7 @@ class NativeWiring:
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
-        self.scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
+        self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
 
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""
@@ -78,39 +70,14 @@ class NativeWiring:
             self.exchange.close()
             self.fetcher.close()
 
-    def stir(self) -> None:
-        """Grant, write and tell, once what else is ready in this turn of the loop has run.
-
-        A loop with a :class:`~syncline.fabric.native_selector.NativeSelector` does so before it sleeps, without asking.
-        """
-        if not (self._is_running or self._is_scheduled or self._is_closed or self.exchange.is_served):
-            self._is_scheduled = True
-            self._loop.call_soon(self._run)
-
-    def finish(self) -> None:
-        """Grant and write now; tell soon."""
-        self.exchange.finish()
-        self.stir()
-
     def _on_ready(self) -> None:
-        if not self.exchange.is_served:  # else that has been done
-            self.exchange.poll(0)
-        self._run()
-
-    def _run(self) -> None:
-        self._is_scheduled = False
-        if self._is_closed:
-            return
-        self._is_running = True
-        try:
-            for _ in range(MAX_PASSES):
-                self._tell()
-                self.exchange.finish()
-                if not self.exchange.has_events:
-                    return
-        finally:
-            self._is_running = False
-        self.stir()
+        if not self.exchange.is_served:  # else it has been polled
+            self.exchange.poll()
+        for _ in range(MAX_PASSES):
+            self._tell()
+            self.exchange.finish()
+            if not self.exchange.has_events:
+                return
 
     def _tell(self) -> None:
         while (event := self.exchange.next_event()) is not None:
@@ -139,6 +106,14 @@ class NativeWire:
         self._pid = 0
         self._is_closed = False
         self._exchange.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
+        self.send = partial(self._exchange.send, peer)
+        self.receive = partial(self._exchange.receive, peer)
+        self.cancel = partial(self._exchange.cancel, peer)
+        self.send_frame = partial(self._exchange.send_frame, peer)
+        self.flush_control = partial(self._exchange.flush_control, peer)
+        self.end = partial(self._exchange.end, peer)
+        self.take_heard = partial(self._exchange.take_heard, peer)
+        self.let_read_us = partial(self._exchange.let_read_us, peer)
 
     def __repr__(self) -> str:
         return f"<NativeWire to rank {self._peer}: {'closed' if self._is_closed else f'{self.num_classes} classes'}>"
@@ -179,7 +154,6 @@ class NativeWire:
             self._sockets.append(sock)
             self._exchange.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
             self._exchange.start(self._peer, connection_class)
-        self._wiring.stir()
 
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
@@ -188,77 +162,17 @@ class NativeWire:
         for connection_class, sock in enumerate(self._sockets, start=CONTROL_CLASS):
             mark(sock, connection_class, options)
 
-    def send(
-        self,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None] | None,
-    ) -> None:
-        """Send at once if the message is small and there is credit; else announce it."""
-        self._exchange.send(
-            self._peer,
-            tag,
-            payload,
-            signature=signature,
-            urgency=urgency,
-            connection_class=connection_class,
-            on_sent=on_sent,
-        )
-        self._wiring.stir()
-
-    def receive(
-        self, tag: int, destination: memoryview, *, signature: int, urgency: int, on_received: Callable[[], None]
-    ) -> None:
-        """Post a receive."""
-        self._exchange.receive(
-            self._peer, tag, destination, signature=signature, urgency=urgency, on_received=on_received
-        )
-        self._wiring.stir()
-
-    def cancel(self, tag: int) -> None:
-        """Forget a receive."""
-        self._exchange.cancel(self._peer, tag)
-        self._wiring.stir()
-
-    def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
-        """Queue a control frame."""
-        self._exchange.send_frame(self._peer, kind, tag=tag, message_bytes=message_bytes, payload=payload)
-        self._wiring.stir()
-
-    def flush_control(self) -> None:
-        """Write queued control frames now, as far as the kernel takes them."""
-        self._exchange.flush_control(self._peer)
-        self._wiring.stir()
-
-    def end(self) -> None:
-        """Say on each connection that nothing more will come."""
-        self._exchange.end(self._peer)
-        self._wiring.stir()
-
     def close(self) -> None:
         """Release the connections, and forget what was not received whole."""
         self._is_closed = True
         self._exchange.close_peer(self._peer)
         for sock in self._sockets:
             sock.close()
-        self._wiring.stir()
-
-    def take_heard(self) -> bool:
-        """Whether anything arrived since the last time this was asked."""
-        return self._exchange.take_heard(self._peer)
 
     def let_be_read(self, pid: int) -> None:
         """Copy messages out of the peer's memory where it names their addresses."""
         self._pid = pid
         self._exchange.let_be_read(self._peer)
-
-    def let_read_us(self) -> None:
-        """Name the addresses of announced messages."""
-        self._exchange.let_read_us(self._peer)
 
     def statistics(self) -> tuple[ConnectionStatistics, ...]:
         """Return the counters of each connection."""
@@ -310,9 +224,7 @@ class NativeWire:
         except OSError as error:
             self._events.on_unreadable(error)
             return 0
-        rest = self._exchange.fetched(self._peer, tag, serial, destination.nbytes)
-        self._wiring.stir()
-        return rest
+        return self._exchange.fetched(self._peer, tag, serial, destination.nbytes)
 
 
 def _error_of(kind: int, number: int, text: bytes) -> Exception:

@@ -60,7 +60,7 @@ class Outbox:
         signature: int,
         urgency: int,
         connection_class: int,
-        on_sent: Callable[[], None] | None,
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Send at once if the message is small and there is credit; else announce it.
 

@@ -10,14 +10,14 @@ which call it belongs to, so that two ranks that call different things never mix
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from syncline.errors import PeerLostError
 from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import NativeWiring
+    from syncline.fabric.native_wire import Exchange
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
@@ -32,6 +32,23 @@ class PeerLeftError(PeerLostError):
 
     What was already under way without needing that peer may still finish.
     """
+
+
+class SendSettings(TypedDict):
+    """Keyword arguments of :meth:`Fabric.send`, for those who pass them on."""
+
+    signature: int
+    urgency: int
+    connection_class: int
+    on_sent: NotRequired[Callable[[], None] | None]
+
+
+class ReceiveSettings(TypedDict):
+    """Keyword arguments of :meth:`Fabric.receive`."""
+
+    signature: int
+    urgency: int
+    on_received: Callable[[], None]
 
 
 class FabricListener(Protocol):
@@ -70,8 +87,11 @@ class Fabric(Protocol):
         """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
 
     @property
-    def native(self) -> NativeWiring | None:
-        """The compiled wires that it has, if any: then whoever sends and receives may do so in compiled code too."""
+    def exchange(self) -> Exchange | None:
+        """What moves the messages, where that is compiled: who sends and receives may then do so in compiled code too.
+
+        It numbers ranks as the job does.
+        """
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""

@@ -36,9 +36,8 @@ class PythonWiring:
         return f"<PythonWiring: {len(self._wires)} wires, {self.scheduler!r}>"
 
     @property
-    def window_bytes(self) -> int:
-        """How much may be granted and not yet here, now."""
-        return self.scheduler.window_bytes
+    def exchange(self) -> None:
+        """Nothing: messages move in Python."""
 
     def wire(self, peer: int, *, options: FabricOptions, events: WireEvents) -> PythonWire:
         """Make the wire of one peer."""

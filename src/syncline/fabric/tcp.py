@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
@@ -21,14 +21,19 @@ from syncline.fabric.frames import FrameType
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.protocol import (
+    MAX_CONTROL_BYTES,
+    FabricListener,
+    PeerLeftError,
+    ReceiveSettings,
+    SendSettings,
+)
 from syncline.fabric.statistics import FabricStatistics
 from syncline.fabric.wire import Wiring
-from syncline.fabric.wirings import as_native
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import NativeWiring
+    from syncline.fabric.native_wire import Exchange
 
 MAX_REASON_BYTES = 1024
 
@@ -116,51 +121,23 @@ class TcpFabric:
         return all(peer.is_local for peer in self._peers.values())
 
     @property
-    def native(self) -> NativeWiring | None:
-        """The compiled wires, if that is what this fabric has."""
-        return as_native(self._wiring)
+    def exchange(self) -> Exchange | None:
+        """What moves the messages, if that is compiled."""
+        return self._wiring.exchange
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._audience.seat(listener)
 
-    def send(
-        self,
-        peer: int,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Queue ``payload`` for ``peer`` (see the protocol)."""
         other = self._open_peer(peer)
         if not other.is_gone:
-            other.wire.send(
-                tag,
-                payload,
-                signature=signature,
-                urgency=urgency,
-                connection_class=connection_class,
-                on_sent=on_sent,
-            )
+            other.wire.send(tag, payload, **settings)
 
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        destination: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        on_received: Callable[[], None],
-    ) -> None:
+    def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
-        self._open_peer(peer).wire.receive(
-            tag, destination, signature=signature, urgency=urgency, on_received=on_received
-        )
+        self._open_peer(peer).wire.receive(tag, destination, **settings)
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a posted receive."""

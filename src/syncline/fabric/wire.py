@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.statistics import ConnectionStatistics
+
+if TYPE_CHECKING:
+    from syncline.fabric.native_wire import Exchange
 
 
 class WireEvents(Protocol):
@@ -70,21 +74,10 @@ class Wire(Protocol):
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
 
-    def send(
-        self,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None] | None,
-    ) -> None:
+    def send(self, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Queue a message (see :class:`~syncline.fabric.protocol.Fabric`)."""
 
-    def receive(
-        self, tag: int, destination: memoryview, *, signature: int, urgency: int, on_received: Callable[[], None]
-    ) -> None:
+    def receive(self, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
         """Post a receive."""
 
     def cancel(self, tag: int) -> None:
@@ -119,8 +112,8 @@ class Wiring(Protocol):
     """All wires of one fabric, and the grants that order their senders."""
 
     @property
-    def window_bytes(self) -> int:
-        """How much may be granted and not yet here, now."""
+    def exchange(self) -> Exchange | None:
+        """What moves the messages of compiled wires; others may send and receive with it too, in compiled code."""
 
     def wire(self, peer: int, *, options: FabricOptions, events: WireEvents) -> Wire:
         """Make the wire of one peer."""

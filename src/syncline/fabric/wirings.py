@@ -39,11 +39,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(NativeSelector()) if is_native() else asyncio.new_event_loop()
 
 
-def open_wiring(sizes: GrantSizes, *, rank: int) -> Wiring:
+def open_wiring(sizes: GrantSizes) -> Wiring:
     """Return a new wiring on the running loop."""
-    return NativeWiring(sizes, rank=rank) if is_native() else PythonWiring(sizes)
-
-
-def as_native(wiring: Wiring) -> NativeWiring | None:
-    """Return ``wiring`` if it is compiled, else None."""
-    return wiring if NativeWiring is not None and isinstance(wiring, NativeWiring) else None
+    return NativeWiring(sizes) if is_native() else PythonWiring(sizes)

@@ -54,7 +54,7 @@ class Engine:
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
         self._order = SliceOrder(max_inflight_bytes)
-        self._slices = open_slices(fabric, self._members, self, max_kept_bytes=2 * max_inflight_bytes)
+        self._slices = open_slices(fabric, self._members, self, clock, max_kept_bytes=2 * max_inflight_bytes)
         self._agreement = Agreement(self._predecessor)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
@@ -65,7 +65,6 @@ class Engine:
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
         self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
-        self._heard_s = [clock.time()] * fabric.world_size
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
         self._is_filling = False
@@ -162,10 +161,6 @@ class Engine:
     def slice_crashed(self, error: Exception) -> None:
         """End all calls."""
         self.crash(error)
-
-    def heard(self, peer: int) -> None:
-        """Note when ``peer`` delivered something."""
-        self._heard_s[peer] = self._clock.time()
 
     # What the fabric tells.
 
@@ -354,7 +349,7 @@ class Engine:
         self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
-        silent_s = self._clock.time() - max(self._heard_s[peer], self._slices.heard_s(peer), active.started_s)
+        silent_s = self._clock.time() - max(self._slices.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
         return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names)
 

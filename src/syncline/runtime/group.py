@@ -5,18 +5,19 @@ A member's rank in its group is its place in the group's list. Errors name the j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import Fabric, FabricListener
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import NativeWiring
+    from syncline.fabric.native_wire import Exchange
 
 
 class GroupFabric:
@@ -48,9 +49,9 @@ class GroupFabric:
         return False
 
     @property
-    def native(self) -> NativeWiring | None:
-        """The job's compiled wires, if it has them."""
-        return self._fabric.native
+    def exchange(self) -> Exchange | None:
+        """What moves the job's messages, if that is compiled."""
+        return self._fabric.exchange
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""
@@ -59,41 +60,13 @@ class GroupFabric:
         if is_first:
             self._relay.add_group(self)
 
-    def send(
-        self,
-        peer: int,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Send to a member."""
-        self._fabric.send(
-            self.members[peer],
-            tag,
-            payload,
-            signature=signature,
-            urgency=urgency,
-            connection_class=connection_class,
-            on_sent=on_sent,
-        )
+        self._fabric.send(self.members[peer], tag, payload, **settings)
 
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        destination: memoryview,
-        *,
-        signature: int,
-        urgency: int,
-        on_received: Callable[[], None],
-    ) -> None:
+    def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
         """Receive from a member."""
-        member = self.members[peer]
-        self._fabric.receive(member, tag, destination, signature=signature, urgency=urgency, on_received=on_received)
+        self._fabric.receive(self.members[peer], tag, destination, **settings)
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a posted receive."""

@@ -5,6 +5,7 @@ This is the hot path: a callback for each message, no coroutine, no allocation t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class SliceRun:
-    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
+    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended.
+
+    ``on_heard`` is told of whom a message has arrived.
+    """
 
     __slots__ = (
         "_arrived",
@@ -30,6 +34,7 @@ class SliceRun:
         "_is_stepping",
         "_itemsize",
         "_offsets",
+        "_on_heard",
         "_operations",
         "_owner",
         "_pool",
@@ -57,6 +62,7 @@ class SliceRun:
         fabric: Fabric,
         pool: TemporaryPool,
         owner: SliceOwner,
+        on_heard: Callable[[int], None],
     ) -> None:
         self._call = call
         self._buffer = call.buffer
@@ -69,6 +75,7 @@ class SliceRun:
         self._fabric = fabric
         self._pool = pool
         self._owner = owner
+        self._on_heard = on_heard
         self._waits = list(dataflow.num_waits)
         self._settled: list[int] = []
         self._temporaries: dict[int, Temporary] = {}
@@ -155,7 +162,7 @@ class SliceRun:
         if self.is_stopped:
             return
         self.posted.discard(number)
-        self._owner.heard(self._operations[number].peer)
+        self._on_heard(self._operations[number].peer)
         self._settle(number)
 
     def _settle(self, number: int) -> None:

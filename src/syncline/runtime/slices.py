@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from syncline.fabric import Fabric
 from syncline.runtime.call import CollectiveCall
+from syncline.runtime.clock import Clock
 from syncline.runtime.dataflow import Dataflow
 from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.slicerun import SliceRun
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import NativeWiring, Plan
-    from syncline.fabric.native_wire import SliceRun as Walk
+    from syncline.fabric import native_wire
+    from syncline.fabric.native_wire import Exchange
 
-MAX_PLANS = 4096
+MAX_DATAFLOWS = 4096
 
 
 class Run(Protocol):
@@ -49,9 +50,6 @@ class SliceOwner(Protocol):
     def slice_crashed(self, error: Exception) -> None:
         """Take note that our own code failed; the slice will not go on."""
 
-    def heard(self, peer: int) -> None:
-        """Take note that a message of ``peer`` has arrived."""
-
 
 class Slices(Protocol):
     """Opens the slices of one engine."""
@@ -67,7 +65,7 @@ class Slices(Protocol):
         """Return a slice that has not begun."""
 
     def heard_s(self, peer: int) -> float:
-        """Return when a message of ``peer`` last arrived that nobody was told of; by the loop's clock."""
+        """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
 
 
 class PythonSlices:
@@ -75,10 +73,12 @@ class PythonSlices:
 
     leave_at_once = False
 
-    def __init__(self, fabric: Fabric, owner: SliceOwner, *, max_kept_bytes: int) -> None:
+    def __init__(self, fabric: Fabric, owner: SliceOwner, clock: Clock, *, max_kept_bytes: int) -> None:
         self._fabric = fabric
         self._owner = owner
+        self._clock = clock
         self._pool = TemporaryPool(max_kept_bytes)
+        self._heard_s: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"<PythonSlices: {self._pool.used_bytes} bytes of temporaries in use>"
@@ -101,11 +101,15 @@ class PythonSlices:
             fabric=self._fabric,
             pool=self._pool,
             owner=self._owner,
+            on_heard=self._note_heard,
         )
 
-    def heard_s(self, peer: int) -> float:  # noqa: ARG002 - the owner is told of every message
-        """Return a time long ago: the owner is told of every message."""
-        return 0.0
+    def heard_s(self, peer: int) -> float:
+        """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
+        return self._heard_s.get(peer, 0.0)
+
+    def _note_heard(self, peer: int) -> None:
+        self._heard_s[peer] = self._clock.time()
 
 
 class NativeSlices:
@@ -115,21 +119,22 @@ class NativeSlices:
 
     def __init__(
         self,
-        wiring: NativeWiring,
+        exchange: Exchange,
         members: Sequence[int],
         in_python: PythonSlices,
         owner: SliceOwner,
         max_kept_bytes: int,
     ) -> None:
-        from syncline.fabric import native_wire  # it can be imported, since there are compiled wires
+        from syncline.fabric import native_wire  # it is there, since there is an exchange
 
         self._native = native_wire
-        self._wiring = wiring
+        self._exchange = exchange
         self._members = list(members)
         self._in_python = in_python
         self._owner = owner
-        self._pool = native_wire.BlockPool(max_kept_bytes)
-        self._plans: dict[int, tuple[Dataflow, Plan]] = {}  # by the dataflow's id, which lives as long
+        self._pool = native_wire.TemporaryPool(max_kept_bytes)
+        # By the id of the first of each pair, which lives as long as the entry.
+        self._dataflows: dict[int, tuple[Dataflow, native_wire.Dataflow]] = {}
 
     def __repr__(self) -> str:
         return f"<NativeSlices: {self._pool.used_bytes} bytes of temporaries in use>"
@@ -144,10 +149,10 @@ class NativeSlices:
         if not self._native.can_add(call.reduction.dtype):
             return self._in_python.open(call, dataflow, slice_number, signature=signature, tag=tag)
         offsets = [offset * call.reduction.itemsize for offset in call.layout.slices[slice_number]]
-        run = NativeRun(self._wiring, self._owner, num_bytes=offsets[-1] - offsets[0])
+        run = NativeRun(self._owner, num_bytes=offsets[-1] - offsets[0])
         run.walk = self._native.SliceRun(
-            self._wiring.exchange,
-            self._plan_of(dataflow),
+            self._exchange,
+            self._compiled(dataflow),
             self._pool,
             call.buffer,
             offsets=offsets,
@@ -161,28 +166,26 @@ class NativeSlices:
         return run
 
     def heard_s(self, peer: int) -> float:
-        """Return when a message of ``peer`` last arrived that nobody was told of; by the loop's clock."""
-        member = self._members[peer]
-        return 0.0 if member == self._wiring.rank else self._wiring.exchange.heard_s(member)
+        """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
+        return max(self._exchange.heard_s(self._members[peer]), self._in_python.heard_s(peer))
 
-    def _plan_of(self, dataflow: Dataflow) -> Plan:
-        known = self._plans.get(id(dataflow))
+    def _compiled(self, dataflow: Dataflow) -> native_wire.Dataflow:
+        known = self._dataflows.get(id(dataflow))
         if known is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            known = self._plans[id(dataflow)] = dataflow, self._native.Plan(dataflow, self._members)
+            if len(self._dataflows) >= MAX_DATAFLOWS:
+                self._dataflows.clear()
+            known = self._dataflows[id(dataflow)] = dataflow, self._native.Dataflow(dataflow, self._members)
         return known[1]
 
 
 class NativeRun:
     """One slice that compiled code walks."""
 
-    __slots__ = ("_is_over", "_owner", "_wiring", "num_bytes", "walk")
+    __slots__ = ("_is_over", "_owner", "num_bytes", "walk")
 
-    walk: Walk
+    walk: native_wire.SliceRun
 
-    def __init__(self, wiring: NativeWiring, owner: SliceOwner, *, num_bytes: int) -> None:
-        self._wiring = wiring
+    def __init__(self, owner: SliceOwner, *, num_bytes: int) -> None:
         self._owner = owner
         self._is_over = False
         self.num_bytes = num_bytes
@@ -190,13 +193,11 @@ class NativeRun:
     def start(self) -> None:
         """Begin what waits for nothing."""
         self.walk.start()
-        self._wiring.finish()
 
     def stop(self) -> None:
         """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
         self._is_over = True
         self.walk.stop()
-        self._wiring.stir()
 
     def awaited_peers(self) -> set[int]:
         """Return who has not delivered yet what may be delivered now."""
@@ -213,9 +214,11 @@ class NativeRun:
             self._owner.slice_done(self)
 
 
-def open_slices(fabric: Fabric, members: Sequence[int], owner: SliceOwner, *, max_kept_bytes: int) -> Slices:
+def open_slices(
+    fabric: Fabric, members: Sequence[int], owner: SliceOwner, clock: Clock, *, max_kept_bytes: int
+) -> Slices:
     """Return who walks the slices of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
-    in_python = PythonSlices(fabric, owner, max_kept_bytes=max_kept_bytes)
-    if fabric.native is None:
+    in_python = PythonSlices(fabric, owner, clock, max_kept_bytes=max_kept_bytes)
+    if fabric.exchange is None:
         return in_python
-    return NativeSlices(fabric.native, members, in_python, owner, max_kept_bytes)
+    return NativeSlices(fabric.exchange, members, in_python, owner, max_kept_bytes)

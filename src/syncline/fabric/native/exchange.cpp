@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -54,8 +55,17 @@ bool Peer::has_ended() const {
 }
 
 Exchange::Exchange(std::shared_ptr<GrantScheduler> scheduler)
-    : scheduler(std::move(scheduler)), epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {
-    if (epoll_fd_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+    : scheduler(std::move(scheduler)),
+      epoll_fd_(epoll_create1(EPOLL_CLOEXEC)),
+      stir_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.ptr = nullptr;
+    if (epoll_fd_ >= 0 && stir_fd_ >= 0 && epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, stir_fd_, &event) == 0) return;
+    const std::system_error error(errno, std::generic_category(), "an exchange needs two more open files");
+    for (const int fd : {stir_fd_, epoll_fd_})
+        if (fd >= 0) ::close(fd);
+    throw error;
 }
 
 Exchange::~Exchange() { close(); }
@@ -72,8 +82,9 @@ void Exchange::close() {
     to_write_.clear();
     must_grant_ = false;
     garbage().sweep();
+    ::close(stir_fd_);
     ::close(epoll_fd_);
-    epoll_fd_ = -1;
+    epoll_fd_ = stir_fd_ = -1;
 }
 
 // --- peers and their connections ---
@@ -195,6 +206,11 @@ void Exchange::unwatch(Connection& connection) {
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd, &event);
 }
 
+double Exchange::heard_s(int rank) const {
+    const auto found = peers_.find(rank);
+    return found == peers_.end() ? 0.0 : found->second->heard_s;
+}
+
 bool Exchange::take_heard(int rank) {
     bool is_heard = false;
     peer(rank).each_connection([&](Connection& connection) {
@@ -206,12 +222,17 @@ bool Exchange::take_heard(int rank) {
 
 // --- a turn ---
 
-void Exchange::poll(int timeout_ms) {
+void Exchange::poll() {
     epoll_event ready[MAX_READY];
     for (int round = 0; round < MAX_ROUNDS; ++round) {
-        const int num_ready = epoll_wait(epoll_fd_, ready, MAX_READY, round ? 0 : timeout_ms);
+        const int num_ready = epoll_wait(epoll_fd_, ready, MAX_READY, 0);
         if (num_ready <= 0) return;
         for (int place = 0; place < num_ready; ++place) {
+            if (!ready[place].data.ptr) {
+                uint64_t count;
+                is_stirred_ = ::read(stir_fd_, &count, sizeof count) < 0;
+                continue;
+            }
             auto& connection = *static_cast<Connection*>(ready[place].data.ptr);
             if (ready[place].events & ~static_cast<uint32_t>(EPOLLOUT)) guarded_read(connection);
             if (connection.is_watching_writer && ready[place].events & ~static_cast<uint32_t>(EPOLLIN))
@@ -247,6 +268,12 @@ void Exchange::finish() {
             write(*connection);
         }
     }
+}
+
+void Exchange::stir() {
+    if (is_served || is_stirred_ || !(has_work() || has_events())) return;
+    const uint64_t count = 1;
+    is_stirred_ = ::write(stir_fd_, &count, sizeof count) > 0;
 }
 
 Event Exchange::next_event() {
@@ -1019,7 +1046,7 @@ std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s, const
             if (served == exchanges.end())
                 found.emplace_back(fd, uint32_t{ready[place].events});
             else
-                (*served)->poll(0);
+                (*served)->poll();
         }
         for (const Exchange* exchange : exchanges)
             if (exchange->has_events()) found.emplace_back(exchange->fileno(), EPOLLIN);

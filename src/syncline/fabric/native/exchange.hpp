@@ -29,7 +29,7 @@ namespace syncline {
 
 constexpr int MAX_CLASSES = 16;
 
-// What Python is told of. Kinds are stable names for `native_exchange.py`.
+// What Python is told of. Kinds are stable names for `native_wire.py`.
 enum EventKind : int {
     SENT = 1,        // object: on_sent
     RECEIVED = 2,    // object: on_received
@@ -279,6 +279,7 @@ class Exchange {
     void end(int peer);
     void close_peer(int peer);
     Peer& peer(int rank) { return *peers_.at(rank); }
+    double heard_s(int rank) const;
 
     void send(int peer, uint64_t tag, Memory payload, uint32_t signature, int64_t urgency, int connection_class,
               Completion on_sent);
@@ -295,16 +296,19 @@ class Exchange {
     void on_fetched(int peer, uint64_t tag);
 
     // Read what there is, grant and write, until Python has something to hear of or nothing is left to do.
-    void poll(int timeout_ms);
+    void poll();
     // Grant and write what was asked for.
     void finish();
     bool has_work() const { return must_grant_ || !to_write_.empty(); }
     bool has_events() const { return !events_.empty(); }
+    // Become readable if there is something to do or to tell, for a loop that asks for nothing else.
+    void stir();
     Event next_event();
     void tell_done(PyObject* on_done) { tell(Event(DONE, -1)).object = on_done; }
 
    private:
-    int epoll_fd_;
+    int epoll_fd_, stir_fd_;
+    bool is_stirred_ = false;
     std::unordered_map<int, std::unique_ptr<Peer>> peers_;
     std::deque<Event> events_;
     std::vector<Connection*> to_write_;

@@ -70,11 +70,11 @@ std::vector<uint32_t> numbers_of(const py::handle& object, const char* name) {
 }
 
 // A `runtime.dataflow.Dataflow`; rank k of its call is rank members[k] of the exchange.
-std::shared_ptr<const Plan> plan_of(const py::object& dataflow, const std::vector<int>& members) {
-    auto plan = std::make_shared<Plan>();
-    for (const py::handle each : dataflow.attr("operations")) {
+std::shared_ptr<Dataflow> dataflow_of(const py::object& described, const std::vector<int>& members) {
+    auto dataflow = std::make_shared<Dataflow>();
+    for (const py::handle each : described.attr("operations")) {
         const int peer = each.attr("peer").cast<int>();
-        plan->operations.push_back({
+        dataflow->operations.push_back({
             static_cast<Kind>(py::int_(each.attr("kind")).cast<int>()),
             each.attr("first").cast<size_t>(),
             each.attr("last").cast<size_t>(),
@@ -88,21 +88,46 @@ std::shared_ptr<const Plan> plan_of(const py::object& dataflow, const std::vecto
             each.attr("replaces").cast<bool>(),
         });
     }
-    plan->num_waits = numbers_of(dataflow, "num_waits");
-    plan->first = numbers_of(dataflow, "first");
-    return plan;
+    dataflow->num_waits = numbers_of(described, "num_waits");
+    dataflow->first = numbers_of(described, "first");
+    return dataflow;
 }
 
-std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Plan> plan,
-                                     std::shared_ptr<BlockPool> pool, const py::object& buffer,
+std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Dataflow> dataflow,
+                                     std::shared_ptr<TemporaryPool> pool, const py::object& buffer,
                                      std::vector<size_t> offsets, const std::string& dtype, uint64_t tag,
                                      uint32_t signature, int64_t urgency, int connection_class,
                                      const py::object& on_done) {
     const Addition addition = addition_of(dtype);
     if (!addition) throw py::value_error("numbers of " + dtype + " are not added here");
-    return std::make_shared<SliceRun>(std::move(exchange), std::move(plan), std::move(pool),
+    return std::make_shared<SliceRun>(std::move(exchange), std::move(dataflow), std::move(pool),
                                       hold(buffer, PyBUF_WRITABLE), std::move(offsets), addition,
-                                      Manner{tag, signature, urgency, connection_class}, on_done.inc_ref().ptr());
+                                      MessageSettings{tag, signature, urgency, connection_class}, on_done.inc_ref().ptr());
+}
+
+// Run what touches no Python object, and then release what it is done with.
+template <typename Action>
+void without_lock(Action action) {
+    {
+        py::gil_scoped_release unlocked;
+        action();
+    }
+    garbage().sweep();
+}
+
+// After Python has asked for something: no loop sleeps before that is done and told.
+void settle(Exchange& exchange) {
+    exchange.stir();
+    garbage().sweep();
+}
+
+// A method by which Python asks for something.
+template <typename... Arguments>
+auto asking(void (Exchange::*method)(Arguments...)) {
+    return [method](Exchange& self, Arguments... arguments) {
+        (self.*method)(arguments...);
+        settle(self);
+    };
 }
 
 using Counters = std::vector<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>>;
@@ -141,11 +166,7 @@ PYBIND11_MODULE(_native, module) {
         "wait",
         [](int epoll_fd, double timeout_s, const std::vector<Exchange*>& exchanges) {
             std::vector<std::pair<int, uint32_t>> found;
-            {
-                py::gil_scoped_release unlocked;
-                found = wait(epoll_fd, timeout_s, exchanges);
-            }
-            garbage().sweep();
+            without_lock([&] { found = wait(epoll_fd, timeout_s, exchanges); });
             return found;
         },
         "epoll_fd"_a, "timeout_s"_a, "exchanges"_a);
@@ -184,25 +205,26 @@ PYBIND11_MODULE(_native, module) {
 
     module.def("can_add", [](const std::string& dtype) { return addition_of(dtype) != nullptr; }, "dtype"_a);
 
-    py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan")
-        .def(py::init([](const py::object& dataflow, const std::vector<int>& members) {
-                 return std::const_pointer_cast<Plan>(plan_of(dataflow, members));
-             }),
-             "dataflow"_a, "members"_a);
+    py::class_<Dataflow, std::shared_ptr<Dataflow>>(module, "Dataflow")
+        .def(py::init(&dataflow_of), "dataflow"_a, "members"_a);
 
-    py::class_<BlockPool, std::shared_ptr<BlockPool>>(module, "BlockPool")
+    py::class_<TemporaryPool, std::shared_ptr<TemporaryPool>>(module, "TemporaryPool")
         .def(py::init<int64_t>(), "max_kept_bytes"_a)
-        .def_readonly("used_bytes", &BlockPool::used_bytes)
-        .def_readonly("kept_bytes", &BlockPool::kept_bytes);
+        .def_readonly("used_bytes", &TemporaryPool::used_bytes)
+        .def_readonly("kept_bytes", &TemporaryPool::kept_bytes);
 
     py::class_<SliceRun, std::shared_ptr<SliceRun>>(module, "SliceRun")
-        .def(py::init(&open_slice), "exchange"_a, "plan"_a, "pool"_a, "buffer"_a, py::kw_only(), "offsets"_a,
+        .def(py::init(&open_slice), "exchange"_a, "dataflow"_a, "pool"_a, "buffer"_a, py::kw_only(), "offsets"_a,
              "dtype"_a, "tag"_a, "signature"_a, "urgency"_a, "connection_class"_a, "on_done"_a)
-        .def("start", &SliceRun::start)
+        .def("start",
+             [](SliceRun& self) {
+                 without_lock([&] { self.start(); });
+                 self.exchange().stir();
+             })
         .def("stop",
              [](SliceRun& self) {
                  self.stop();
-                 garbage().sweep();
+                 settle(self.exchange());
              })
         .def("awaited_peers", &SliceRun::awaited_peers)
         .def("open_peers", &SliceRun::open_peers);
@@ -218,14 +240,10 @@ PYBIND11_MODULE(_native, module) {
         .def("add_peer", &Exchange::add_peer, "peer"_a, py::kw_only(), "eager_bytes"_a, "credit_bytes"_a)
         .def("attach_control", &Exchange::attach_control, "peer"_a, "fd"_a)
         .def("attach_data", &Exchange::attach_data, "peer"_a, "fd"_a, py::kw_only(), "chunk_bytes"_a)
-        .def("start", &Exchange::start, "peer"_a, "connection_class"_a)
+        .def("start", asking(&Exchange::start), "peer"_a, "connection_class"_a)
         .def("use", &Exchange::use, "peer"_a, py::kw_only(), "eager_bytes"_a, "chunk_bytes"_a)
-        .def("end", &Exchange::end, "peer"_a)
-        .def("close_peer",
-             [](Exchange& self, int peer) {
-                 self.close_peer(peer);
-                 garbage().sweep();
-             })
+        .def("end", asking(&Exchange::end), "peer"_a)
+        .def("close_peer", asking(&Exchange::close_peer), "peer"_a)
         .def(
             "send",
             [](Exchange& self, int peer, uint64_t tag, const py::object& payload, uint32_t signature, int64_t urgency,
@@ -233,9 +251,10 @@ PYBIND11_MODULE(_native, module) {
                 if (self.peer(peer).asked.count(tag))
                     fail_assertion("message " + std::to_string(tag) + " is sent twice");
                 self.send(peer, tag, hold(payload, PyBUF_SIMPLE), signature, urgency, connection_class, call(on_sent));
+                settle(self);
             },
             "peer"_a, "tag"_a, "payload"_a, py::kw_only(), "signature"_a, "urgency"_a, "connection_class"_a,
-            "on_sent"_a)
+            "on_sent"_a = py::none())
         .def(
             "receive",
             [](Exchange& self, int peer, uint64_t tag, const py::object& destination, uint32_t signature,
@@ -246,32 +265,19 @@ PYBIND11_MODULE(_native, module) {
                     fail_assertion("tag " + std::to_string(tag) + " of rank " + std::to_string(peer) +
                                    " is posted twice");
                 self.receive(peer, tag, hold(destination, PyBUF_WRITABLE), signature, urgency, call(on_received));
+                settle(self);
             },
             "peer"_a, "tag"_a, "destination"_a, py::kw_only(), "signature"_a, "urgency"_a, "on_received"_a)
-        .def("cancel",
-             [](Exchange& self, int peer, uint64_t tag) {
-                 self.cancel(peer, tag);
-                 garbage().sweep();
-             })
-        .def("send_frame", &Exchange::send_frame, "peer"_a, "kind"_a, py::kw_only(), "tag"_a, "message_bytes"_a,
-             "payload"_a)
-        .def("flush_control", &Exchange::flush_control, "peer"_a)
+        .def("cancel", asking(&Exchange::cancel), "peer"_a, "tag"_a)
+        .def("send_frame", asking(&Exchange::send_frame), "peer"_a, "kind"_a, py::kw_only(), "tag"_a = 0,
+             "message_bytes"_a = 0, "payload"_a = std::string())
+        .def("flush_control", asking(&Exchange::flush_control), "peer"_a)
         .def("take_heard", &Exchange::take_heard, "peer"_a)
-        .def("poll",
-             [](Exchange& self, int timeout_ms) {
-                 {
-                     py::gil_scoped_release unlocked;
-                     self.poll(timeout_ms);
-                 }
-                 garbage().sweep();
-             })
+        .def("poll", [](Exchange& self) { without_lock([&] { self.poll(); }); })
         .def("finish",
              [](Exchange& self) {
-                 {
-                     py::gil_scoped_release unlocked;
-                     self.finish();
-                 }
-                 garbage().sweep();
+                 without_lock([&] { self.finish(); });
+                 self.stir();
              })
         .def("next_event", &event_of)
         .def("let_read_us", [](Exchange& self, int peer) { self.peer(peer).reads_us = true; })
@@ -285,7 +291,7 @@ PYBIND11_MODULE(_native, module) {
         .def("fetched",
              [](Exchange& self, int peer, uint64_t tag, int64_t serial, int64_t num_bytes) {
                  const int64_t rest = self.fetched(peer, tag, serial, num_bytes);
-                 garbage().sweep();
+                 settle(self);
                  return rest;
              })
         .def("counters", [](Exchange& self, int peer) { return counters_of(self.peer(peer)); })
@@ -294,7 +300,7 @@ PYBIND11_MODULE(_native, module) {
                  const Peer& peer = self.peer(rank);
                  return std::tuple(peer.sent_fetched_bytes, peer.num_sent_fetched, peer.fetched_bytes, peer.num_fetched);
              })
-        .def("heard_s", [](Exchange& self, int peer) { return self.peer(peer).heard_s; })
+        .def("heard_s", &Exchange::heard_s, "peer"_a)
         .def("num_unsent", [](Exchange& self, int peer) { return self.peer(peer).num_unsent; })
         .def("num_pending", [](Exchange& self, int peer) { return num_pending(self.peer(peer)); })
         .def("unexpected_bytes", [](Exchange& self, int peer) { return self.peer(peer).unexpected_bytes; });

@@ -50,13 +50,13 @@ Addition addition_of(const std::string& dtype) {
     return found == known.end() ? nullptr : found->second;
 }
 
-size_t BlockPool::size_of(size_t num_bytes) {
+size_t TemporaryPool::size_of(size_t num_bytes) {
     size_t size = MIN_BLOCK_BYTES;
     while (size < num_bytes) size *= 2;
     return size;
 }
 
-BlockPool::Block BlockPool::take(size_t num_bytes) {
+TemporaryPool::Block TemporaryPool::take(size_t num_bytes) {
     const size_t size = size_of(num_bytes);
     used_bytes += static_cast<int64_t>(size);
     auto& free = free_[size];
@@ -67,7 +67,7 @@ BlockPool::Block BlockPool::take(size_t num_bytes) {
     return block;
 }
 
-void BlockPool::give_back(Block block, size_t num_bytes) {
+void TemporaryPool::give_back(Block block, size_t num_bytes) {
     const size_t size = size_of(num_bytes);
     used_bytes -= static_cast<int64_t>(size);
     if (kept_bytes + static_cast<int64_t>(size) > max_kept_bytes_) return;
@@ -75,26 +75,29 @@ void BlockPool::give_back(Block block, size_t num_bytes) {
     free_[size].push_back(std::move(block));
 }
 
-SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Plan> plan,
-                   std::shared_ptr<BlockPool> pool, Memory buffer, std::vector<size_t> offsets, Addition addition,
-                   Manner manner, PyObject* on_done)
+SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Dataflow> dataflow,
+                   std::shared_ptr<TemporaryPool> pool, Memory buffer, std::vector<size_t> offsets, Addition addition,
+                   MessageSettings settings, PyObject* on_done)
     : exchange_(std::move(exchange)),
-      plan_(std::move(plan)),
+      dataflow_(std::move(dataflow)),
       pool_(std::move(pool)),
       buffer_(std::move(buffer)),
       offsets_(std::move(offsets)),
       addition_(addition),
-      manner_(manner),
+      settings_(settings),
       on_done_(on_done),
-      states_(plan_->operations.size()),
-      landings_(plan_->operations.size()),
-      num_open_(plan_->operations.size()) {
-    for (size_t number = 0; number < states_.size(); ++number) states_[number].num_waits = plan_->num_waits[number];
+      states_(dataflow_->operations.size()),
+      landings_(dataflow_->operations.size()),
+      num_open_(dataflow_->operations.size()) {
+    for (size_t number = 0; number < states_.size(); ++number) states_[number].num_waits = dataflow_->num_waits[number];
 }
 
 SliceRun::~SliceRun() { garbage().drop(on_done_); }
 
-void SliceRun::start() { step(plan_->first); }
+void SliceRun::start() {
+    step(dataflow_->first);
+    exchange_->finish();
+}
 
 // After this nothing is written to the buffer any more, whatever arrives.
 void SliceRun::stop() {
@@ -103,7 +106,7 @@ void SliceRun::stop() {
     for (uint32_t number = 0; number < states_.size(); ++number) {
         if (states_[number].is_posted) {
             states_[number].is_posted = false;
-            exchange_->cancel(operation(number).member, manner_.tag + operation(number).index);
+            exchange_->cancel(operation(number).member, settings_.tag + operation(number).index);
         }
         Landing& landing = landings_[number];
         if (landing.block) pool_->give_back(std::move(landing.block), landing.num_bytes);
@@ -158,8 +161,8 @@ void SliceRun::begin(uint32_t number) {
     } else if (begun.kind == Kind::SEND) {
         if (exchange_->peer(begun.member).is_gone) return;  // its loss is reported by others
         const Memory payload{buffer_.data + start_of(begun), static_cast<int64_t>(size_of(begun)), buffer_.hold};
-        exchange_->send(begun.member, manner_.tag + begun.index, payload, manner_.signature, manner_.urgency,
-                        manner_.connection_class, {nullptr, shared_from_this(), number});
+        exchange_->send(begun.member, settings_.tag + begun.index, payload, settings_.signature, settings_.urgency,
+                        settings_.connection_class, {nullptr, shared_from_this(), number});
     } else if (begun.kind == Kind::APPLY) {
         states_[number].is_cleared = true;
         apply(number);
@@ -179,8 +182,8 @@ void SliceRun::post(uint32_t number) {
         destination.data = landing.block.get();
     }
     states_[number].is_posted = true;
-    exchange_->receive(posted.member, manner_.tag + posted.index, std::move(destination), manner_.signature,
-                       manner_.urgency, {nullptr, shared_from_this(), number});
+    exchange_->receive(posted.member, settings_.tag + posted.index, std::move(destination), settings_.signature,
+                       settings_.urgency, {nullptr, shared_from_this(), number});
 }
 
 void SliceRun::go_on(uint32_t number) {

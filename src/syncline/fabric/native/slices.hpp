@@ -26,7 +26,7 @@ struct Operation {
 };
 
 // What one rank does with one slice.
-struct Plan {
+struct Dataflow {
     std::vector<Operation> operations;
     std::vector<uint32_t> num_waits, first;
 };
@@ -38,9 +38,9 @@ using Addition = void (*)(uint8_t* into, const uint8_t* other, size_t num_bytes)
 Addition addition_of(const std::string& dtype);
 
 // Temporaries in which contributions land: blocks in sizes of powers of two, the last one used first.
-class BlockPool {
+class TemporaryPool {
    public:
-    explicit BlockPool(int64_t max_kept_bytes) : max_kept_bytes_(max_kept_bytes) {}
+    explicit TemporaryPool(int64_t max_kept_bytes) : max_kept_bytes_(max_kept_bytes) {}
 
     using Block = std::unique_ptr<uint8_t[]>;
     Block take(size_t num_bytes);
@@ -56,7 +56,7 @@ class BlockPool {
 };
 
 // How the messages of a call are sent.
-struct Manner {
+struct MessageSettings {
     uint64_t tag;
     uint32_t signature;
     int64_t urgency;
@@ -66,19 +66,21 @@ struct Manner {
 class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> {
    public:
     // `offsets` are those of the atoms in the buffer, in bytes; `on_done` is owned, and told once by the exchange.
-    SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Plan> plan, std::shared_ptr<BlockPool> pool,
-             Memory buffer, std::vector<size_t> offsets, Addition addition, Manner manner, PyObject* on_done);
+    SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Dataflow> dataflow, std::shared_ptr<TemporaryPool> pool,
+             Memory buffer, std::vector<size_t> offsets, Addition addition, MessageSettings settings, PyObject* on_done);
     ~SliceRun() override;
 
+    // Begin what waits for nothing; its messages have left when this returns, as far as they may.
     void start();
     void stop();
+    Exchange& exchange() { return *exchange_; }
     void ended(uint32_t number) override;
     std::set<int> awaited_peers() const;
     std::set<int> open_peers() const;
 
    private:
     struct Landing {
-        BlockPool::Block block;
+        TemporaryPool::Block block;
         size_t num_bytes = 0;
         int num_uses = 0;
     };
@@ -91,12 +93,12 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     };
 
     std::shared_ptr<Exchange> exchange_;
-    std::shared_ptr<const Plan> plan_;
-    std::shared_ptr<BlockPool> pool_;
+    std::shared_ptr<const Dataflow> dataflow_;
+    std::shared_ptr<TemporaryPool> pool_;
     Memory buffer_;
     std::vector<size_t> offsets_;
     Addition addition_;
-    Manner manner_;
+    MessageSettings settings_;
     PyObject* on_done_;
     std::vector<State> states_;
     std::vector<Landing> landings_;
@@ -104,7 +106,7 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     size_t num_open_;
     bool is_stepping_ = false, is_stopped_ = false;
 
-    const Operation& operation(uint32_t number) const { return plan_->operations[number]; }
+    const Operation& operation(uint32_t number) const { return dataflow_->operations[number]; }
     size_t start_of(const Operation& operation) const { return offsets_[operation.first]; }
     size_t size_of(const Operation& operation) const { return offsets_[operation.last] - offsets_[operation.first]; }
     uint8_t* part(uint32_t landing, const Operation& apply);
