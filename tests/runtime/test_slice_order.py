@@ -23,6 +23,7 @@ class Call:
         self.order = next(ORDER)
         self.runs: list[Any] = []
         self.num_left = num_slices
+        self.largest_slice_bytes = 0
 
     @property
     def has_more(self) -> bool:

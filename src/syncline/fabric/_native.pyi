@@ -46,6 +46,9 @@ class DataflowToRead(Protocol):
 class Dataflow:
     def __init__(self, dataflow: DataflowToRead, members: Sequence[int]) -> None: ...
 
+class Slice:
+    def __init__(self, dataflow: Dataflow, offsets: Sequence[int], dtype: str) -> None: ...
+
 class TemporaryPool:
     used_bytes: int
     kept_bytes: int
@@ -56,12 +59,10 @@ class SliceRun:
     def __init__(
         self,
         exchange: Exchange,
-        dataflow: Dataflow,
+        prepared: Slice,
         pool: TemporaryPool,
         buffer: memoryview,
         *,
-        offsets: Sequence[int],
-        dtype: str,
         tag: int,
         signature: int,
         urgency: int,

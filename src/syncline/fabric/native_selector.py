@@ -21,13 +21,21 @@ class NativeSelector(selectors.EpollSelector):
     def __init__(self) -> None:
         super().__init__()
         self._exchanges: list[Exchange] = []
+        self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """Watch a file, or serve an exchange."""
         key = super().register(fileobj, events, data)
+        self._keys[key.fd] = key
         if isinstance(fileobj, Exchange):
             self._exchanges.append(fileobj)
             fileobj.is_served = True
+        return key
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Watch a file for something else."""
+        key = super().modify(fileobj, events, data)
+        self._keys[key.fd] = key
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
@@ -35,16 +43,17 @@ class NativeSelector(selectors.EpollSelector):
         if isinstance(fileobj, Exchange):
             self._exchanges.remove(fileobj)
             fileobj.is_served = False
-        return super().unregister(fileobj)
+        key = super().unregister(fileobj)
+        del self._keys[key.fd]
+        return key
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what is ready for Python within ``timeout`` seconds (None: forever)."""
         if not self._exchanges:
             return super().select(timeout)
         found = []
-        keys = self.get_map()
         for descriptor, mask in wait(self.fileno(), -1.0 if timeout is None else max(timeout, 0.0), self._exchanges):
-            key = keys.get(descriptor)
+            key = self._keys.get(descriptor)
             if key is None:
                 continue
             events = (selectors.EVENT_WRITE if mask & ~_EPOLLIN else 0) | (

@@ -34,6 +34,8 @@ class ActiveCall:
     is_agreed: bool
     """Whether the rank before is known to have made the same call."""
     next_slice: int = 0
+    largest_slice_bytes: int = 0
+    """Of those that were begun."""
     runs: set[Run] = field(default_factory=set)
     timer: Timer | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class SliceOrder:
     def began(self, active: ActiveCall, run: Run) -> None:
         """Count a slice that begins."""
         self._inflight_bytes[active] = self._inflight_bytes.get(active, 0) + run.num_bytes
+        active.largest_slice_bytes = max(active.largest_slice_bytes, run.num_bytes)
 
     def ended(self, active: ActiveCall, run: Run) -> None:
         """Count a slice that ended."""
@@ -136,8 +139,10 @@ class SliceOrder:
             active = self._starved.popleft()
             if active.has_more and not active.runs:
                 return active
-        if self.has_more and self._queue and self._has_room(self._queue[0][2].call):
-            return self._queue[0][2]
+        if self.has_more and self._queue:
+            active = self._queue[0][2]
+            if self._has_room(active.call):
+                return active
         return None
 
     def _has_room(self, call: CollectiveCall) -> bool:
@@ -148,5 +153,5 @@ class SliceOrder:
             if active.call.urgency <= call.urgency:
                 ahead += num_bytes
             else:
-                beside += num_bytes - max(run.num_bytes for run in active.runs)
+                beside += max(num_bytes - active.largest_slice_bytes, 0)
         return ahead < self._max_inflight_bytes and ahead + beside < 2 * self._max_inflight_bytes

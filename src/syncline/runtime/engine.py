@@ -54,10 +54,12 @@ class Engine:
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
         self._order = SliceOrder(max_inflight_bytes)
-        self._slices = open_slices(fabric, self._members, self, clock, max_kept_bytes=2 * max_inflight_bytes)
         self._agreement = Agreement(self._predecessor)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
+        self._slices = open_slices(
+            fabric, self._members, self._dataflows, self, clock, max_kept_bytes=2 * max_inflight_bytes
+        )
         self._calls: dict[CallKey, ActiveCall] = {}
         self._owners: dict[Run, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
@@ -293,13 +295,7 @@ class Engine:
         self._fill()
 
     def _begin_slice(self, active: ActiveCall) -> None:
-        run = self._slices.open(
-            active.call,
-            self._dataflows.of_slice(active.call.schedule, active.call.layout.slices[active.next_slice]),
-            active.next_slice,
-            signature=active.signature,
-            tag=active.next_tag(),
-        )
+        run = self._slices.open(active.call, active.next_slice, signature=active.signature, tag=active.next_tag())
         active.next_slice += 1
         active.runs.add(run)
         self._owners[run] = active

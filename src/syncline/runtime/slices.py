@@ -7,20 +7,23 @@ its messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from syncline.fabric import Fabric
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.clock import Clock
 from syncline.runtime.dataflow import Dataflow
+from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.slicerun import SliceRun
+from syncline.schedule import Layout, Schedule
 
 if TYPE_CHECKING:
     from syncline.fabric import native_wire
     from syncline.fabric.native_wire import Exchange
 
-MAX_DATAFLOWS = 4096
+MAX_PREPARED = 4096
 
 
 class Run(Protocol):
@@ -61,7 +64,7 @@ class Slices(Protocol):
     def temporary_bytes(self) -> int:
         """Bytes of temporaries, in use or kept, now."""
 
-    def open(self, call: CollectiveCall, dataflow: Dataflow, slice_number: int, *, signature: int, tag: int) -> Run:
+    def open(self, call: CollectiveCall, slice_number: int, *, signature: int, tag: int) -> Run:
         """Return a slice that has not begun."""
 
     def heard_s(self, peer: int) -> float:
@@ -73,8 +76,11 @@ class PythonSlices:
 
     leave_at_once = False
 
-    def __init__(self, fabric: Fabric, owner: SliceOwner, clock: Clock, *, max_kept_bytes: int) -> None:
+    def __init__(
+        self, fabric: Fabric, dataflows: Dataflows, owner: SliceOwner, clock: Clock, *, max_kept_bytes: int
+    ) -> None:
         self._fabric = fabric
+        self._dataflows = dataflows
         self._owner = owner
         self._clock = clock
         self._pool = TemporaryPool(max_kept_bytes)
@@ -88,13 +94,11 @@ class PythonSlices:
         """Bytes of temporaries, in use or kept, now."""
         return self._pool.used_bytes + self._pool.kept_bytes
 
-    def open(
-        self, call: CollectiveCall, dataflow: Dataflow, slice_number: int, *, signature: int, tag: int
-    ) -> SliceRun:
+    def open(self, call: CollectiveCall, slice_number: int, *, signature: int, tag: int) -> SliceRun:
         """Return a slice that has not begun."""
         return SliceRun(
             call,
-            dataflow,
+            self._dataflows.of_slice(call.schedule, call.layout.slices[slice_number]),
             slice_number,
             signature=signature,
             tag=tag,
@@ -112,6 +116,17 @@ class PythonSlices:
         self._heard_s[peer] = self._clock.time()
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is known of a slice before any call; it keeps what it is filed under alive, so that no id is used again."""
+
+    schedule: Schedule
+    layout: Layout
+    slice: native_wire.Slice | None
+    """None if its numbers are added in Python."""
+    num_bytes: int
+
+
 class NativeSlices:
     """Slices in compiled code; those of numbers that it cannot add are walked in Python."""
 
@@ -121,8 +136,10 @@ class NativeSlices:
         self,
         exchange: Exchange,
         members: Sequence[int],
+        dataflows: Dataflows,
         in_python: PythonSlices,
         owner: SliceOwner,
+        *,
         max_kept_bytes: int,
     ) -> None:
         from syncline.fabric import native_wire  # it is there, since there is an exchange
@@ -130,11 +147,12 @@ class NativeSlices:
         self._native = native_wire
         self._exchange = exchange
         self._members = list(members)
+        self._dataflows = dataflows
         self._in_python = in_python
         self._owner = owner
         self._pool = native_wire.TemporaryPool(max_kept_bytes)
-        # By the id of the first of each pair, which lives as long as the entry.
-        self._dataflows: dict[int, tuple[Dataflow, native_wire.Dataflow]] = {}
+        self._compiled: dict[int, tuple[Dataflow, native_wire.Dataflow]] = {}
+        self._prepared: dict[tuple[int, int, int, str], _Prepared] = {}
 
     def __repr__(self) -> str:
         return f"<NativeSlices: {self._pool.used_bytes} bytes of temporaries in use>"
@@ -144,19 +162,19 @@ class NativeSlices:
         """Bytes of temporaries, in use or kept, now."""
         return self._pool.used_bytes + self._pool.kept_bytes + self._in_python.temporary_bytes
 
-    def open(self, call: CollectiveCall, dataflow: Dataflow, slice_number: int, *, signature: int, tag: int) -> Run:
+    def open(self, call: CollectiveCall, slice_number: int, *, signature: int, tag: int) -> Run:
         """Return a slice that has not begun."""
-        if not self._native.can_add(call.reduction.dtype):
-            return self._in_python.open(call, dataflow, slice_number, signature=signature, tag=tag)
-        offsets = [offset * call.reduction.itemsize for offset in call.layout.slices[slice_number]]
-        run = NativeRun(self._owner, num_bytes=offsets[-1] - offsets[0])
+        # Training makes the same calls at each step: what can be known of a slice before is kept.
+        key = (id(call.schedule), id(call.layout), slice_number, call.reduction.dtype)
+        prepared = self._prepared.get(key) or self._prepare(key, call)
+        if prepared.slice is None:
+            return self._in_python.open(call, slice_number, signature=signature, tag=tag)
+        run = NativeRun(self._owner, num_bytes=prepared.num_bytes)
         run.walk = self._native.SliceRun(
             self._exchange,
-            self._compiled(dataflow),
+            prepared.slice,
             self._pool,
             call.buffer,
-            offsets=offsets,
-            dtype=call.reduction.dtype,
             tag=tag,
             signature=signature,
             urgency=call.urgency,
@@ -169,12 +187,25 @@ class NativeSlices:
         """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
         return max(self._exchange.heard_s(self._members[peer]), self._in_python.heard_s(peer))
 
-    def _compiled(self, dataflow: Dataflow) -> native_wire.Dataflow:
-        known = self._dataflows.get(id(dataflow))
+    def _prepare(self, key: tuple[int, int, int, str], call: CollectiveCall) -> _Prepared:
+        if len(self._prepared) >= MAX_PREPARED:
+            self._prepared.clear()
+        offsets = call.layout.slices[key[2]]
+        itemsize = call.reduction.itemsize
+        compiled = None
+        if self._native.can_add(call.reduction.dtype):
+            dataflow = self._compile(self._dataflows.of_slice(call.schedule, offsets))
+            compiled = self._native.Slice(dataflow, [offset * itemsize for offset in offsets], call.reduction.dtype)
+        prepared = _Prepared(call.schedule, call.layout, compiled, num_bytes=(offsets[-1] - offsets[0]) * itemsize)
+        self._prepared[key] = prepared
+        return prepared
+
+    def _compile(self, dataflow: Dataflow) -> native_wire.Dataflow:
+        known = self._compiled.get(id(dataflow))
         if known is None:
-            if len(self._dataflows) >= MAX_DATAFLOWS:
-                self._dataflows.clear()
-            known = self._dataflows[id(dataflow)] = dataflow, self._native.Dataflow(dataflow, self._members)
+            if len(self._compiled) >= MAX_PREPARED:
+                self._compiled.clear()
+            known = self._compiled[id(dataflow)] = dataflow, self._native.Dataflow(dataflow, self._members)
         return known[1]
 
 
@@ -215,10 +246,16 @@ class NativeRun:
 
 
 def open_slices(
-    fabric: Fabric, members: Sequence[int], owner: SliceOwner, clock: Clock, *, max_kept_bytes: int
+    fabric: Fabric,
+    members: Sequence[int],
+    dataflows: Dataflows,
+    owner: SliceOwner,
+    clock: Clock,
+    *,
+    max_kept_bytes: int,
 ) -> Slices:
     """Return who walks the slices of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
-    in_python = PythonSlices(fabric, owner, clock, max_kept_bytes=max_kept_bytes)
+    in_python = PythonSlices(fabric, dataflows, owner, clock, max_kept_bytes=max_kept_bytes)
     if fabric.exchange is None:
         return in_python
-    return NativeSlices(fabric.exchange, members, in_python, owner, max_kept_bytes)
+    return NativeSlices(fabric.exchange, members, dataflows, in_python, owner, max_kept_bytes=max_kept_bytes)

@@ -38,6 +38,7 @@ class PendingReport:
         self.work = work
         self._totals = totals
         self._expected = expected
+        self._result: StepReport | None = None
 
     @property
     def total(self) -> float:
@@ -46,6 +47,8 @@ class PendingReport:
 
     def result(self) -> StepReport:
         """Wait for the report."""
+        if self._result is not None:
+            return self._result
         self.work.wait()
         total, *counts = self._totals.tolist()
         if total <= 0:
@@ -53,7 +56,8 @@ class PendingReport:
                 "A step needs at least one sample on at least one rank, but all ranks together had "
                 f"{total:g}; give each step some data, or tell the weights with batch_size()"
             )
-        return StepReport(correction=self._expected / total, present=tuple(count > 0 for count in counts))
+        self._result = StepReport(correction=self._expected / total, present=tuple(count > 0 for count in counts))
+        return self._result
 
 
 class LocalReport(PendingReport):

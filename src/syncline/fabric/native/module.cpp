@@ -93,15 +93,19 @@ std::shared_ptr<Dataflow> dataflow_of(const py::object& described, const std::ve
     return dataflow;
 }
 
-std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Dataflow> dataflow,
-                                     std::shared_ptr<TemporaryPool> pool, const py::object& buffer,
-                                     std::vector<size_t> offsets, const std::string& dtype, uint64_t tag,
-                                     uint32_t signature, int64_t urgency, int connection_class,
-                                     const py::object& on_done) {
+std::shared_ptr<Slice> slice_of(std::shared_ptr<Dataflow> dataflow, std::vector<size_t> offsets,
+                                const std::string& dtype) {
     const Addition addition = addition_of(dtype);
     if (!addition) throw py::value_error("numbers of " + dtype + " are not added here");
-    return std::make_shared<SliceRun>(std::move(exchange), std::move(dataflow), std::move(pool),
-                                      hold(buffer, PyBUF_WRITABLE), std::move(offsets), addition,
+    return std::make_shared<Slice>(Slice{std::move(dataflow), std::move(offsets), addition});
+}
+
+std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Slice> slice,
+                                     std::shared_ptr<TemporaryPool> pool, const py::object& buffer, uint64_t tag,
+                                     uint32_t signature, int64_t urgency, int connection_class,
+                                     const py::object& on_done) {
+    return std::make_shared<SliceRun>(std::move(exchange), std::move(slice), std::move(pool),
+                                      hold(buffer, PyBUF_WRITABLE),
                                       MessageSettings{tag, signature, urgency, connection_class}, on_done.inc_ref().ptr());
 }
 
@@ -208,14 +212,17 @@ PYBIND11_MODULE(_native, module) {
     py::class_<Dataflow, std::shared_ptr<Dataflow>>(module, "Dataflow")
         .def(py::init(&dataflow_of), "dataflow"_a, "members"_a);
 
+    py::class_<Slice, std::shared_ptr<Slice>>(module, "Slice")
+        .def(py::init(&slice_of), "dataflow"_a, "offsets"_a, "dtype"_a);
+
     py::class_<TemporaryPool, std::shared_ptr<TemporaryPool>>(module, "TemporaryPool")
         .def(py::init<int64_t>(), "max_kept_bytes"_a)
         .def_readonly("used_bytes", &TemporaryPool::used_bytes)
         .def_readonly("kept_bytes", &TemporaryPool::kept_bytes);
 
     py::class_<SliceRun, std::shared_ptr<SliceRun>>(module, "SliceRun")
-        .def(py::init(&open_slice), "exchange"_a, "dataflow"_a, "pool"_a, "buffer"_a, py::kw_only(), "offsets"_a,
-             "dtype"_a, "tag"_a, "signature"_a, "urgency"_a, "connection_class"_a, "on_done"_a)
+        .def(py::init(&open_slice), "exchange"_a, "prepared"_a, "pool"_a, "buffer"_a, py::kw_only(), "tag"_a,
+             "signature"_a, "urgency"_a, "connection_class"_a, "on_done"_a)
         .def("start",
              [](SliceRun& self) {
                  without_lock([&] { self.start(); });

@@ -75,15 +75,13 @@ void TemporaryPool::give_back(Block block, size_t num_bytes) {
     free_[size].push_back(std::move(block));
 }
 
-SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Dataflow> dataflow,
-                   std::shared_ptr<TemporaryPool> pool, Memory buffer, std::vector<size_t> offsets, Addition addition,
-                   MessageSettings settings, PyObject* on_done)
+SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Slice> slice,
+                   std::shared_ptr<TemporaryPool> pool, Memory buffer, MessageSettings settings, PyObject* on_done)
     : exchange_(std::move(exchange)),
-      dataflow_(std::move(dataflow)),
+      slice_(std::move(slice)),
+      dataflow_(slice_->dataflow.get()),
       pool_(std::move(pool)),
       buffer_(std::move(buffer)),
-      offsets_(std::move(offsets)),
-      addition_(addition),
       settings_(settings),
       on_done_(on_done),
       states_(dataflow_->operations.size()),
@@ -207,7 +205,7 @@ void SliceRun::apply(uint32_t number) {
     // What precedes the own value is summed in the first one's temporary.
     for (; used < before.size() && states_[before[used]].has_arrived; ++used)
         if (used) {
-            addition_(part(before[0], sum), part(before[used], sum), size_of(sum));
+            slice_->addition(part(before[0], sum), part(before[used], sum), size_of(sum));
             release(before[used]);
         }
     if (used < before.size() || !state.is_cleared) return;
@@ -229,7 +227,7 @@ void SliceRun::add(uint8_t* own, uint32_t landing, const Operation& apply) {
     if (apply.replaces)
         std::memcpy(own, values, size_of(apply));
     else
-        addition_(own, values, size_of(apply));
+        slice_->addition(own, values, size_of(apply));
     release(landing);
 }
 

@@ -37,6 +37,13 @@ using Addition = void (*)(uint8_t* into, const uint8_t* other, size_t num_bytes)
 // Return how numbers of `dtype` are added; null if not here.
 Addition addition_of(const std::string& dtype);
 
+// A slice before any call: what is done with it, and where its atoms lie in the buffer, in bytes.
+struct Slice {
+    std::shared_ptr<const Dataflow> dataflow;
+    std::vector<size_t> offsets;
+    Addition addition;
+};
+
 // Temporaries in which contributions land: blocks in sizes of powers of two, the last one used first.
 class TemporaryPool {
    public:
@@ -65,9 +72,9 @@ struct MessageSettings {
 
 class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> {
    public:
-    // `offsets` are those of the atoms in the buffer, in bytes; `on_done` is owned, and told once by the exchange.
-    SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Dataflow> dataflow, std::shared_ptr<TemporaryPool> pool,
-             Memory buffer, std::vector<size_t> offsets, Addition addition, MessageSettings settings, PyObject* on_done);
+    // `on_done` is owned, and told once by the exchange.
+    SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Slice> slice, std::shared_ptr<TemporaryPool> pool,
+             Memory buffer, MessageSettings settings, PyObject* on_done);
     ~SliceRun() override;
 
     // Begin what waits for nothing; its messages have left when this returns, as far as they may.
@@ -93,11 +100,10 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     };
 
     std::shared_ptr<Exchange> exchange_;
-    std::shared_ptr<const Dataflow> dataflow_;
+    std::shared_ptr<const Slice> slice_;
+    const Dataflow* dataflow_;
     std::shared_ptr<TemporaryPool> pool_;
     Memory buffer_;
-    std::vector<size_t> offsets_;
-    Addition addition_;
     MessageSettings settings_;
     PyObject* on_done_;
     std::vector<State> states_;
@@ -107,8 +113,8 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     bool is_stepping_ = false, is_stopped_ = false;
 
     const Operation& operation(uint32_t number) const { return dataflow_->operations[number]; }
-    size_t start_of(const Operation& operation) const { return offsets_[operation.first]; }
-    size_t size_of(const Operation& operation) const { return offsets_[operation.last] - offsets_[operation.first]; }
+    size_t start_of(const Operation& operation) const { return slice_->offsets[operation.first]; }
+    size_t size_of(const Operation& operation) const { return slice_->offsets[operation.last] - slice_->offsets[operation.first]; }
     uint8_t* part(uint32_t landing, const Operation& apply);
 
     void step(const std::vector<uint32_t>& ready);
