@@ -9,8 +9,11 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "syncline.fabric._native",
-            [f"{NATIVE}/{name}.cpp" for name in ("module", "exchange", "slices")],
-            depends=[f"{NATIVE}/{name}.hpp" for name in ("crc32", "exchange", "frames", "grants", "slices")],
+            [f"{NATIVE}/{name}.cpp" for name in ("module", "exchange", "calls", "slices")],
+            depends=[
+                f"{NATIVE}/{name}.hpp"
+                for name in ("calls", "crc32", "exchange", "frames", "grants", "slice_order", "slices")
+            ],
             cxx_std=17,
             optional=True,
         )

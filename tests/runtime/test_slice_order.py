@@ -4,50 +4,79 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.runtime.active import SliceOrder
+from syncline.runtime.slice_order import SliceOrder
+from wires import WIRES
 
-ORDER = itertools.count()
+NUMBERS = itertools.count()
+KINDS = list(WIRES)
+"""Of orders: in Python, and compiled if that is installed."""
 
 
-class Call:
-    """What the order looks at in an active call."""
+class PythonCall:
+    """What the order looks at in a call."""
 
-    def __init__(self, urgency: int, *, connection_class: int = 0, num_slices: int = 1000) -> None:
-        self.call = SimpleNamespace(urgency=urgency, connection_class=connection_class)
-        self.order = next(ORDER)
-        self.runs: list[Any] = []
-        self.num_left = num_slices
+    def __init__(self, urgency: int, *, connection_class: int, number: int, num_slices: int) -> None:
+        self.urgency = urgency
+        self.connection_class = connection_class
+        self.number = number
         self.largest_slice_bytes = 0
+        self.runs: list[object] = []
+        self.num_left = num_slices
 
     @property
     def has_more(self) -> bool:
         return self.num_left > 0
 
+    @property
+    def num_active(self) -> int:
+        return len(self.runs)
+
+
+class PythonOrder(SliceOrder[PythonCall]):
+    """It begins and ends the slices of its calls itself, as the compiled one does."""
+
+    def began(self, call: PythonCall, num_bytes: int) -> None:
+        call.num_left -= 1
+        call.runs.append(object())
+        super().began(call, num_bytes)
+
+    def ended(self, call: PythonCall, num_bytes: int) -> None:
+        call.runs.pop()
+        super().ended(call, num_bytes)
+
 
 class Ranked:
-    """A slice order, and the slices that it let begin."""
+    """A slice order of one kind, its calls, and the slices that it let begin."""
 
-    def __init__(self, limit: int = 8) -> None:
-        self.found: list[Call] = []
-        self.order = SliceOrder(limit)
+    def __init__(self, kind: str, limit: int = 8, size: int = 4) -> None:
+        self.found: list[Any] = []
+        self.size = size
+        self.order: Any
+        if kind == "python":
+            self.make_call: Any = PythonCall
+            self.order = PythonOrder(limit)
+        else:
+            from syncline.fabric import _native
 
-    def fill(self, size: int = 4) -> None:
+            self.make_call = _native.Sliced
+            self.order = _native.SliceOrder(limit)
+
+    def call(self, urgency: int, *, connection_class: int = 0, num_slices: int = 1000) -> Any:
+        return self.make_call(urgency, connection_class=connection_class, number=next(NUMBERS), num_slices=num_slices)
+
+    def fill(self) -> None:
         """Begin all that may begin."""
-        while (active := self.order.next()) is not None:
-            call: Any = active
-            run: Any = SimpleNamespace(num_bytes=size)
-            call.num_left -= 1
-            call.runs.append(run)
-            self.order.began(active, run)
+        while (call := self.order.next()) is not None:
+            self.order.began(call, self.size)
             self.found.append(call)
 
-    def add(self, *calls: Any) -> list[Call]:
+    def add(self, *calls: Any) -> list[Any]:
         """Add calls one after another; return of which a slice began."""
         before = len(self.found)
         for call in calls:
@@ -55,23 +84,29 @@ class Ranked:
             self.fill()
         return self.found[before:]
 
-    def end(self, call: Any) -> list[Call]:
+    def end(self, call: Any) -> list[Any]:
         """End a slice; return of which slices began then."""
         before = len(self.found)
-        self.order.ended(call, call.runs.pop())
+        self.order.ended(call, self.size)
         self.fill()
         return self.found[before:]
 
 
-def test_a_call_begins_slices_up_to_the_bound() -> None:
-    only, one = Call(0), Ranked()
+@pytest.fixture(params=KINDS)
+def one(request: pytest.FixtureRequest) -> Ranked:
+    """An order with room for two slices."""
+    return Ranked(request.param)
+
+
+def test_a_call_begins_slices_up_to_the_bound(one: Ranked) -> None:
+    only = one.call(0)
     assert one.add(only) == [only, only]
     assert one.order.inflight_bytes == 8
     assert one.end(only) == [only]
 
 
-def test_a_less_urgent_call_has_one_slice_while_the_urgent_one_fills_the_bound() -> None:
-    front, rear, one = Call(0, num_slices=3), Call(5), Ranked()
+def test_a_less_urgent_call_has_one_slice_while_the_urgent_one_fills_the_bound(one: Ranked) -> None:
+    front, rear = one.call(0, num_slices=3), one.call(5)
     assert one.add(front, rear) == [front, front, rear]
     assert one.end(rear) == [rear], "never none"
     assert one.end(front) == [front]
@@ -79,46 +114,73 @@ def test_a_less_urgent_call_has_one_slice_while_the_urgent_one_fills_the_bound()
     assert one.end(front) == [rear]
 
 
-def test_an_urgent_call_has_room_of_its_own_beside_what_was_begun_before() -> None:
-    rear, front, one = [Call(number) for number in range(1, 9)], Call(0), Ranked()
+def test_an_urgent_call_has_room_of_its_own_beside_what_was_begun_before(one: Ranked) -> None:
+    rear, front = [one.call(urgency) for urgency in range(1, 9)], one.call(0)
     one.add(*rear)
     assert one.add(front) == [front, front]
 
 
-def test_calls_each_more_urgent_than_the_last_have_twice_the_bound_in_all_but_for_a_slice_each() -> None:
-    rear, middle, front, frontmost, one = Call(5), Call(4), Call(3), Call(2), Ranked()
+def test_calls_each_more_urgent_than_the_last_have_twice_the_bound_in_all_but_for_a_slice_each(one: Ranked) -> None:
+    rear, middle, front, frontmost = (one.call(urgency) for urgency in (5, 4, 3, 2))
     assert one.add(rear, middle, front, frontmost) == [rear, rear, middle, middle, front, front, frontmost]
     assert one.end(rear) == [frontmost]
 
 
-def test_what_is_under_way_in_a_less_urgent_class_holds_nothing_up() -> None:
-    rear, one = [Call(number, connection_class=1) for number in range(9, 3, -1)], Ranked()
-    one.add(*rear)
-    front = Call(0)
+def test_what_is_under_way_in_a_less_urgent_class_holds_nothing_up(one: Ranked) -> None:
+    one.add(*(one.call(urgency, connection_class=1) for urgency in range(9, 3, -1)))
+    front = one.call(0)
     assert one.add(front) == [front, front]
 
 
-def test_what_is_under_way_in_a_more_urgent_class_counts_for_the_others() -> None:
-    front, rear, one = Call(0, num_slices=2), Call(5, connection_class=1), Ranked()
+def test_what_is_under_way_in_a_more_urgent_class_counts_for_the_others(one: Ranked) -> None:
+    front, rear = one.call(0, num_slices=2), one.call(5, connection_class=1)
     assert one.add(front, rear) == [front, front, rear], "every call has at least one slice under way"
     assert one.end(front) == []
     assert one.end(front) == [rear]
 
 
+def test_of_equally_urgent_calls_the_first_goes_first(one: Ranked) -> None:
+    first, second = one.call(3, num_slices=4), one.call(3)
+    assert one.add(first, second) == [first, first, second]
+    assert one.end(second) == [second]
+    assert one.end(first) == []
+    assert one.end(first) == [first]
+
+
 @given(seed=st.integers(0, 1 << 32), limit=st.sampled_from([1, 8, 20]))
 def test_whatever_ends_first_every_call_goes_on_and_the_bound_holds(seed: int, limit: int) -> None:
-    generator, one, size = random.Random(seed), Ranked(limit), 4
-    calls = [Call(generator.randrange(6), num_slices=generator.randrange(1, 7)) for _ in range(6)]
+    found = {kind: begin_and_end(random.Random(seed), Ranked(kind, limit)) for kind in KINDS}
+    assert all(begun == found["python"] for begun in found.values()), "both kinds begin the same slices"
+
+
+def begin_and_end(source: random.Random, one: Ranked) -> list[int]:
+    """Add calls and end slices in any order; return of which calls slices began, by their places."""
+    calls = [
+        one.call(source.randrange(6), connection_class=source.randrange(2), num_slices=source.randrange(1, 7))
+        for _ in range(6)
+    ]
     waiting = list(calls)
-    while waiting or any(call.runs for call in calls):
-        begun = [call for call in calls if call.runs]
-        if waiting and (not begun or generator.random() < 0.5):
+    while waiting or any(call.num_active for call in calls):
+        begun = [call for call in calls if call.num_active]
+        if waiting and (not begun or source.random() < 0.5):
             one.add(waiting.pop())
         else:
-            one.end(generator.choice(begun))
-        open_calls = [call for call in calls if call not in waiting and (call.has_more or call.runs)]
-        assert all(call.runs for call in open_calls), "ranks that order calls differently would wait for each other"
-        assert one.order.inflight_bytes <= 2 * limit + size * (len(open_calls) + 1)
+            one.end(source.choice(begun))
+        open_calls = [call for call in calls if call not in waiting and (call.has_more or call.num_active)]
+        assert all(call.num_active for call in open_calls), "ranks that order calls differently would wait"
     assert not any(call.has_more for call in calls)
-    assert not one.order.has_more
+    assert one.order.next() is None
     assert one.order.inflight_bytes == 0
+    return [calls.index(call) for call in one.found]
+
+
+@given(seed=st.integers(0, 1 << 32), limit=st.sampled_from([1, 8, 20]), kind=st.sampled_from(KINDS))
+def test_all_together_make_up_less_than_twice_the_bound_and_a_slice_each(seed: int, limit: int, kind: str) -> None:
+    source, one = random.Random(seed), Ranked(kind, limit)
+    calls = [one.call(source.randrange(6), num_slices=source.randrange(1, 7)) for _ in range(6)]
+    for number, call in enumerate(calls, start=1):
+        one.add(call)
+        assert one.order.inflight_bytes <= 2 * limit + one.size * (number + 1)
+        begun = [each for each in calls[:number] if each.num_active]
+        one.end(source.choice(begun))
+        assert one.order.inflight_bytes <= 2 * limit + one.size * (number + 1)

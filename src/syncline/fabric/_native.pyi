@@ -46,8 +46,8 @@ class DataflowToRead(Protocol):
 class Dataflow:
     def __init__(self, dataflow: DataflowToRead, members: Sequence[int]) -> None: ...
 
-class Slice:
-    def __init__(self, dataflow: Dataflow, offsets: Sequence[int], dtype: str) -> None: ...
+class Layout:
+    def __init__(self, dataflows: Sequence[Dataflow], offsets: Sequence[Sequence[int]], dtype: str) -> None: ...
 
 class TemporaryPool:
     used_bytes: int
@@ -55,18 +55,42 @@ class TemporaryPool:
 
     def __init__(self, max_kept_bytes: int) -> None: ...
 
-class SliceRun:
+class Sliced:
+    has_more: bool
+    num_active: int
+
+    def __init__(self, urgency: int, *, connection_class: int, number: int, num_slices: int) -> None: ...
+
+class SliceOrder:
+    inflight_bytes: int
+
+    def __init__(self, max_inflight_bytes: int) -> None: ...
+    def add(self, call: Sliced) -> None: ...
+    def began(self, call: Sliced, num_bytes: int) -> None: ...
+    def ended(self, call: Sliced, num_bytes: int) -> None: ...
+    def next(self) -> Sliced | None: ...
+
+class Walker:
+    inflight_bytes: int
+    num_active_slices: int
+
+    def __init__(self, exchange: Exchange, pool: TemporaryPool, max_inflight_bytes: int) -> None: ...
+
+class CallRun:
+    has_more: bool
+
     def __init__(
         self,
-        exchange: Exchange,
-        prepared: Slice,
-        pool: TemporaryPool,
+        walker: Walker,
+        layout: Layout,
         buffer: memoryview,
         *,
         tag: int,
+        tag_step: int,
         signature: int,
         urgency: int,
         connection_class: int,
+        number: int,
         on_done: Callable[[], None],
     ) -> None: ...
     def start(self) -> None: ...

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from syncline.fabric._native import Dataflow, Exchange, GrantScheduler, Slice, SliceRun, TemporaryPool, can_add
+from syncline.fabric._native import CallRun, Dataflow, Exchange, GrantScheduler, Layout, TemporaryPool, Walker, can_add
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.fitting import GrantSizes
@@ -24,7 +24,17 @@ from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.wire import WireEvents
 
-__all__ = ["Dataflow", "Exchange", "NativeWire", "NativeWiring", "Slice", "SliceRun", "TemporaryPool", "can_add"]
+__all__ = [
+    "CallRun",
+    "Dataflow",
+    "Exchange",
+    "Layout",
+    "NativeWire",
+    "NativeWiring",
+    "TemporaryPool",
+    "Walker",
+    "can_add",
+]
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED = range(1, 11)
 """Kinds of events, as ``exchange.hpp`` counts them; the first two come with whom to call."""

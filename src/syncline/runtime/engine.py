@@ -1,9 +1,9 @@
 """The engine: runs verified schedules on any fabric, many calls and many slices at once.
 
 It lives on the communication loop's thread and is made of callbacks. A call is cut into slices by its layout; each
-slice runs through the dataflow of its schedule by itself, so all links are busy at once. How many slices are under way
-is bounded in bytes over all calls (:class:`SliceOrder`). Results are reproducible to the bit: contributions are added
-in rank order, not in order of arrival.
+slice runs through the dataflow of its schedule by itself, so all links are busy at once. A walker begins slices and
+bounds how many are under way (:mod:`syncline.runtime.walks`). Results are reproducible to the bit: contributions are
+added in rank order, not in order of arrival.
 
 A call that goes wrong ends all calls, here and on the other ranks: after that the ranks no longer agree on what was
 done. No failed call leaves a posted receive behind that could write to its buffer.
@@ -11,21 +11,24 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.fabric import Fabric, PeerLeftError
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
-from syncline.runtime.active import ActiveCall, Done, SliceOrder
+from syncline.runtime.active import ActiveCall, Done
 from syncline.runtime.agreement import Agreement, CallKey, Disagreement
 from syncline.runtime.call import CollectiveCall, Describer, trace_call
 from syncline.runtime.clock import Clock
 from syncline.runtime.control import ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.native_walks import NativeWalker
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
-from syncline.runtime.slices import Run, open_slices
-from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit
+from syncline.runtime.python_walks import PythonWalker
+from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
+from syncline.runtime.walks import Walker
 from syncline.topology import Topology
 
 
@@ -53,15 +56,13 @@ class Engine:
         self._trace = trace if trace is not None else NullTrace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
-        self._order = SliceOrder(max_inflight_bytes)
         self._agreement = Agreement(self._predecessor)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
-        self._slices = open_slices(
-            fabric, self._members, self._dataflows, self, clock, max_kept_bytes=2 * max_inflight_bytes
+        self._walker = _open_walker(
+            fabric, self._members, self._dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash
         )
         self._calls: dict[CallKey, ActiveCall] = {}
-        self._owners: dict[Run, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
         self._num_submitted = 0
         self._lost: dict[int, Failure] = {}
@@ -69,14 +70,13 @@ class Engine:
         self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
-        self._is_filling = False
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         fabric.set_listener(self)
 
     def __repr__(self) -> str:
         state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"
-        return f"<Engine rank {self._rank} of {self._world_size}: {state}, {len(self._owners)} slices>"
+        return f"<Engine rank {self._rank} of {self._world_size}: {state}, {self.num_active_slices} slices>"
 
     @property
     def failure(self) -> Failure | None:
@@ -95,17 +95,17 @@ class Engine:
     @property
     def num_active_slices(self) -> int:
         """Slices under way, now."""
-        return len(self._owners)
+        return self._walker.num_active_slices
 
     @property
     def inflight_bytes(self) -> int:
         """Bytes of the slices under way, now."""
-        return self._order.inflight_bytes
+        return self._walker.inflight_bytes
 
     @property
     def temporary_bytes(self) -> int:
         """Bytes of temporaries, in use or kept, now."""
-        return self._slices.temporary_bytes
+        return self._walker.temporary_bytes
 
     def submit(self, call: CollectiveCall, on_done: Done, *, num_skipped: int = 0) -> None:
         """Begin ``call``; ``on_done`` is told once, with None or with what went wrong.
@@ -124,6 +124,7 @@ class Engine:
         if loss is not None:
             self._fail(loss)  # the others may wait for this rank's part of the call, so they must know
         if self._failure is not None:
+            active.stop()
             on_done(self._error(self._failure, call))
             return
         self._begin(active)
@@ -148,21 +149,6 @@ class Engine:
         text = f"the communication loop of {self._fabric.describe_peer(self._rank)} failed: {error!r}"
         self._cause = self._cause or error
         self._fail(Failure(reason=failures.CRASH, text=text, rank=self._rank, host=self._host(self._rank)))
-
-    # What slices tell.
-
-    def slice_done(self, run: Run) -> None:
-        """Go on with the next slice."""
-        active = self._owners.pop(run)
-        active.runs.discard(run)
-        self._order.ended(active, run)
-        if active.is_complete:
-            self._complete(active)
-        self._fill()
-
-    def slice_crashed(self, error: Exception) -> None:
-        """End all calls."""
-        self.crash(error)
 
     # What the fabric tells.
 
@@ -246,19 +232,25 @@ class Engine:
         description = self._describer.describe(call)
         self._num_submitted += 1
         peers = self._dataflows.facts(call.schedule).peers
-        return ActiveCall(
+        active = ActiveCall(
             call=call,
             number=number,
-            order=self._num_submitted,
             peers=peers,
             description=description,
             on_done=on_done,
             started_s=self._clock.time(),
             started_ns=self._trace.now_ns(),
-            num_slices=call.num_slices if peers else 0,
-            signature=description.signature,
             is_agreed=self._world_size == 1,
         )
+        if peers and call.num_slices:
+            active.walk = self._walker.open(
+                call,
+                number=self._num_submitted,
+                tag=first_tag(call.stream, number, 0),
+                signature=description.signature,
+                on_over=partial(self._walk_over, active),
+            )
+        return active
 
     def _begin(self, active: ActiveCall) -> None:
         key = (active.call.stream, active.number & NUMBER_MASK)
@@ -270,37 +262,16 @@ class Engine:
             self._fabric.send_control((self._rank + 1) % self._world_size, payload)
             is_agreed, disagreement = self._agreement.made(key, active.description)
             self._judge(key, is_agreed, disagreement)
-        self._order.add(active)
-        self._fill()
-        if active.is_complete and key in self._calls:
+        if key not in self._calls:
+            return
+        if active.walk is not None:
+            active.walk.start()
+        elif active.is_complete:
             self._complete(active)
 
-    def _fill(self) -> None:
-        """Begin a slice if there is room, and the next one when the messages of this one have left.
-
-        All at once, the first slice would wait until the last one is set up. A slice that ends at once comes back here.
-        """
-        if self._is_filling or self._failure is not None:
-            return
-        self._is_filling = True
-        while (active := self._order.next()) is not None:
-            self._begin_slice(active)
-            if not self._slices.leave_at_once and self._order.has_more:
-                self._clock.call_later(0.0, self._fill_on)
-                return
-        self._is_filling = False
-
-    def _fill_on(self) -> None:
-        self._is_filling = False
-        self._fill()
-
-    def _begin_slice(self, active: ActiveCall) -> None:
-        run = self._slices.open(active.call, active.next_slice, signature=active.signature, tag=active.next_tag())
-        active.next_slice += 1
-        active.runs.add(run)
-        self._owners[run] = active
-        self._order.began(active, run)
-        run.start()
+    def _walk_over(self, active: ActiveCall) -> None:
+        if active.is_complete:
+            self._complete(active)
 
     def _complete(self, active: ActiveCall) -> None:
         call = active.call
@@ -345,7 +316,7 @@ class Engine:
         self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
-        silent_s = self._clock.time() - max(self._slices.heard_s(peer), active.started_s)
+        silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
         return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names)
 
@@ -359,7 +330,6 @@ class Engine:
         self._trace.instant(f"failed: {failure.reason}", "communication", text=failure.text)
         calls = list(self._calls.values())
         self._calls.clear()
-        self._owners.clear()
         for active in calls:
             active.stop()
             trace_call(self._trace, active.call, active.started_ns, failed=failure.reason)
@@ -378,3 +348,19 @@ class Engine:
 
     def _host(self, rank: int) -> str:
         return self._topology.host_of(rank).name if self._topology is not None else ""
+
+
+def _open_walker(
+    fabric: Fabric,
+    members: Sequence[int],
+    dataflows: Dataflows,
+    clock: Clock,
+    *,
+    max_inflight_bytes: int,
+    on_crash: Callable[[Exception], None],
+) -> Walker:
+    """Return who walks the calls of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
+    in_python = PythonWalker(fabric, dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=on_crash)
+    if fabric.exchange is None:
+        return in_python
+    return NativeWalker(fabric.exchange, members, dataflows, in_python, max_inflight_bytes=max_inflight_bytes)

@@ -5,24 +5,30 @@ This is the hot path: a callback for each message, no coroutine, no allocation t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from syncline.fabric import Fabric
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.dataflow import Dataflow, Kind, Operation
 from syncline.runtime.pool import Temporary, TemporaryPool
 
-if TYPE_CHECKING:
-    from syncline.runtime.slices import SliceOwner
+
+class SliceOwner(Protocol):
+    """Who is told how a slice goes."""
+
+    def slice_done(self, run: SliceRun) -> None:
+        """Take note that every operation of ``run`` has ended."""
+
+    def slice_crashed(self, error: Exception) -> None:
+        """Take note that our own code failed; the slice will not go on."""
+
+    def heard(self, peer: int) -> None:
+        """Take note that a message of ``peer`` has arrived."""
 
 
 class SliceRun:
-    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended.
-
-    ``on_heard`` is told of whom a message has arrived.
-    """
+    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
 
     __slots__ = (
         "_arrived",
@@ -34,7 +40,6 @@ class SliceRun:
         "_is_stepping",
         "_itemsize",
         "_offsets",
-        "_on_heard",
         "_operations",
         "_owner",
         "_pool",
@@ -62,7 +67,6 @@ class SliceRun:
         fabric: Fabric,
         pool: TemporaryPool,
         owner: SliceOwner,
-        on_heard: Callable[[int], None],
     ) -> None:
         self._call = call
         self._buffer = call.buffer
@@ -75,7 +79,6 @@ class SliceRun:
         self._fabric = fabric
         self._pool = pool
         self._owner = owner
-        self._on_heard = on_heard
         self._waits = list(dataflow.num_waits)
         self._settled: list[int] = []
         self._temporaries: dict[int, Temporary] = {}
@@ -162,7 +165,7 @@ class SliceRun:
         if self.is_stopped:
             return
         self.posted.discard(number)
-        self._on_heard(self._operations[number].peer)
+        self._owner.heard(self._operations[number].peer)
         self._settle(number)
 
     def _settle(self, number: int) -> None:

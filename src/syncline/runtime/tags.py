@@ -13,6 +13,8 @@ from syncline.errors import ConfigurationError
 NUM_STREAMS = 1 << 16
 NUMBER_BITS, SLICE_BITS, INDEX_BITS = 18, 16, 14
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
+SLICE_TAGS = 1 << INDEX_BITS
+"""From the first tag of a slice to that of the next."""
 
 
 def first_tag(stream: int, number: int, slice_number: int) -> int:

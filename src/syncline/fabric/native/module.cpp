@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "calls.hpp"
 #include "crc32.hpp"
 #include "exchange.hpp"
 #include "grants.hpp"
-#include "slices.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -93,20 +93,23 @@ std::shared_ptr<Dataflow> dataflow_of(const py::object& described, const std::ve
     return dataflow;
 }
 
-std::shared_ptr<Slice> slice_of(std::shared_ptr<Dataflow> dataflow, std::vector<size_t> offsets,
-                                const std::string& dtype) {
+std::shared_ptr<Layout> layout_of(const std::vector<std::shared_ptr<Dataflow>>& dataflows,
+                                  std::vector<std::vector<size_t>> offsets, const std::string& dtype) {
     const Addition addition = addition_of(dtype);
     if (!addition) throw py::value_error("numbers of " + dtype + " are not added here");
-    return std::make_shared<Slice>(Slice{std::move(dataflow), std::move(offsets), addition});
+    if (dataflows.size() != offsets.size()) throw py::value_error("each slice has one dataflow");
+    auto layout = std::make_shared<Layout>();
+    for (size_t place = 0; place < offsets.size(); ++place)
+        layout->slices.push_back(Slice{dataflows[place], std::move(offsets[place]), addition});
+    return layout;
 }
 
-std::shared_ptr<SliceRun> open_slice(std::shared_ptr<Exchange> exchange, std::shared_ptr<Slice> slice,
-                                     std::shared_ptr<TemporaryPool> pool, const py::object& buffer, uint64_t tag,
-                                     uint32_t signature, int64_t urgency, int connection_class,
-                                     const py::object& on_done) {
-    return std::make_shared<SliceRun>(std::move(exchange), std::move(slice), std::move(pool),
-                                      hold(buffer, PyBUF_WRITABLE),
-                                      MessageSettings{tag, signature, urgency, connection_class}, on_done.inc_ref().ptr());
+std::shared_ptr<CallRun> open_call(std::shared_ptr<Walker> walker, std::shared_ptr<Layout> layout,
+                                   const py::object& buffer, uint64_t tag, uint64_t tag_step, uint32_t signature,
+                                   int64_t urgency, int connection_class, int64_t number, const py::object& on_done) {
+    return std::make_shared<CallRun>(std::move(walker), std::move(layout), hold(buffer, PyBUF_WRITABLE),
+                                     MessageSettings{tag, signature, urgency, connection_class}, tag_step, number,
+                                     on_done.inc_ref().ptr());
 }
 
 // Run what touches no Python object, and then release what it is done with.
@@ -212,29 +215,50 @@ PYBIND11_MODULE(_native, module) {
     py::class_<Dataflow, std::shared_ptr<Dataflow>>(module, "Dataflow")
         .def(py::init(&dataflow_of), "dataflow"_a, "members"_a);
 
-    py::class_<Slice, std::shared_ptr<Slice>>(module, "Slice")
-        .def(py::init(&slice_of), "dataflow"_a, "offsets"_a, "dtype"_a);
+    py::class_<Layout, std::shared_ptr<Layout>>(module, "Layout")
+        .def(py::init(&layout_of), "dataflows"_a, "offsets"_a, "dtype"_a);
 
     py::class_<TemporaryPool, std::shared_ptr<TemporaryPool>>(module, "TemporaryPool")
         .def(py::init<int64_t>(), "max_kept_bytes"_a)
         .def_readonly("used_bytes", &TemporaryPool::used_bytes)
         .def_readonly("kept_bytes", &TemporaryPool::kept_bytes);
 
-    py::class_<SliceRun, std::shared_ptr<SliceRun>>(module, "SliceRun")
-        .def(py::init(&open_slice), "exchange"_a, "prepared"_a, "pool"_a, "buffer"_a, py::kw_only(), "tag"_a,
-             "signature"_a, "urgency"_a, "connection_class"_a, "on_done"_a)
+    py::class_<Sliced, SlicedPtr>(module, "Sliced")
+        .def(py::init<int64_t, int, int64_t, size_t>(), "urgency"_a, py::kw_only(), "connection_class"_a, "number"_a,
+             "num_slices"_a)
+        .def_property_readonly("has_more", &Sliced::has_more)
+        .def_readonly("num_active", &Sliced::num_active);
+
+    py::class_<SliceOrder>(module, "SliceOrder")
+        .def(py::init<int64_t>(), "max_inflight_bytes"_a)
+        .def_property_readonly("inflight_bytes", &SliceOrder::inflight_bytes)
+        .def("add", &SliceOrder::add, "call"_a)
+        .def("began", &SliceOrder::began, "call"_a, "num_bytes"_a)
+        .def("ended", &SliceOrder::ended, "call"_a, "num_bytes"_a)
+        .def("next", &SliceOrder::next);
+
+    py::class_<Walker, std::shared_ptr<Walker>>(module, "Walker")
+        .def(py::init<std::shared_ptr<Exchange>, std::shared_ptr<TemporaryPool>, int64_t>(), "exchange"_a, "pool"_a,
+             "max_inflight_bytes"_a)
+        .def_property_readonly("inflight_bytes", &Walker::inflight_bytes)
+        .def_readonly("num_active_slices", &Walker::num_active_slices);
+
+    py::class_<CallRun, std::shared_ptr<CallRun>>(module, "CallRun")
+        .def(py::init(&open_call), "walker"_a, "layout"_a, "buffer"_a, py::kw_only(), "tag"_a, "tag_step"_a,
+             "signature"_a, "urgency"_a, "connection_class"_a, "number"_a, "on_done"_a)
         .def("start",
-             [](SliceRun& self) {
+             [](CallRun& self) {
                  without_lock([&] { self.start(); });
                  self.exchange().stir();
              })
         .def("stop",
-             [](SliceRun& self) {
+             [](CallRun& self) {
                  self.stop();
                  settle(self.exchange());
              })
-        .def("awaited_peers", &SliceRun::awaited_peers)
-        .def("open_peers", &SliceRun::open_peers);
+        .def_property_readonly("has_more", &CallRun::has_more)
+        .def("awaited_peers", &CallRun::awaited_peers)
+        .def("open_peers", &CallRun::open_peers);
 
     py::class_<Exchange, std::shared_ptr<Exchange>>(module, "Exchange")
         .def(py::init<std::shared_ptr<GrantScheduler>>(), "scheduler"_a)

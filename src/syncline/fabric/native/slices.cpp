@@ -1,6 +1,8 @@
 // What `slices.hpp` declares.
 #include "slices.hpp"
 
+#include "calls.hpp"
+
 #include <algorithm>
 #include <cstring>
 #include <unordered_map>
@@ -76,25 +78,19 @@ void TemporaryPool::give_back(Block block, size_t num_bytes) {
 }
 
 SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Slice> slice,
-                   std::shared_ptr<TemporaryPool> pool, Memory buffer, MessageSettings settings, PyObject* on_done)
+                   std::shared_ptr<TemporaryPool> pool, Memory buffer, MessageSettings settings,
+                   std::shared_ptr<CallRun> call)
     : exchange_(std::move(exchange)),
       slice_(std::move(slice)),
       dataflow_(slice_->dataflow.get()),
       pool_(std::move(pool)),
       buffer_(std::move(buffer)),
       settings_(settings),
-      on_done_(on_done),
+      call_(std::move(call)),
       states_(dataflow_->operations.size()),
       landings_(dataflow_->operations.size()),
       num_open_(dataflow_->operations.size()) {
     for (size_t number = 0; number < states_.size(); ++number) states_[number].num_waits = dataflow_->num_waits[number];
-}
-
-SliceRun::~SliceRun() { garbage().drop(on_done_); }
-
-void SliceRun::start() {
-    step(dataflow_->first);
-    exchange_->finish();
 }
 
 // After this nothing is written to the buffer any more, whatever arrives.
@@ -109,8 +105,8 @@ void SliceRun::stop() {
         Landing& landing = landings_[number];
         if (landing.block) pool_->give_back(std::move(landing.block), landing.num_bytes);
     }
-    garbage().drop(on_done_);
-    buffer_.drop();  // messages that are still leaving hold it themselves
+    buffer_.drop();
+    call_.reset();
 }
 
 std::set<int> SliceRun::awaited_peers() const {
@@ -145,10 +141,10 @@ void SliceRun::step(const std::vector<uint32_t>& ready) {
         go_on(number);
     }
     is_stepping_ = false;
-    if (num_open_ || !on_done_) return;
+    if (num_open_ || is_stopped_) return;
     is_stopped_ = true;
     buffer_.drop();
-    exchange_->tell_done(std::exchange(on_done_, nullptr));
+    std::exchange(call_, nullptr)->slice_ended(this);
 }
 
 // Begin an operation that waits for nothing more.

@@ -34,7 +34,7 @@ struct Dataflow {
 // Adds `num_bytes` of numbers to as many, each in its place.
 using Addition = void (*)(uint8_t* into, const uint8_t* other, size_t num_bytes);
 
-// Return how numbers of `dtype` are added; null if not here.
+// Returns how numbers of `dtype` are added; null if not here.
 Addition addition_of(const std::string& dtype);
 
 // A slice before any call: what is done with it, and where its atoms lie in the buffer, in bytes.
@@ -42,6 +42,8 @@ struct Slice {
     std::shared_ptr<const Dataflow> dataflow;
     std::vector<size_t> offsets;
     Addition addition;
+
+    int64_t num_bytes() const { return static_cast<int64_t>(offsets.back() - offsets.front()); }
 };
 
 // Temporaries in which contributions land: blocks in sizes of powers of two, the last one used first.
@@ -70,17 +72,18 @@ struct MessageSettings {
     int connection_class;
 };
 
+class CallRun;
+
+// Walks a dataflow with one slice of a call, and tells the call once, when every operation has ended.
 class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> {
    public:
-    // `on_done` is owned, and told once by the exchange.
     SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Slice> slice, std::shared_ptr<TemporaryPool> pool,
-             Memory buffer, MessageSettings settings, PyObject* on_done);
-    ~SliceRun() override;
+             Memory buffer, MessageSettings settings, std::shared_ptr<CallRun> call);
 
-    // Begin what waits for nothing; its messages have left when this returns, as far as they may.
-    void start();
+    // Begin what waits for nothing.
+    void start() { step(dataflow_->first); }
     void stop();
-    Exchange& exchange() { return *exchange_; }
+    const Slice& slice() const { return *slice_; }
     void ended(uint32_t number) override;
     std::set<int> awaited_peers() const;
     std::set<int> open_peers() const;
@@ -105,7 +108,7 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     std::shared_ptr<TemporaryPool> pool_;
     Memory buffer_;
     MessageSettings settings_;
-    PyObject* on_done_;
+    std::shared_ptr<CallRun> call_;  // until this is over
     std::vector<State> states_;
     std::vector<Landing> landings_;
     std::vector<uint32_t> settled_;

@@ -1,0 +1,163 @@
+"""Walks in compiled code (``fabric/native/calls.hpp``), which begins slices itself and tells when a call is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from syncline.runtime.call import CollectiveCall
+from syncline.runtime.dataflow import Dataflow
+from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.python_walks import PythonWalker
+from syncline.runtime.tags import SLICE_TAGS
+from syncline.runtime.walks import Walk
+from syncline.schedule import Layout, Schedule
+
+if TYPE_CHECKING:
+    from syncline.fabric import native_wire
+    from syncline.fabric.native_wire import Exchange
+
+MAX_KEPT = 1024
+"""Layouts, and dataflows for them, that are kept for the next call of their kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A layout for compiled code; it keeps what it is filed under alive, so that no id is used again."""
+
+    schedule: Schedule
+    layout: Layout
+    compiled: native_wire.Layout
+
+
+class NativeWalker:
+    """Walks calls on an exchange; those of numbers that compiled code does not add are walked in Python.
+
+    Each of the two sides has the bound for itself.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        members: Sequence[int],
+        dataflows: Dataflows,
+        in_python: PythonWalker,
+        *,
+        max_inflight_bytes: int,
+    ) -> None:
+        from syncline.fabric import native_wire  # it is there, since there is an exchange
+
+        self._native = native_wire
+        self._exchange = exchange
+        self._members = list(members)
+        self._dataflows = dataflows
+        self._in_python = in_python
+        self._pool = native_wire.TemporaryPool(2 * max_inflight_bytes)
+        self._walker = native_wire.Walker(exchange, self._pool, max_inflight_bytes)
+        self._layouts: dict[tuple[int, int, str], _Compiled] = {}
+        self._compiled: dict[int, tuple[Dataflow, native_wire.Dataflow]] = {}
+
+    def __repr__(self) -> str:
+        return f"<NativeWalker: {self.num_active_slices} slices, {self._pool.used_bytes} bytes of temporaries in use>"
+
+    @property
+    def num_active_slices(self) -> int:
+        """Slices under way, now."""
+        return self._walker.num_active_slices + self._in_python.num_active_slices
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of the slices under way, now."""
+        return self._walker.inflight_bytes + self._in_python.inflight_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporaries, in use or kept, now."""
+        return self._pool.used_bytes + self._pool.kept_bytes + self._in_python.temporary_bytes
+
+    def open(self, call: CollectiveCall, *, number: int, tag: int, signature: int, on_over: Callable[[], None]) -> Walk:
+        """Return a walk that has not begun."""
+        if not self._native.can_add(call.reduction.dtype):
+            return self._in_python.open(call, number=number, tag=tag, signature=signature, on_over=on_over)
+        walk = NativeWalk(on_over)
+        walk.run = self._native.CallRun(
+            self._walker,
+            self._compiled_layout(call),
+            call.buffer,
+            tag=tag,
+            tag_step=SLICE_TAGS,
+            signature=signature,
+            urgency=call.urgency,
+            connection_class=call.connection_class,
+            number=number,
+            on_done=walk.done,
+        )
+        return walk
+
+    def heard_s(self, peer: int) -> float:
+        """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
+        return max(self._exchange.heard_s(self._members[peer]), self._in_python.heard_s(peer))
+
+    def _compiled_layout(self, call: CollectiveCall) -> native_wire.Layout:
+        """Return the call's layout for compiled code. Training makes the same calls at each step, so it is kept."""
+        key = (id(call.schedule), id(call.layout), call.reduction.dtype)
+        known = self._layouts.get(key)
+        if known is None:
+            if len(self._layouts) >= MAX_KEPT:
+                self._layouts.clear()
+                self._compiled.clear()
+            itemsize = call.reduction.itemsize
+            compiled = self._native.Layout(
+                [self._compile(self._dataflows.of_slice(call.schedule, offsets)) for offsets in call.layout.slices],
+                [[offset * itemsize for offset in offsets] for offsets in call.layout.slices],
+                call.reduction.dtype,
+            )
+            known = self._layouts[key] = _Compiled(call.schedule, call.layout, compiled)
+        return known.compiled
+
+    def _compile(self, dataflow: Dataflow) -> native_wire.Dataflow:
+        known = self._compiled.get(id(dataflow))
+        if known is None:
+            known = self._compiled[id(dataflow)] = dataflow, self._native.Dataflow(dataflow, self._members)
+        return known[1]
+
+
+class NativeWalk:
+    """All slices of one call on their way."""
+
+    __slots__ = ("_on_over", "is_over", "run")
+
+    run: native_wire.CallRun
+
+    def __init__(self, on_over: Callable[[], None]) -> None:
+        self._on_over = on_over
+        self.is_over = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are slices that were not begun."""
+        return self.run.has_more
+
+    def start(self) -> None:
+        """Begin as many slices as there is room for; the others follow."""
+        self.run.start()
+
+    def stop(self) -> None:
+        """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
+        self.is_over = True
+        self.run.stop()
+
+    def awaited_peers(self) -> set[int]:
+        """Return who has not delivered yet what may be delivered now."""
+        return self.run.awaited_peers()
+
+    def open_peers(self) -> set[int]:
+        """Return the ranks that slices under way still have to exchange messages with (-1: none, but work is left)."""
+        return self.run.open_peers()
+
+    def done(self) -> None:
+        """Pass on that every slice has ended, unless the walk was stopped meanwhile."""
+        if not self.is_over:
+            self.is_over = True
+            self._on_over()
