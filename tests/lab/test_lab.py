@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,15 @@ def test_commands_find_their_place_and_the_machine_sees_nothing(is_gone):
     lab.down()
     with pytest.raises(LabError, match="the lab is not up"):
         _ = lab.plan
+
+
+def test_switches_do_not_ask_the_packet_filters():
+    settings = sorted(Path("/proc/sys/net/bridge").glob("bridge-nf-call-*tables"))
+    with Lab("demo-1-3") as lab:
+        found = [
+            run_program("ip", "netns", "exec", lab.plan.switch_namespace, "cat", str(path)).strip() for path in settings
+        ]
+    assert found == ["0"] * len(settings), "where br_netfilter is not loaded there is nothing to ask"
 
 
 def test_a_host_alone():

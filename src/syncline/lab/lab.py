@@ -15,7 +15,7 @@ from syncline.errors import LabError
 from syncline.lab.building import building_batches
 from syncline.lab.hostnames import write_host_names
 from syncline.lab.plan import LabPlan, choose_network, plan_lab
-from syncline.lab.programs import check_machine, interface_bytes, routed_networks, run_batch
+from syncline.lab.programs import check_machine, interface_bytes, routed_networks, run_batch, skip_packet_filters
 from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings
 from syncline.lab.records import LabRecord, create_record
 from syncline.lab.removal import clean, end_process_groups, remove_lab
@@ -90,6 +90,7 @@ class Lab:
             plan = plan_lab(self.topology, lab_id=record.lab_id, network=network)
             for batch in building_batches(plan, self._settings):
                 run_batch(batch)
+            skip_packet_filters(plan.switch_namespace)
             write_host_names(plan)
         except BaseException:
             remove_lab(record)

@@ -17,6 +17,7 @@ from syncline.errors import LabError
 
 NAMESPACE_FOLDER = Path("/run/netns")
 _TIMEOUT_S = 60.0
+_BRIDGE_SETTINGS = Path("/proc/sys/net/bridge")
 _REMEDIES = (  # in the failed command, in what the program said, what is missing, how to get it
     (r"type veth", r"Unknown device type|not supported", "virtual Ethernet pairs", "CONFIG_VETH, modprobe veth"),
     (r"type bridge", r"Unknown device type|not supported", "bridges", "CONFIG_BRIDGE, modprobe bridge"),
@@ -65,6 +66,18 @@ def run_program(*argv: str) -> str:
     if result.returncode:
         raise explain_failure(" ".join(argv), result.stderr)
     return result.stdout
+
+
+def skip_packet_filters(namespace: str) -> None:
+    """Let the bridges of a namespace forward as switches do, without asking the machine's packet filters.
+
+    They ask where ``br_netfilter`` is loaded (Docker loads it), for each packet at each hop: that takes processor time,
+    and rules of the machine could drop what they do not know. Where the setting cannot be changed it stays.
+    """
+    for table in ("iptables", "ip6tables", "arptables"):
+        setting = _BRIDGE_SETTINGS / f"bridge-nf-call-{table}"
+        if setting.exists():
+            _call(["ip", "netns", "exec", namespace, "tee", str(setting)], "0")
 
 
 def explain_failure(command: str, output: str) -> LabError:

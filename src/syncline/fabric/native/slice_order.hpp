@@ -65,6 +65,9 @@ class SliceOrder {
         call->num_left = call->num_active = 0;
         call->inflight_bytes = 0;
         remove(inflight_, call);
+        remove(starved_, call);
+        remove(queue_, call);
+        std::make_heap(queue_.begin(), queue_.end(), is_after);
     }
 
     // The call of which a slice may begin now; null if there is none.
@@ -91,7 +94,8 @@ class SliceOrder {
         return std::tie(a->urgency, a->number) > std::tie(b->urgency, b->number);
     }
 
-    static void remove(std::vector<SlicedPtr>& calls, const SlicedPtr& call) {
+    template <typename Calls>
+    static void remove(Calls& calls, const SlicedPtr& call) {
         calls.erase(std::remove(calls.begin(), calls.end(), call), calls.end());
     }
 
