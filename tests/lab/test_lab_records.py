@@ -3,7 +3,9 @@
 import dataclasses
 import ipaddress
 import os
+import subprocess
 
+import psutil
 import pytest
 
 from syncline.errors import LabError
@@ -34,6 +36,15 @@ def test_a_lab_is_abandoned_when_its_owner_is_dead_or_its_number_is_anothers(tmp
     assert dataclasses.replace(record, owner=(os.getpid(), 1.0)).is_abandoned
     assert dataclasses.replace(record, owner=(2**22 + 1, 1.0)).is_abandoned
     assert not create(tmp_path, is_kept=True).is_abandoned
+
+
+def test_a_lab_is_abandoned_although_nobody_took_note_of_its_owners_death(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        record = dataclasses.replace(create(tmp_path), owner=(owner.pid, psutil.Process(owner.pid).create_time()))
+        assert not record.is_abandoned
+        owner.kill()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # dead, and not taken note of
+        assert record.is_abandoned
 
 
 def test_finding(tmp_path):

@@ -129,7 +129,9 @@ def _read(folder: Path) -> LabRecord:
 
 
 def _started_at(process_id: int) -> float | None:
+    """Return when a process began; None if it is dead, also where its parent has not taken note yet."""
     try:
-        return psutil.Process(process_id).create_time()
+        process = psutil.Process(process_id)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.Error:
         return None
