@@ -101,7 +101,6 @@ class CallRun:
 class Exchange:
     tells_drained: bool
     is_served: bool
-    has_work: bool
     has_events: bool
 
     def __init__(self, scheduler: GrantScheduler) -> None: ...

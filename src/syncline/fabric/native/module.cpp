@@ -266,7 +266,6 @@ PYBIND11_MODULE(_native, module) {
         .def("close", &Exchange::close)
         .def_readwrite("tells_drained", &Exchange::tells_drained)
         .def_readwrite("is_served", &Exchange::is_served)
-        .def_property_readonly("has_work", &Exchange::has_work)
         .def_property_readonly("has_events", &Exchange::has_events)
         .def("add_peer", &Exchange::add_peer, "peer"_a, py::kw_only(), "eager_bytes"_a, "credit_bytes"_a)
         .def("attach_control", &Exchange::attach_control, "peer"_a, "fd"_a)
