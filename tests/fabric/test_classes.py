@@ -173,6 +173,19 @@ def test_messages_are_cut_as_small_as_the_priorities_ask():
     run_over_tcp(2, scenario)
 
 
+def test_what_waits_since_before_cuts_became_small_arrives():
+    async def scenario(fabrics, recorders, mail):
+        await gather(mail.send(0, 1, 99, b"."), mail.receive(1, 0, 99, 1))  # the credit is here
+        payloads = {tag: bytes([tag]) * 16_000 for tag in range(80)}
+        sent = [mail.send(0, 1, tag, payload) for tag, payload in payloads.items()]
+        assert await open_all(fabrics, Priorities(max_message_bytes=4096)) == [None, None]
+        received = {tag: mail.receive(1, 0, tag, len(payload)) for tag, payload in payloads.items()}
+        await gather(*sent, *received.values())
+        assert {tag: future.result() for tag, future in received.items()} == payloads
+
+    run_over_tcp(2, scenario, send_buffer_bytes=8192)
+
+
 def test_after_a_failure_they_stay_closed_and_the_rest_goes_on():
     async def scenario(fabrics, recorders, mail):
         with pytest.raises(HandshakeError):

@@ -54,7 +54,7 @@ def connect(sock, receiver, *, chunk_bytes=MAX_CHUNK_BYTES, kind=DataConnection)
     )
 
 
-def outgoing(*, tag, num_bytes, urgency):
+def outgoing(*, tag, num_bytes, urgency, is_eager=False):
     payload = memoryview(bytes(num_bytes))
     return Outgoing(
         tag=tag,
@@ -63,7 +63,7 @@ def outgoing(*, tag, num_bytes, urgency):
         signature=0,
         urgency=urgency,
         order=tag,
-        is_eager=False,
+        is_eager=is_eager,
         on_sent=None,
         limit_bytes=num_bytes,
     )
@@ -159,5 +159,22 @@ def test_patient_messages_go_in_larger_chunks_after_the_others() -> None:
         theirs.close()
         chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(wire)]
         assert chunks == [(2, 16 << 10)] * 4 + [(1, PATIENT_BYTES)]
+
+    asyncio.run(main())
+
+
+def test_what_is_sent_without_asking_is_never_divided_where_chunks_are_smaller_than_it() -> None:
+    async def main():
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        connection, wire = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
+        connection.push(outgoing(tag=1, num_bytes=48 << 10, urgency=0, is_eager=True))
+        connection.push(outgoing(tag=2, num_bytes=48 << 10, urgency=1))
+        connection.start()
+        await read_on(theirs, wire, (96 << 10) + 4 * HEADER_BYTES)
+        connection.close()
+        theirs.close()
+        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(wire)]
+        assert chunks == [(1, 48 << 10)] + [(2, 16 << 10)] * 3
 
     asyncio.run(main())

@@ -145,7 +145,9 @@ class DataConnection(Connection):
             message = heap[0]
             if buffers and message.limit_bytes - message.sent_bytes > room:
                 break  # a chunk of its own, rather than a crumb now
-            chunk = message.payload[message.sent_bytes : min(message.limit_bytes, message.sent_bytes + room)]
+            # What is sent without asking is never divided, also where chunks became smaller while it waited.
+            stop = message.limit_bytes if message.is_eager else min(message.limit_bytes, message.sent_bytes + room)
+            chunk = message.payload[message.sent_bytes : stop]
             buffers.append(self._header_of(message, chunk))
             if chunk:
                 buffers.append(chunk)

@@ -591,7 +591,8 @@ bool Exchange::refill(DataConnection& connection) {
         Outgoing& message = *heap.front();
         const int64_t rest = message.limit_bytes - message.sent_bytes;
         if (num_frames && rest > room) break;  // a chunk of its own, rather than a crumb now
-        const int64_t num_bytes = std::min(rest, room);
+        // What is sent without asking is never divided, also where chunks became smaller while it waited.
+        const int64_t num_bytes = message.is_eager ? rest : std::min(rest, room);
         const uint8_t* chunk = message.payload.data + message.sent_bytes;
         Header& header = connection.headers[num_frames++];
         header = Header{};
