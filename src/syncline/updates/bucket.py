@@ -34,6 +34,11 @@ class ParameterEntry:
         """Number of elements."""
         return int(torch.Size(self.shape).numel())
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of its gradient."""
+        return self.num_elements * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
@@ -158,25 +163,45 @@ def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tup
     """Pack parameters, given in forward order, into buckets of about ``bucket_bytes``; O(number of parameters).
 
     A bucket holds one parameter group, number type and device. The first two of each kind are a quarter and a half as
-    large as the others: they are the first that the next forward pass waits for. A parameter is never divided. Small
-    ones may make a bucket up to an eighth of ``bucket_bytes`` larger: a layer's bias goes with the weight that fills
-    the bucket, since a bucket of its own would cost as many messages.
+    large as the others: they are the first that the next forward pass waits for. The last two are a half and a quarter
+    as large: they are the first that the backward pass has ready, when nothing else is left to send. A parameter is
+    never divided. A bucket may be larger than it should by an eighth of ``bucket_bytes``: a layer's bias goes with the
+    weight that fills the bucket, since a bucket of its own would cost as many messages.
     """
     if bucket_bytes <= 0:
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}; the default is 4 MiB")
+    left: Counter[_Kind] = Counter()
+    for entry in entries:
+        left[_kind_of(entry)] += entry.num_bytes
     packings: list[_Packing] = []
-    current: dict[tuple[int, torch.dtype, torch.device], _Packing] = {}
-    opened: Counter[tuple[int, torch.dtype, torch.device]] = Counter()
+    current: dict[_Kind, _Packing] = {}
+    opened: Counter[_Kind] = Counter()
     for position, entry in enumerate(entries):
-        key = (entry.group, entry.dtype, entry.device)
-        num_bytes = entry.num_elements * entry.dtype.itemsize
-        if key not in current or not current[key].has_room(num_bytes):
-            limit_bytes = bucket_bytes >> max(0, 2 - opened[key])
-            current[key] = _Packing(limit_bytes=max(limit_bytes, num_bytes), spare_bytes=bucket_bytes // 8)
-            packings.append(current[key])
-            opened[key] += 1
-        current[key].add(position, num_bytes)
+        kind = _kind_of(entry)
+        if kind not in current or not current[kind].has_room(entry.num_bytes):
+            limit_bytes = _limit_bytes(opened[kind], left[kind], bucket_bytes)
+            current[kind] = _Packing(limit_bytes=max(limit_bytes, entry.num_bytes + bucket_bytes // 8))
+            packings.append(current[kind])
+            opened[kind] += 1
+        current[kind].add(position, entry.num_bytes)
+        left[kind] -= entry.num_bytes
     return tuple(_plan(index, packing.members, entries) for index, packing in enumerate(packings))
+
+
+_Kind = tuple[int, torch.dtype, torch.device]
+
+
+def _kind_of(entry: ParameterEntry) -> _Kind:
+    return entry.group, entry.dtype, entry.device
+
+
+def _limit_bytes(num_opened: int, left_bytes: int, bucket_bytes: int) -> int:
+    """Return how large a bucket may be that follows ``num_opened`` of its kind, where so much is left to pack."""
+    limit_bytes = (bucket_bytes >> max(0, 2 - num_opened)) + bucket_bytes // 8
+    for rear_bytes in (bucket_bytes * 3 // 4, bucket_bytes // 4):
+        if left_bytes > rear_bytes + bucket_bytes // 4:  # less would be a crumb: it goes with what is behind it
+            return min(limit_bytes, left_bytes - rear_bytes)
+    return limit_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,15 +209,12 @@ class _Packing:
     """A bucket that is being filled."""
 
     limit_bytes: int
-    spare_bytes: int
-    """What small parameters may take beyond the limit."""
     num_bytes: int = 0
     members: list[int] = field(default_factory=list)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a parameter of so many bytes may join."""
-        spare_bytes = self.spare_bytes if num_bytes <= self.spare_bytes else 0
-        return self.num_bytes + num_bytes <= self.limit_bytes + spare_bytes
+        return self.num_bytes + num_bytes <= self.limit_bytes
 
     def add(self, position: int, num_bytes: int) -> None:
         """Let it join."""
