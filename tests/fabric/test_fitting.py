@@ -60,6 +60,19 @@ def test_eager_messages_still_fit_into_a_chunk():
     assert options[1].chunk_bytes == 100_000
 
 
+def test_near_ranks_send_up_to_a_chunk_unasked_within_a_window_for_all():
+    topology = Topology.load("two-racks-5-3")
+    options = fit_options(FabricOptions(), rank=0, world_size=8, topology=topology)
+    assert [(options[peer].eager_bytes, options[peer].credit_bytes) for peer in (1, 4)] == [(256 * KIB, 312_500)] * 2
+    assert (options[5].eager_bytes, options[5].credit_bytes) == (16 * KIB, 4096 * KIB), "links between switches"
+    options = fit_options(FabricOptions(num_classes=2), rank=0, world_size=8, topology=topology)
+    assert options[1].eager_bytes == 16 * KIB, "several classes are for order"
+    options = fit_options(FabricOptions(eager_bytes=0), rank=0, world_size=8, topology=topology)
+    assert options[1].eager_bytes == 0, "always ask"
+    options = fit_options(FabricOptions(), rank=0, world_size=8, topology=Topology.flat(8, rate=20e6))
+    assert options[1].eager_bytes == 16 * KIB, "28 KB of credit are too little"
+
+
 def test_each_route_has_its_own_sizes():
     topology = Topology.load("deep-asymmetric")  # h6 has ranks 6 and 7 and 1 Gbit/s; its rack has 100 Mbit/s up
     assert window(topology, rank=6) == 625_000, "two ranks share the link of their host"

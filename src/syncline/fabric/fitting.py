@@ -5,6 +5,10 @@ gives rates, a window lasts about 10 ms on the link that it is for, and a chunk 
 connection classes are open, someone cares for order: then the window is as much less as hosts are quick to answer, down
 to 2 ms (see :mod:`syncline.fabric.grant_window`), and grants are smaller.
 
+Asking costs both ends a wake-up, and pays where the order among senders matters: on links between switches. Where none
+of a known rate lies on the way, a message of up to a chunk comes unasked. What all such senders together may have on
+their way lasts a window.
+
 A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
 SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back.
 """
@@ -29,6 +33,8 @@ SHARED_WINDOW_S = 0.015
 TARGET_S = 0.020
 MIN_CHUNK_BYTES = 32 << 10
 MIN_QUANTUM_BYTES = 16 << 10
+LEAST_CREDIT_BYTES = 64 << 10
+"""With less, short messages would wait for credit too often."""
 CONGESTION_WITH_RATES = "cubic"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
 ten seconds it stops a connection for 0.2 s to look at the empty route."""
@@ -74,17 +80,45 @@ def fit_window_sizes(options: FabricOptions, rank: int, world_size: int, topolog
 def fit_options(
     options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
 ) -> Mapping[int, FabricOptions]:
-    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
+    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced.
+
+    Near ranks may send more without asking: a message of up to a chunk, within a credit that lasts a window for all.
+    """
+    near = _near_ranks(topology, rank)
+    near_options = _let_unasked(options, _own_rate(topology, rank), len(near))
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
         most_bytes = _soon_bytes(rate)
+        terms = near_options if peer in near else options
         fitted[peer] = replace(
-            options,
-            chunk_bytes=max(options.eager_bytes, min(options.chunk_bytes, most_bytes)),
-            unsent_bytes=max(options.eager_bytes, min(options.unsent_bytes, most_bytes)),
+            terms,
+            chunk_bytes=max(terms.eager_bytes, min(options.chunk_bytes, most_bytes)),
+            unsent_bytes=max(terms.eager_bytes, min(options.unsent_bytes, most_bytes)),
             congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
         )
     return fitted
+
+
+def _near_ranks(topology: Topology | None, rank: int) -> frozenset[int]:
+    """Return the ranks of the other hosts at the same switch."""
+    if topology is None:
+        return frozenset()
+    own = topology.host_of(rank)
+    switch = topology.parent_of(own.name)
+    hosts = (host for host in topology.hosts if host is not own and topology.parent_of(host.name) is switch)
+    return frozenset(near.rank for host in hosts for near in host.ranks)
+
+
+def _let_unasked(options: FabricOptions, own_rate: float, num_senders: int) -> FabricOptions:
+    """Let near ranks send longer messages unasked, unless someone cares for order, or it would be too little."""
+    is_wanted = options.eager_bytes > 0 and options.num_classes == 1
+    if not is_wanted or not num_senders or math.isinf(own_rate):
+        return options
+    credit_bytes = min(options.credit_bytes, int(own_rate * WINDOW_S) // num_senders)
+    eager_bytes = min(_chunk(own_rate, options), credit_bytes)
+    if credit_bytes < LEAST_CREDIT_BYTES or eager_bytes < options.eager_bytes:
+        return options
+    return replace(options, eager_bytes=eager_bytes, credit_bytes=credit_bytes)
 
 
 def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, ...]]:
