@@ -76,10 +76,10 @@ class CostModel:
         The kernel's forwarding counts as the ranks' own work. The constants were measured (docs/decisions/0007).
         """
         return cls(
-            message_overhead_s=84e-6,
-            rank_bytes_per_s=1.7e9,
+            message_overhead_s=110e-6,
+            rank_bytes_per_s=3.3e9,
             num_processors=num_processors,
-            call_overhead_s=5.6e-3,
+            call_overhead_s=2.9e-3,
         )
 
 
