@@ -35,8 +35,10 @@ class FabricOptions:
     close_s: float = 10.0
 
     eager_bytes: int = 16 << 10
-    """Messages of at most this size are sent without asking, within the credit; 0: always ask. Larger between hosts of one
-    switch where the topology has rates and there is one class."""
+    """Messages of at most this size are sent without asking, within the credit; 0: always ask.
+
+    Larger ones too between hosts of one switch, where the topology has rates and there is one class.
+    """
     credit_bytes: int = 4 << 20
     """How much one peer may send to this rank before its receives are posted; less where ``eager_bytes`` is larger."""
     grant_window_bytes: int | None = None
