@@ -60,17 +60,36 @@ def test_eager_messages_still_fit_into_a_chunk():
     assert options[1].chunk_bytes == 100_000
 
 
+def unasked(topology, rank=0, **settings):
+    options = fit_options(FabricOptions(**settings), rank=rank, world_size=topology.num_ranks, topology=topology)
+    return {peer: (fitted.eager_bytes, fitted.credit_bytes) for peer, fitted in options.items()}
+
+
 def test_near_ranks_send_up_to_a_chunk_unasked_within_a_window_for_all():
+    asking = (16 * KIB, 4096 * KIB)
     topology = Topology.load("two-racks-5-3")
-    options = fit_options(FabricOptions(), rank=0, world_size=8, topology=topology)
-    assert [(options[peer].eager_bytes, options[peer].credit_bytes) for peer in (1, 4)] == [(256 * KIB, 312_500)] * 2
-    assert (options[5].eager_bytes, options[5].credit_bytes) == (16 * KIB, 4096 * KIB), "links between switches"
-    options = fit_options(FabricOptions(num_classes=2), rank=0, world_size=8, topology=topology)
-    assert options[1].eager_bytes == 16 * KIB, "several classes are for order"
-    options = fit_options(FabricOptions(eager_bytes=0), rank=0, world_size=8, topology=topology)
-    assert options[1].eager_bytes == 0, "always ask"
-    options = fit_options(FabricOptions(), rank=0, world_size=8, topology=Topology.flat(8, rate=20e6))
-    assert options[1].eager_bytes == 16 * KIB, "28 KB of credit are too little"
+    terms = unasked(topology)
+    assert [terms[peer] for peer in (1, 2, 3, 4)] == [(256 * KIB, 312_500)] * 4
+    assert [terms[peer] for peer in (5, 6, 7)] == [asking] * 3, "links between switches"
+    assert unasked(topology, num_classes=2)[1] == asking, "several classes are for order"
+    assert unasked(topology, eager_bytes=0)[1] == (0, 4096 * KIB), "always ask"
+    assert unasked(Topology.flat(8, rate=20e6))[1] == asking, "28 KB of credit are too little"
+
+
+def test_what_is_sent_unasked_follows_the_credit_of_the_receiver():
+    hosts = "[{host: slow, uplink: 80 Mbit/s}, {host: 'h[1-2]', uplink: 1 Gbit/s}]"
+    topology = Topology.parse(f"switch: rack\nchildren: {hosts}\n")
+    fast, slow = unasked(topology, rank=1), unasked(topology, rank=0)
+    assert fast[0] == (16 * KIB, 625_000), "50 KB of credit are too little: the slow one is asked"
+    assert fast[2] == (256 * KIB, 625_000)
+    assert slow[1] == (50_000, 4096 * KIB), "up to a chunk of its own link"
+
+
+def test_ranks_of_one_host_divide_its_link_and_ask_each_other():
+    topology = Topology.load("deep-asymmetric")  # h5 has rank 5, h6 has ranks 6 and 7
+    assert unasked(topology, rank=6) == {
+        peer: (256 * KIB, 625_000) if peer == 5 else (16 * KIB, 4096 * KIB) for peer in range(10)
+    }
 
 
 def test_each_route_has_its_own_sizes():

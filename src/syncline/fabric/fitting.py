@@ -80,45 +80,48 @@ def fit_window_sizes(options: FabricOptions, rank: int, world_size: int, topolog
 def fit_options(
     options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
 ) -> Mapping[int, FabricOptions]:
-    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced.
-
-    Near ranks may send more without asking: a message of up to a chunk, within a credit that lasts a window for all.
-    """
-    near = _near_ranks(topology, rank)
-    near_options = _let_unasked(options, _own_rate(topology, rank), len(near))
+    """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
+    near_credits = _near_credits(options, topology, rank)
+    own_credit_bytes = near_credits.pop(rank, 0)
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
         most_bytes = _soon_bytes(rate)
-        terms = near_options if peer in near else options
+        eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), near_credits.get(peer, 0)))
         fitted[peer] = replace(
-            terms,
-            chunk_bytes=max(terms.eager_bytes, min(options.chunk_bytes, most_bytes)),
-            unsent_bytes=max(terms.eager_bytes, min(options.unsent_bytes, most_bytes)),
+            options,
+            eager_bytes=eager_bytes,
+            credit_bytes=(own_credit_bytes if peer in near_credits else 0) or options.credit_bytes,
+            chunk_bytes=max(eager_bytes, min(options.chunk_bytes, most_bytes)),
+            unsent_bytes=max(eager_bytes, min(options.unsent_bytes, most_bytes)),
             congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
         )
     return fitted
 
 
-def _near_ranks(topology: Topology | None, rank: int) -> frozenset[int]:
-    """Return the ranks of the other hosts at the same switch."""
-    if topology is None:
-        return frozenset()
+def _near_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:
+    """Return how much ``rank``, and each rank of the other hosts at its switch, lets each neighbour send unasked.
+
+    That is 0 if it would be too little: then neighbours ask. Nobody is in there if someone cares for order.
+    """
+    if topology is None or options.num_classes > 1 or not options.eager_bytes:
+        return {}
     own = topology.host_of(rank)
     switch = topology.parent_of(own.name)
-    hosts = (host for host in topology.hosts if host is not own and topology.parent_of(host.name) is switch)
-    return frozenset(near.rank for host in hosts for near in host.ranks)
+    hosts = [host for host in topology.hosts if topology.parent_of(host.name) is switch]
+    num_ranks = sum(len(host.ranks) for host in hosts)
+    receivers = [(host, member.rank) for host in hosts for member in host.ranks if host is not own]
+    return {
+        receiver: _credit(options, _own_rate(topology, receiver), num_ranks - len(host.ranks))
+        for host, receiver in [(own, rank), *receivers]
+    }
 
 
-def _let_unasked(options: FabricOptions, own_rate: float, num_senders: int) -> FabricOptions:
-    """Let near ranks send longer messages unasked, unless someone cares for order, or it would be too little."""
-    is_wanted = options.eager_bytes > 0 and options.num_classes == 1
-    if not is_wanted or not num_senders or math.isinf(own_rate):
-        return options
+def _credit(options: FabricOptions, own_rate: float, num_senders: int) -> int:
+    """Return what each of so many neighbours may send unasked, if all together may have a window on their way."""
+    if not num_senders or math.isinf(own_rate):
+        return 0
     credit_bytes = min(options.credit_bytes, int(own_rate * WINDOW_S) // num_senders)
-    eager_bytes = min(_chunk(own_rate, options), credit_bytes)
-    if credit_bytes < LEAST_CREDIT_BYTES or eager_bytes < options.eager_bytes:
-        return options
-    return replace(options, eager_bytes=eager_bytes, credit_bytes=credit_bytes)
+    return credit_bytes if credit_bytes >= max(options.eager_bytes, LEAST_CREDIT_BYTES) else 0
 
 
 def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, ...]]:
