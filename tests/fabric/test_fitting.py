@@ -1,6 +1,10 @@
 """Windows and chunks that fit the links."""
 
+import itertools
 import math
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncline.fabric import FabricOptions
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window, fit_window_sizes
@@ -76,13 +80,25 @@ def test_near_ranks_send_up_to_a_chunk_unasked_within_a_window_for_all():
     assert unasked(Topology.flat(8, rate=20e6))[1] == asking, "28 KB of credit are too little"
 
 
-def test_what_is_sent_unasked_follows_the_credit_of_the_receiver():
+def test_neighbours_ask_where_the_credit_of_one_of_them_would_be_too_little():
     hosts = "[{host: slow, uplink: 80 Mbit/s}, {host: 'h[1-2]', uplink: 1 Gbit/s}]"
     topology = Topology.parse(f"switch: rack\nchildren: {hosts}\n")
+    asking = (16 * KIB, 4096 * KIB)
     fast, slow = unasked(topology, rank=1), unasked(topology, rank=0)
-    assert fast[0] == (16 * KIB, 625_000), "50 KB of credit are too little: the slow one is asked"
+    assert fast[0] == slow[1] == slow[2] == asking, "50 KB of credit are too little"
     assert fast[2] == (256 * KIB, 625_000)
-    assert slow[1] == (50_000, 4096 * KIB), "up to a chunk of its own link"
+
+
+@given(st.lists(st.floats(1e4, 1e11), min_size=2, max_size=9), st.integers(0, 1 << 18))
+def test_each_takes_what_the_other_sends_unasked(rates, eager_bytes):
+    children = ", ".join(
+        f"{{host: h{number}, uplink: {8 * rate / 1e6:.6f} Mbit/s}}" for number, rate in enumerate(rates)
+    )
+    topology = Topology.parse(f"switch: rack\nchildren: [{children}]\n")
+    terms = [unasked(topology, rank=rank, eager_bytes=eager_bytes) for rank in range(len(rates))]
+    for sender, receiver in itertools.permutations(range(len(rates)), 2):
+        sent_bytes, taken_bytes = terms[sender][receiver][0], terms[receiver][sender][1]
+        assert eager_bytes <= sent_bytes <= taken_bytes
 
 
 def test_ranks_of_one_host_divide_its_link_and_ask_each_other():

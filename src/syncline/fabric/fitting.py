@@ -86,11 +86,12 @@ def fit_options(
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
         most_bytes = _soon_bytes(rate)
-        eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), near_credits.get(peer, 0)))
+        least_credit_bytes = min(own_credit_bytes, near_credits.get(peer, 0))
+        eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), least_credit_bytes))
         fitted[peer] = replace(
             options,
             eager_bytes=eager_bytes,
-            credit_bytes=(own_credit_bytes if peer in near_credits else 0) or options.credit_bytes,
+            credit_bytes=own_credit_bytes if least_credit_bytes else options.credit_bytes,
             chunk_bytes=max(eager_bytes, min(options.chunk_bytes, most_bytes)),
             unsent_bytes=max(eager_bytes, min(options.unsent_bytes, most_bytes)),
             congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
@@ -101,7 +102,7 @@ def fit_options(
 def _near_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:
     """Return how much ``rank``, and each rank of the other hosts at its switch, lets each neighbour send unasked.
 
-    That is 0 if it would be too little: then neighbours ask. Nobody is in there if someone cares for order.
+    That is 0 if it would be too little: then it and its neighbours ask. Nobody is in there if someone cares for order.
     """
     if topology is None or options.num_classes > 1 or not options.eager_bytes:
         return {}
