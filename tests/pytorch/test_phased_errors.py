@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import queue
 import tempfile
 import threading
 from pathlib import Path
@@ -147,17 +148,32 @@ def test_batches_that_are_missing(run_fleets: Any) -> None:
     run_fleets(2, body)
 
 
-def test_partners_that_make_different_calls(run_fleets: Any) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "when all else is there"])
+def test_partners_that_make_different_calls(run_fleets: Any, is_late: bool) -> None:
+    drivers: queue.Queue[Any] = queue.Queue()
+    computed: list[Any] = []
+
+    def wait_for_evaluation() -> None:
+        driver = drivers.get(timeout=10.0)
+        with driver._changed:
+            assert driver._changed.wait_for(lambda: driver._phases.awaited() == ["input"], 10.0)
+
     def body(fleet: Any) -> None:
-        trainer = phase(make_stages(4), adam, loss=squared, fleet=fleet)
+        stages = make_stages(4)
+        trainer = phase(stages, adam, loss=squared, fleet=fleet)
         inputs, targets = make_batches(1, 1)[0][0]
         if fleet.rank:
+            stages[1].register_forward_hook(lambda *_: computed.append(stages[1]))
+            drivers.put(trainer._driver)
             trainer.evaluate(inputs)
         else:
+            if is_late:
+                wait_for_evaluation()
             trainer.step(inputs, targets)
 
     told = outcomes(run_fleets, body)
     assert "rank 0 (host memory) called step() as call 1 and this rank evaluate() as call 1" in told[1]
+    assert not computed, "what belongs to another call is no input"
 
 
 def test_a_partner_that_makes_fewer_steps_is_named(run_fleets: Any) -> None:

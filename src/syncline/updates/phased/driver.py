@@ -239,6 +239,7 @@ class PairDriver:
 
     def _take_message(self, phase: Phase) -> Message:
         with self._changed:
+            self._check_message()
             message, self._message = self._message, None
         assert message is not None, "a phase is computed once its input is there"
         assert message.phase == phase, f"the partner sent what the {message.phase} needs, not the {phase}"
