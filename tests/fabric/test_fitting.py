@@ -69,7 +69,7 @@ def unasked(topology, rank=0, **settings):
     return {peer: (fitted.eager_bytes, fitted.credit_bytes) for peer, fitted in options.items()}
 
 
-def test_near_ranks_send_up_to_a_chunk_unasked_within_a_window_for_all():
+def test_neighbours_send_up_to_a_chunk_unasked_within_a_window_for_all():
     asking = (16 * KIB, 4096 * KIB)
     topology = Topology.load("two-racks-5-3")
     terms = unasked(topology)

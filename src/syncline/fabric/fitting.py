@@ -81,12 +81,12 @@ def fit_options(
     options: FabricOptions, *, rank: int, world_size: int, topology: Topology | None
 ) -> Mapping[int, FabricOptions]:
     """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
-    near_credits = _near_credits(options, topology, rank)
-    own_credit_bytes = near_credits.pop(rank, 0)
+    neighbour_credits = _neighbour_credits(options, topology, rank)
+    own_credit_bytes = neighbour_credits.pop(rank, 0)
     fitted = {}
     for peer, rate in _route_rates(topology, world_size, source=rank).items():
         most_bytes = _soon_bytes(rate)
-        least_credit_bytes = min(own_credit_bytes, near_credits.get(peer, 0))
+        least_credit_bytes = min(own_credit_bytes, neighbour_credits.get(peer, 0))
         eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), least_credit_bytes))
         fitted[peer] = replace(
             options,
@@ -99,8 +99,8 @@ def fit_options(
     return fitted
 
 
-def _near_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:
-    """Return how much ``rank``, and each rank of the other hosts at its switch, lets each neighbour send unasked.
+def _neighbour_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:
+    """Return how much ``rank``, and each of its neighbours, lets each of their neighbours send unasked.
 
     That is 0 if it would be too little: then it and its neighbours ask. Nobody is in there if someone cares for order.
     """
