@@ -69,6 +69,51 @@ def test_the_lowest_living_worker_rescues_what_it_has(tmp_path) -> None:
     assert optimizer.state
 
 
+def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
+    """To rank 2 the average of one server comes after ranks 0 and 1, which have theirs, are seen to leave."""
+    rule = Overlapped(period=4, servers="dedicated:2", bucket_bytes=128)
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule, make_adam)
+        if fleet.rank == 2:
+            hold_last_average(optimizer.training.updater.exchange, server=3, until_lost={0, 1}, num_periods=2)
+        for step in range(8):
+            one_step(model, optimizer, fleet.rank, step)
+        if fleet.rank == 2:
+            with pytest.raises(QuorumLostError, match="needs 3 of 3 workers, but 1 are left"):
+                one_step(model, optimizer, fleet.rank, 8)
+        return parameters_of(model)
+
+    results = run_fleets(5, body, accept=(SystemExit, QuorumLostError))
+    assert torch.equal(results[2], results[0])
+
+
+def hold_last_average(exchange, *, server: int, until_lost: set[int], num_periods: int) -> None:
+    """Deliver what ``server`` sends at the end of the last period when those ranks are lost."""
+    port, held = exchange._port, []
+    receive = port.receive
+
+    def is_last() -> bool:
+        return exchange.counts.num_periods == num_periods - 1 and exchange.links[0]._has_ended
+
+    def receive_late(peer, tag, destination, *, urgency, on_received) -> None:
+        def received() -> None:
+            if peer == server and is_last() and not until_lost <= set(exchange.lost):
+                held.append(on_received)
+            else:
+                on_received()
+
+        receive(peer, tag, destination, urgency=urgency, on_received=received)
+
+    def release(peer: int, error: Exception) -> None:
+        if until_lost <= set(exchange.lost):
+            while held:
+                held.pop(0)()
+
+    port.receive = receive_late
+    port._relay.handlers.append(release)
+
+
 def test_a_dedicated_server_is_replaced() -> None:
     """The last two ranks serve; one of them dies in the middle, all workers live."""
     rule = Overlapped(period=8, servers="dedicated:2", max_staleness=4, bucket_bytes=128)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
+from syncline.fabric import PeerLeftError
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed
@@ -64,6 +65,8 @@ class Exchange:
         self._recorder = recorder
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        self._shortage: Exception | None = None
+        """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
         self._first_servers = tuple(placement)
         self._servers = list(placement)
@@ -205,8 +208,9 @@ class Exchange:
 
     def raise_failure(self) -> None:
         """Raise what has gone wrong, if anything has."""
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure or self._shortage
+        if failure is not None:
+            raise failure
 
     def drain(self) -> None:
         """Let the replies of the hosted shards leave."""
@@ -297,7 +301,11 @@ class Exchange:
             shard.lose(peer)
         missing = [rank for rank in self.terms.workers if rank in self.lost]
         if len(self.terms.workers) - len(missing) < self.terms.quorum:
-            self._fail(quorum_lost(missing, self.terms, self._port.describe_peer))
+            failure = quorum_lost(missing, self.terms, self._port.describe_peer)
+            if isinstance(error, PeerLeftError):
+                self._shortage = failure
+            else:
+                self._fail(failure)
         elif peer in self.terms.servers:
             self._replace(peer)
         with self._changed:
