@@ -13,6 +13,7 @@ PATIENCE_S = 60
 def measure_flows(lab, flows, *, window_s=1.5, warm_up_s=0.5):
     """Run ``flows`` ({"source", "destination", ...}) at once; return each with its `bytes_per_s` of payload.
 
+    `stolen` is for how long processors were away meanwhile, all together, as part of the time that was measured.
     The second result is the number of segments that were sent again, warm-up included.
     """
     processes = [process for host in lab.plan.hosts if (process := start_traffic(lab, host.name, flows))]
@@ -48,6 +49,15 @@ def start_traffic(lab, host, flows):
 
 def total_rate(flows):
     return sum(flow["bytes_per_s"] for flow in flows)
+
+
+def undisturbed(flows):
+    """Return the least part of the time in which this machine had all its processors.
+
+    Where machines share processors, each may be taken away at any time, one after the other in the worst case; a link
+    is idle as long as the processor is away that its packets or its timer are on.
+    """
+    return max(0.0, 1.0 - max(flow["stolen"] for flow in flows))
 
 
 def jain_fairness(flows):

@@ -1,9 +1,9 @@
 """A small traffic generator, run on a lab's hosts: `python lab_traffic.py SPEC`, with SPEC as JSON.
 
 It prints `listening`, connects every flow when told so, prints `ready`, reads from its input when the measurement
-begins and ends, sends at once, and prints as JSON how fast each flow arrived in that time. The kernel counts what
-arrives: a reader that waits for a core changes nothing. It runs ahead of the machine's other work all the same, since a
-sender that waits for a core leaves its link idle.
+begins and ends, sends at once, and prints as JSON how fast each flow arrived in that time, and what part of it other
+machines had processors of this one. The kernel counts what arrives: a reader that waits for a core changes nothing. It
+runs ahead of the machine's other work all the same, since a sender that waits for a core leaves its link idle.
 """
 
 import json
@@ -21,6 +21,8 @@ PATIENCE_S = 20.0
 OVERTIME_S = 0.1
 """Senders go on after the end, so that one who looks a little late finds the links as full as they were."""
 TCP_INFO_BYTES_RECEIVED = 128
+STEAL = 8
+"""Where `/proc/stat` says it: "cpu user nice system idle iowait irq softirq steal"."""
 
 
 class Window:
@@ -38,9 +40,15 @@ class Window:
 
 
 def look(connection):
-    """Return what time it is, and how many bytes have arrived."""
+    """Return what time it is, how many bytes have arrived, and for how long processors were taken away so far."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return time.monotonic(), struct.unpack_from("=Q", info, TCP_INFO_BYTES_RECEIVED)[0]
+    return time.monotonic(), struct.unpack_from("=Q", info, TCP_INFO_BYTES_RECEIVED)[0], stolen_s()
+
+
+def stolen_s():
+    """Return for how long this machine's processors have been at work for other machines, all processors together."""
+    processors = Path("/proc/stat").read_text().splitlines()[0].split()
+    return int(processors[STEAL]) / os.sysconf("SC_CLK_TCK")
 
 
 def receive(connection, flow, window, arrived):
@@ -53,7 +61,8 @@ def receive(connection, flow, window, arrived):
             first = look(connection)
         if last is None and now >= window.end:
             last = look(connection)
-    arrived.append({**flow, "bytes_per_s": (last[1] - first[1]) / (last[0] - first[0])})
+    seconds, num_bytes, stolen = (after - before for before, after in zip(first, last, strict=True))
+    arrived.append({**flow, "bytes_per_s": num_bytes / seconds, "stolen": stolen / seconds})
     connection.close()
 
 
