@@ -20,11 +20,15 @@ class PlannerResult:
 
     planner: str
     seconds: float
+    comparable_s: float
+    """The seconds by which planners are compared: a little more, the more links are full."""
     ratio: float
     """Predicted time over the lower bound; infinite where no link limits."""
     num_steps: int
     num_messages: int
     bottleneck: DirectedLink | None
+    num_full_links: int
+    """Directed links that are nearly as busy as the busiest, that one included."""
     link_bytes: Mapping[DirectedLink, int]
 
 
@@ -40,8 +44,8 @@ class Comparison:
 
     @property
     def winner(self) -> PlannerResult:
-        """The fastest by prediction; of two that are equally fast, the first, as the library itself chooses."""
-        return min(self.results, key=lambda result: result.seconds)
+        """The fastest by prediction, and of two equally fast ones the first: as the library itself chooses."""
+        return min(self.results, key=lambda result: result.comparable_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -82,10 +86,12 @@ def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: floa
     return PlannerResult(
         planner=schedule.planner,
         seconds=prediction.seconds,
+        comparable_s=prediction.comparable_s,
         ratio=prediction.seconds / bound_s if bound_s > 0 else math.inf,
         num_steps=schedule.num_steps,
         num_messages=len(schedule.transfers),
         bottleneck=prediction.bottleneck,
+        num_full_links=prediction.num_full_links,
         link_bytes=schedule.link_bytes(topology, num_bytes),
     )
 
@@ -97,9 +103,11 @@ def _result_json(result: PlannerResult) -> dict[str, Any]:
     return {
         "planner": result.planner,
         "seconds": result.seconds,
+        "comparable_seconds": result.comparable_s,
         "ratio": result.ratio if math.isfinite(result.ratio) else None,
         "num_steps": result.num_steps,
         "num_messages": result.num_messages,
         "bottleneck": [result.bottleneck.child, result.bottleneck.direction] if result.bottleneck else None,
+        "num_full_links": result.num_full_links,
         "link_bytes": links,
     }

@@ -111,7 +111,9 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def planner_table(comparison: Comparison) -> Table:
     """Lay out one row for each planner, the winner marked."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    is_crowded = any(result.num_full_links > 1 for result in comparison.results)
+    caption = "+n: so many other links are nearly as busy, and each delays the others" if is_crowded else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption)
     table.add_column("planner")
     for heading in ("predicted", "x bound", "steps", "messages"):
         table.add_column(heading, justify="right")
@@ -119,15 +121,22 @@ def planner_table(comparison: Comparison) -> Table:
     for result in comparison.results:
         is_winner = result is comparison.winner
         table.add_row(
-            f"{result.planner}{'  (wins)' if is_winner else ''}",
+            f"{result.planner}{' (wins)' if is_winner else ''}",
             format_duration(result.seconds),
             f"{result.ratio:.2f}",
             str(result.num_steps),
             f"{result.num_messages:,}",
-            f"{result.bottleneck.child} {result.bottleneck.direction}" if result.bottleneck else "-",
+            _busiest(result),
             style="bold green" if is_winner else "",
         )
     return table
+
+
+def _busiest(result: PlannerResult) -> str:
+    if result.bottleneck is None:
+        return "-"
+    others = f" +{result.num_full_links - 1}" if result.num_full_links > 1 else ""
+    return f"{result.bottleneck.child} {result.bottleneck.direction}{others}"
 
 
 def link_bytes_table(comparison: Comparison) -> Table:

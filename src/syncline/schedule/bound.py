@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
@@ -27,6 +27,7 @@ from syncline.schedule.ownership import Target
 from syncline.topology import Node, Topology
 
 _NO_TIME_S = 1e-30
+_FAR_ABOVE = 1e6
 
 
 @dataclass(slots=True)
@@ -66,6 +67,18 @@ def branch_of(topology: Topology, *, swapped: bool = False) -> Branch:
         return Branch(name=node.name, up=up, down=down, ranks=ranks, is_whole=is_whole, children=children)
 
     return build(topology.root)
+
+
+def with_finite_rates(tree: Branch) -> Branch:
+    """Replace infinite rates by ones that are far above all others."""
+    rates = [rate for branch in tree.walk() for rate in (branch.up, branch.down) if rate < math.inf]
+    ceiling = max(rates, default=1.0) * _FAR_ABOVE
+
+    def bounded(branch: Branch) -> Branch:
+        children = tuple(bounded(child) for child in branch.children)
+        return replace(branch, up=min(branch.up, ceiling), down=min(branch.down, ceiling), children=children)
+
+    return bounded(tree)
 
 
 def lower_bound(

@@ -3,7 +3,10 @@
 The data runs through the schedule in slices, each slice through all steps by itself.
 
 - A rank's communication loop handles one thing at a time: an overhead for each message that it sends or receives, and
-  the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice.
+  the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice. A transfer is one message in each slice;
+  of a reduce-scatter or an all-gather, where slices are windows on one owner's part each, it is one in each window that
+  it has a part in. So a transfer of a tenth of an owner's part costs a tenth of a message for each round of windows,
+  and the windows at its ends.
 - Where the ranks share ``num_processors``, all of them together take the sum of that, divided by the processors.
 - To begin a call costs each rank ``call_overhead_s``, before its first message. A sum needs the contributions of all
   ranks, so it waits until all have begun, one after another where they share processors. What is only handed on moves
@@ -34,12 +37,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from syncline.errors import ScheduleError
+from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.traffic import Floats, LinkTable, shares, steps_of
 from syncline.topology import DirectedLink, Topology
 
 DEFAULT_SLICE_BYTES = 512 * 1024
+_NEARLY = 0.9
+_CROWDING = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +82,11 @@ class CostModel:
         The kernel's forwarding counts as the ranks' own work. The constants were measured (docs/decisions/0007).
         """
         return cls(
-            message_overhead_s=110e-6,
-            rank_bytes_per_s=3.3e9,
+            message_overhead_s=70e-6,
+            rank_bytes_per_s=2.2e9,
             num_processors=num_processors,
-            call_overhead_s=2.9e-3,
+            unhidden_share=0.03,
+            call_overhead_s=2.4e-3,
         )
 
 
@@ -102,6 +109,21 @@ class Prediction:
     link_seconds: Mapping[DirectedLink, float]
     rank_seconds: float
     processor_seconds: float
+
+    @property
+    def comparable_s(self) -> float:
+        """The time by which schedules are compared: up to a half longer, the more links are nearly as full as any.
+
+        Where two links are equally full, each delays what the other is about to need. How much, nobody can say; but of
+        two schedules that should take equally long the one with fewer such links does not take longer.
+        """
+        return self.seconds * (1 + _CROWDING * self.num_full_links / max(1, len(self.link_seconds)))
+
+    @property
+    def num_full_links(self) -> int:
+        """Number of directed links that are nearly as busy as the busiest, that one included."""
+        busiest_s = max(self.link_seconds.values(), default=0.0)
+        return sum(seconds > _NEARLY * busiest_s for seconds in self.link_seconds.values())
 
 
 def predict(
@@ -129,9 +151,10 @@ def predict(
     table, model = LinkTable.of(topology), cost or CostModel()
     beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
     is_sum = bool(draft.transfers.add.any())
-    walk = _Walk(draft, table, even_bytes, model, other_s=0.0 if is_sum else model.call_overhead_s / num_slices)
+    other_s = 0.0 if is_sum else model.call_overhead_s / num_slices
+    walk = _Walk(draft, table, even_bytes, model, num_slices=num_slices, other_s=other_s)
     part = first_bytes / even_bytes if even_bytes else 1.0
-    first = walk if part == 1 else _Walk(draft, table, first_bytes, model)
+    first = walk if part == 1 else _Walk(draft, table, first_bytes, model, num_slices=num_slices)
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, walk, part)
     links = table.links
     return Prediction(
@@ -164,11 +187,19 @@ class _Walk:
     """
 
     def __init__(
-        self, draft: Draft, table: LinkTable, slice_bytes: float, cost: CostModel, *, other_s: float = 0.0
+        self,
+        draft: Draft,
+        table: LinkTable,
+        slice_bytes: float,
+        cost: CostModel,
+        *,
+        num_slices: int,
+        other_s: float = 0.0,
     ) -> None:
         self._table = table
         self._cost = cost
         self._slice_bytes = slice_bytes
+        self._messages = _messages(draft, num_slices)
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
         self.link_s: Floats = np.zeros(len(table.links))
         self.rank_s: Floats = np.full(draft.num_ranks, other_s)
@@ -193,7 +224,7 @@ class _Walk:
         src, dst = draft.transfers.src[rows], draft.transfers.dst[rows]
         link_s = self._table.load(src, dst, moved) * self._slice_bytes * self._s_per_byte
         s_per_share = self._slice_bytes / self._cost.rank_bytes_per_s
-        sending_s = self._cost.message_overhead_s + moved * s_per_share
+        sending_s = self._cost.message_overhead_s * self._messages[rows] + moved * s_per_share
         receiving_s = sending_s + moved * s_per_share * draft.transfers.add[rows]
         rank_s = np.bincount(src, sending_s, draft.num_ranks) + np.bincount(dst, receiving_s, draft.num_ranks)
         self.link_s += link_s
@@ -205,6 +236,16 @@ class _Walk:
         processors_s = all_ranks_s / self._cost.num_processors
         unhidden_s = self._cost.unhidden_share * min(busiest_link_s, processors_s)
         return max(busiest_link_s, busiest_rank_s, processors_s) + unhidden_s
+
+
+def _messages(draft: Draft, num_slices: int) -> Floats:
+    """Return how many messages each transfer takes in a slice, or in a round of windows."""
+    if draft.collective not in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
+        return np.ones(len(draft.transfers))
+    num_parts = 1 + np.count_nonzero(np.diff(draft.owners))
+    parts = shares(draft) * num_parts
+    counts: Floats = parts + np.maximum(0.0, 1 - parts) / num_slices
+    return counts
 
 
 def _rows_with_shares(draft: Draft) -> list[tuple[slice, Floats]]:

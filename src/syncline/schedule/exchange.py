@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from syncline.schedule.ownership import Exchange, TreeDivision
+from syncline.schedule.ownership import Exchange
 from syncline.schedule.transfers import Transfers
 
 
-def draw_exchanges(division: TreeDivision, cuts: Sequence[int]) -> Transfers:
-    """Return the reduce-scatter of a division; the exchange of height h takes place in step h - 1.
+def draw_exchanges(exchanges: Iterable[Exchange], cuts: Sequence[int]) -> Transfers:
+    """Return the reduce-scatter that they make; the exchange of height h takes place in step h - 1.
 
     Siblings send in rotation: child k first to child k + 1, so that no receiver is hit by all at once.
     """
     index = dict(zip(cuts, range(len(cuts)), strict=True))
-    return Transfers.concatenate([_draw(exchange, index) for exchange in division.exchanges]).in_order()
+    return Transfers.concatenate([_draw(exchange, index) for exchange in exchanges]).in_order()
 
 
 def _draw(exchange: Exchange, index: Mapping[int, int]) -> Transfers:

@@ -82,7 +82,11 @@ def choose(
         if collective in planner.collectives and _is_worth_drawing(planner, topology)
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
-    return verify(min(owned, key=lambda draft: predict(draft, topology, num_bytes, slice_bytes, cost=cost).seconds))
+
+    def time(draft: Draft) -> float:
+        return predict(draft, topology, num_bytes, slice_bytes, cost=cost).comparable_s
+
+    return verify(min(owned, key=time))
 
 
 def _is_worth_drawing(planner: Planner, topology: Topology) -> bool:

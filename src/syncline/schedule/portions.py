@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-from syncline.schedule.bound import Branch, bisect_time, branch_of
+from syncline.schedule.bound import bisect_time, branch_of, with_finite_rates
 from syncline.schedule.collective import Collective
 from syncline.schedule.ownership import Fractions
 from syncline.schedule.reduce_portions import divide_all_reduce
@@ -21,7 +20,6 @@ from syncline.schedule.water_level import ROUNDING
 from syncline.topology import Topology
 
 _RESOLUTION = 1 << 14
-_FAR_ABOVE = 1e6
 _NUM_BISECTIONS = 24
 
 
@@ -29,7 +27,7 @@ def best_fractions(topology: Topology, collective: Collective) -> Fractions:
     """Return weights for those parents at which equal portions would cost time; none for a broadcast."""
     if topology.num_ranks == 1 or collective is Collective.BROADCAST:
         return {}
-    tree = _bounded(branch_of(topology, swapped=collective is Collective.ALL_GATHER))
+    tree = with_finite_rates(branch_of(topology, swapped=collective is Collective.ALL_GATHER))
     divide = divide_all_reduce if collective is Collective.ALL_REDUCE else divide_reduce_scatter
     start = 1 / max(branch.up for branch in tree.walk() if not branch.is_whole)
     _, seconds = bisect_time(lambda time: divide(tree, time) is not None, start, num_bisections=_NUM_BISECTIONS)
@@ -47,15 +45,3 @@ def _weights(parts: Sequence[float]) -> list[int]:
     for child in by_remainder[: _RESOLUTION - sum(weights)]:
         weights[child] += 1
     return weights
-
-
-def _bounded(tree: Branch) -> Branch:
-    """Replace infinite rates by ones that are far above all others."""
-    rates = [rate for branch in tree.walk() for rate in (branch.up, branch.down) if rate < math.inf]
-    ceiling = max(rates, default=1.0) * _FAR_ABOVE
-
-    def bounded(branch: Branch) -> Branch:
-        children = tuple(bounded(child) for child in branch.children)
-        return replace(branch, up=min(branch.up, ceiling), down=min(branch.down, ceiling), children=children)
-
-    return bounded(tree)

@@ -53,7 +53,7 @@ def draft_tree(
     weights = check_fractions(topology, fractions)
     division = TreeDivision(topology.root, num_ranks=topology.num_ranks, fractions=weights, target=target)
     cuts = tuple(sorted(division.cuts()))
-    scatter = draw_exchanges(division, cuts).merged()
+    scatter = draw_exchanges(division.exchanges, cuts).merged()
     gather = scatter.reversed()
     transfers = {
         Collective.REDUCE_SCATTER: lambda: scatter,

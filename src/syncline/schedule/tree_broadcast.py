@@ -52,7 +52,7 @@ def draft_tree_broadcast(
     parts = []
     for step, division in enumerate(divisions):
         parts.append(_scatter(source, division.own, cuts).shifted(step))
-        parts.append(draw_exchanges(division, cuts).reversed().shifted(step + 1))
+        parts.append(draw_exchanges(division.exchanges, cuts).reversed().shifted(step + 1))
         source = division.own
     return Draft(
         collective=Collective.BROADCAST,

@@ -1,9 +1,10 @@
 """The weighted tree planner: the tree planner with portions that follow the links' rates.
 
 The fractions come from :mod:`syncline.schedule.portions`, which solves for the whole tree and not for one level
-alone, because a leaf's link carries the sum over all levels. What comes of it is compared with equal portions by
-predicted time and by nothing else, and equal portions stand unless they are beaten. Cost model and steps: as the tree
-planner's.
+alone, because a leaf's link carries the sum over all levels. Where every rank owns as much as any other, portions are
+fixed, and sums meet where links have room instead (:mod:`syncline.schedule.waypoints`). What comes of it is compared
+with equal portions by predicted time, and equal portions stand unless they are beaten. Cost model and steps: as the
+tree planner's, with up to twice as many steps where sums meet on their way.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree
 from syncline.schedule.verifier import verify
+from syncline.schedule.waypoints import MOST_RANKS, draft_with_waypoints
 from syncline.topology import Topology
 
 _COMPARED_AT_BYTES = 16 << 20
 _CLOSE_ENOUGH = 1e-6
+_NAME = "weighted_tree"
 
 
 def plan_weighted_tree(
@@ -36,21 +39,28 @@ def draft_weighted_tree(
     """Draw what :func:`plan_weighted_tree` verifies."""
 
     def draw(fractions: Fractions) -> Draft:
-        return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner="weighted_tree")
+        return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
 
-    equal = draw({})
-    if _reaches_bound(equal, topology, target):
-        return equal
-    drafts = [equal, *(draw(fractions) for fractions in _candidates(topology, collective, target) if fractions)]
-    return min(drafts, key=lambda draft: predict(draft, topology, _COMPARED_AT_BYTES).seconds)
+    def time(draft: Draft) -> float:
+        return predict(draft, topology, _COMPARED_AT_BYTES).comparable_s
+
+    drafts = [draw({})]
+    if _may_use_waypoints(topology, collective, target):
+        drafts.append(draft_with_waypoints(topology, collective, planner=_NAME))
+    if not any(_reaches_bound(draft, topology, target) for draft in drafts):
+        drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
+    return min(drafts, key=time)
+
+
+def _may_use_waypoints(topology: Topology, collective: Collective, target: Target) -> bool:
+    is_half = collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+    return is_half and target == "rank_order" and 1 < topology.num_ranks <= MOST_RANKS
 
 
 def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
     bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
-    busiest_s = max(
-        predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone()).link_seconds.values(), default=0.0
-    )
-    return busiest_s <= bound * (1 + _CLOSE_ENOUGH)
+    prediction = predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone())
+    return max(prediction.link_seconds.values(), default=0.0) <= bound * (1 + _CLOSE_ENOUGH)
 
 
 def _candidates(topology: Topology, collective: Collective, target: Target) -> list[Fractions]:
