@@ -66,7 +66,7 @@ def test_the_tables_show_the_figures_and_mark_the_winner():
     comparison = compare_planners(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, 64 << 20)
     rows = {row[0].split()[0]: row for row in cells_of(planner_table(comparison))}
     tree = result_of(comparison, "tree")
-    assert rows["tree"][2:4] == (f"{tree.seconds / comparison.bound_s:.2f}", str(tree.num_steps))
+    assert rows["tree"][2:4] == (f"{tree.prediction.seconds / comparison.bound_s:.2f}", str(tree.num_steps))
     assert [name for name, row in rows.items() if "wins" in row[0]] == [comparison.winner.planner]
     links = {row[0].strip(): row for row in cells_of(link_bytes_table(comparison))}
     assert set(links) == {"rack-a", "rack-b", *(f"h{k}" for k in range(8))}

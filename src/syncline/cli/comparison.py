@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import ConfigurationError
-from syncline.schedule import Collective, Schedule, lower_bound, predict
+from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict
+from syncline.schedule.cost import fastest
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS
 from syncline.topology import DirectedLink, Topology
@@ -19,16 +20,11 @@ class PlannerResult:
     """One planner's schedule in figures."""
 
     planner: str
-    seconds: float
-    comparable_s: float
-    """The seconds by which planners are compared: a little more, the more links are full."""
+    prediction: Prediction
     ratio: float
     """Predicted time over the lower bound; infinite where no link limits."""
     num_steps: int
     num_messages: int
-    bottleneck: DirectedLink | None
-    num_full_links: int
-    """Directed links that are nearly as busy as the busiest, that one included."""
     link_bytes: Mapping[DirectedLink, int]
 
 
@@ -44,8 +40,8 @@ class Comparison:
 
     @property
     def winner(self) -> PlannerResult:
-        """The fastest by prediction, and of two equally fast ones the first: as the library itself chooses."""
-        return min(self.results, key=lambda result: result.comparable_s)
+        """The fastest by prediction, as the library itself chooses (:func:`syncline.schedule.cost.fastest`)."""
+        return fastest((result, result.prediction) for result in self.results)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -85,29 +81,26 @@ def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: floa
     prediction = predict(schedule, topology, num_bytes)
     return PlannerResult(
         planner=schedule.planner,
-        seconds=prediction.seconds,
-        comparable_s=prediction.comparable_s,
+        prediction=prediction,
         ratio=prediction.seconds / bound_s if bound_s > 0 else math.inf,
         num_steps=schedule.num_steps,
         num_messages=len(schedule.transfers),
-        bottleneck=prediction.bottleneck,
-        num_full_links=prediction.num_full_links,
         link_bytes=schedule.link_bytes(topology, num_bytes),
     )
 
 
 def _result_json(result: PlannerResult) -> dict[str, Any]:
+    prediction, bottleneck = result.prediction, result.prediction.bottleneck
     links: dict[str, dict[str, int]] = {}
     for link, amount in result.link_bytes.items():
         links.setdefault(link.child, {})[link.direction] = amount
     return {
         "planner": result.planner,
-        "seconds": result.seconds,
-        "comparable_seconds": result.comparable_s,
+        "seconds": prediction.seconds,
         "ratio": result.ratio if math.isfinite(result.ratio) else None,
         "num_steps": result.num_steps,
         "num_messages": result.num_messages,
-        "bottleneck": [result.bottleneck.child, result.bottleneck.direction] if result.bottleneck else None,
-        "num_full_links": result.num_full_links,
+        "bottleneck": [bottleneck.child, bottleneck.direction] if bottleneck else None,
+        "num_full_links": prediction.num_full_links,
         "link_bytes": links,
     }

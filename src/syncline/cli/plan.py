@@ -111,9 +111,9 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def planner_table(comparison: Comparison) -> Table:
     """Lay out one row for each planner, the winner marked."""
-    is_crowded = any(result.num_full_links > 1 for result in comparison.results)
+    is_crowded = any(result.prediction.num_full_links > 1 for result in comparison.results)
     caption = "+n: so many other links are nearly as busy, and each delays the others" if is_crowded else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, padding=(0, 1, 0, 0))
     table.add_column("planner")
     for heading in ("predicted", "x bound", "steps", "messages"):
         table.add_column(heading, justify="right")
@@ -122,7 +122,7 @@ def planner_table(comparison: Comparison) -> Table:
         is_winner = result is comparison.winner
         table.add_row(
             f"{result.planner}{' (wins)' if is_winner else ''}",
-            format_duration(result.seconds),
+            format_duration(result.prediction.seconds),
             f"{result.ratio:.2f}",
             str(result.num_steps),
             f"{result.num_messages:,}",
@@ -133,10 +133,10 @@ def planner_table(comparison: Comparison) -> Table:
 
 
 def _busiest(result: PlannerResult) -> str:
-    if result.bottleneck is None:
+    bottleneck, num_others = result.prediction.bottleneck, result.prediction.num_full_links - 1
+    if bottleneck is None:
         return "-"
-    others = f" +{result.num_full_links - 1}" if result.num_full_links > 1 else ""
-    return f"{result.bottleneck.child} {result.bottleneck.direction}{others}"
+    return f"{bottleneck.child} {bottleneck.direction}" + (f" +{num_others}" if num_others else "")
 
 
 def link_bytes_table(comparison: Comparison) -> Table:

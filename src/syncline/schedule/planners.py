@@ -9,7 +9,7 @@ from types import MappingProxyType
 from syncline.errors import ScheduleError
 from syncline.schedule.binomial import draft_binomial
 from syncline.schedule.collective import Collective
-from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, predict
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.ownership import Target
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
@@ -82,11 +82,7 @@ def choose(
         if collective in planner.collectives and _is_worth_drawing(planner, topology)
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
-
-    def time(draft: Draft) -> float:
-        return predict(draft, topology, num_bytes, slice_bytes, cost=cost).comparable_s
-
-    return verify(min(owned, key=time))
+    return verify(fastest((draft, predict(draft, topology, num_bytes, slice_bytes, cost=cost)) for draft in owned))
 
 
 def _is_worth_drawing(planner: Planner, topology: Topology) -> bool:
