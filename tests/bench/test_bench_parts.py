@@ -1,6 +1,7 @@
 """The parts of ``syncline bench`` that need no ranks: orders, tasks, groups, table and record."""
 
 import json
+import os
 
 import pytest
 
@@ -8,6 +9,7 @@ from syncline.bench.orders import in_order, interleaved
 from syncline.bench.pace import Pace, Tally
 from syncline.bench.record import collect_facts, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
+from syncline.bench.stolen import StolenTime
 from syncline.bench.table import bench_table
 from syncline.bench.task import ModelShape, Task, choose_peers
 from syncline.errors import ConfigurationError
@@ -107,6 +109,20 @@ def test_the_table_leaves_out_columns_that_say_nothing():
     assert cells["x Syncline"] == ["-", "1.00", "3.00"]
     assert cells["busiest link"] == ["-", "rack-a up 7 MiB", "-"]
     assert "predicted" not in cells
+
+
+def test_what_other_machines_took_is_counted(tmp_path, monkeypatch):
+    counted = tmp_path / "stat"
+    monkeypatch.setattr("syncline.bench.stolen.COUNTED", counted)
+    now_s = [0.0]
+    assert StolenTime(lambda: now_s[0]).share == 0.0
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    counted.write_text("cpu  9 9 9 9 9 9 9 0 0 0\ncpu0 9 9 9 9 9 9 9 0 0 0\n")
+    stolen = StolenTime(lambda: now_s[0])
+    assert stolen.share == 0.0
+    counted.write_text(f"cpu  9 9 9 9 9 9 9 {3600 * ticks_per_s} 0 0\ncpu0 9 9 9 9 9 9 9 9 0 0\n")
+    now_s[0] = 7200 / os.cpu_count()
+    assert stolen.share == pytest.approx(0.5)
 
 
 def test_a_record_says_what_was_run_and_draws_it(tmp_path):

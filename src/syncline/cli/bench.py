@@ -18,6 +18,7 @@ from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
 from syncline.bench.record import collect_facts, default_folder, write_record
 from syncline.bench.rows import group_rows
 from syncline.bench.running import Place, run_orders
+from syncline.bench.stolen import NOTEWORTHY, StolenTime
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.commands import new_app, spread
@@ -126,8 +127,12 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
     with choose_place(is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
+        stolen = StolenTime()
         rows = [row for topology in topologies for row in run_orders(task, topology, orders, place, report=_report)]
-    facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    facts |= {
+        "load_average_after": [round(load, 2) for load in os.getloadavg()],
+        "stolen_share": round(stolen.share, 3),
+    }
     tables = [bench_table(group) for group in group_rows(rows)]
     written = io.StringIO()
     Console(file=written, width=WIDTH).print(*tables, sep="\n")
@@ -135,6 +140,11 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     folder = settings.record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
     for note in write_record(folder, rows, facts, _without_trailing_blanks(written.getvalue())):
         _report(note)
+    if facts["stolen_share"] > NOTEWORTHY:
+        _report(
+            f"other machines had {facts['stolen_share']:.0%} of the processors' time: figures may be too long; repeat "
+            "rows whose min and max are far apart"
+        )
     _report(f"record: {folder}")
 
 

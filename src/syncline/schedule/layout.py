@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,6 +19,7 @@ from syncline.errors import ScheduleError
 from syncline.schedule.schedule import Schedule
 
 _MAX_WINDOW_OFFSETS = 1 << 21
+_GOLDEN_SECTION = 0.618
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class Layout:
         """Cut the buffer as a whole at the schedule's cuts, so that each owner's part is in one piece.
 
         With a schedule of target "rank_order", rank k owns exactly the elements [k n / N, (k + 1) n / N), floored.
-        Slices then are windows on one owner's part each, and go round the owners, so that all links stay busy.
+        Slices then are windows on one owner's part each. They go round the owners, and each time to another place of
+        their parts: places differ in the ways that they take, so all links stay busy.
         """
         _check_sizes(num_elements, slice_elements)
         return cls._windows(schedule, schedule.offsets(num_elements), slice_elements)
@@ -79,7 +82,7 @@ class Layout:
             return cls(slices=(offsets,), num_elements=num_elements)
         windows = [
             (start + (stop - start) * number // num_rounds, start + (stop - start) * (number + 1) // num_rounds)
-            for number in range(num_rounds)
+            for number in _scattered(num_rounds)
             for start, stop in parts
         ]
         slices = tuple(_clamp(offsets, start, stop) for start, stop in windows if start < stop)
@@ -132,6 +135,12 @@ def _parts(schedule: Schedule, offsets: Sequence[int]) -> list[tuple[int, int]]:
     starts = [0, *(atom for atom in range(1, schedule.num_atoms) if schedule.owners[atom] != schedule.owners[atom - 1])]
     ends = [offsets[start] for start in starts] + [offsets[-1]]
     return [(start, stop) for start, stop in pairwise(ends) if start < stop]
+
+
+def _scattered(count: int) -> list[int]:
+    """Return the numbers below ``count``, those that follow each other far apart: in steps of the golden section."""
+    step = next(step for step in range(round(count * _GOLDEN_SECTION), count + 1) if math.gcd(step, count) == 1)
+    return [number * step % count for number in range(count)]
 
 
 def _clamp(offsets: Sequence[int], start: int, stop: int) -> tuple[int, ...]:

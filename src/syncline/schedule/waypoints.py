@@ -8,8 +8,9 @@ nothing changes upward; downward, a waypoint's links carry what the owner's are 
 
 Where the elements of an owner meet is searched for piece by piece: beginning with direct exchange, for one piece and
 one ancestor at a time, whatever most reduces the sum of squares of what links carry beyond three quarters of the bound.
-What a branch has for owners outside is divided below it in proportion to the rates downward. An all-gather is the
-reverse, with up and down exchanged. Complexity: O(passes x pieces x levels^2 x branches), so for some dozen ranks.
+What a branch has for owners outside is divided below it in proportion to the room that links have within the bound. An
+all-gather is the reverse, with up and down exchanged. Complexity: O(passes x pieces x levels^2 x branches), so for some
+dozen ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _LEAST_GAIN = 1e-9
 def draft_with_waypoints(topology: Topology, collective: Collective, *, planner: str) -> Draft:
     """Draw a reduce-scatter or an all-gather in which rank k owns exactly [k/N, (k+1)/N)."""
     tree = with_finite_rates(branch_of(topology, swapped=collective is Collective.ALL_GATHER))
-    pieces = _Pieces(topology, tree)
-    goal = _EASY * lower_bound(topology, collective, 1, target="rank_order")
-    meetings = _Search(pieces, goal).run()
+    bound = lower_bound(topology, collective, 1, target="rank_order")
+    pieces = _Pieces(topology, tree, bound)
+    meetings = _Search(pieces, _EASY * bound).run()
     rows = [row for piece, places in enumerate(meetings) for row in pieces.way(piece, places)]
     moves = Transfers.concatenate([pieces.collected(), _in_rotation(rows, topology.num_ranks)]).in_order().merged()
     return Draft(
@@ -74,9 +75,11 @@ class _Level:
 class _Pieces:
     """All pieces with their owners, and which rank of a branch has the branch's sum of a piece for an owner outside."""
 
-    def __init__(self, topology: Topology, tree: Branch) -> None:
+    def __init__(self, topology: Topology, tree: Branch, bound: float) -> None:
         num_ranks, root = topology.num_ranks, topology.root
-        fractions = {branch.name: _weights(branch) for branch in tree.parents() if len(branch.children) > 1}
+        fractions = {
+            branch.name: _weights(branch, bound, num_ranks) for branch in tree.parents() if len(branch.children) > 1
+        }
         denominator = denominator_of(root, fractions, num_ranks * _NUM_PIECES)
         division = TreeDivision(
             root, num_ranks=num_ranks, fractions=fractions, target="rank_order", denominator=denominator
@@ -212,14 +215,17 @@ class _Search:
         )
 
 
-def _weights(parent: Branch) -> list[int]:
-    """Return the children's rates downward as small integers, no rate counted for much more than the next."""
-    rates = [child.down for child in parent.children]
-    most = _MOST_TIMES_THE_NEXT * sorted(rates)[-2]
-    bounded = [min(rate, most) for rate in rates]
+def _weights(parent: Branch, bound: float, num_ranks: int) -> list[int]:
+    """Return as small integers what may come down to the children within the bound beyond what their ranks own.
+
+    None counts for much more than the next.
+    """
+    rooms = [max(0.0, bound * child.down - len(child.ranks) / num_ranks) for child in parent.children]
+    most = _MOST_TIMES_THE_NEXT * sorted(rooms)[-2] or max(rooms)
+    bounded = [min(room, most) for room in rooms]
     if len(set(bounded)) == 1:
-        return [1] * len(rates)
-    return [round(_WEIGHTS_PER_CHILD * len(rates) * rate / sum(bounded)) for rate in bounded]
+        return [1] * len(rooms)
+    return [round(_WEIGHTS_PER_CHILD * len(rooms) * room / sum(bounded)) for room in bounded]
 
 
 def _path(tree: Branch, rank: int) -> tuple[Branch, ...]:
