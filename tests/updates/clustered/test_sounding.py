@@ -93,3 +93,35 @@ def test_a_fast_peer_gets_no_more_than_so_many_bytes() -> None:
     part = Sounding(port, (0, 1), stream=1)
     run_in_virtual_time(part.send(1, 1))
     assert port.sent_bytes == 2 * LAST_BYTES - FIRST_BYTES
+
+
+class TimedPort(DeafPort):
+    """A port to one peer that answers as fast as a link of ``bytes_per_s`` lets it, after what is in ``held_up_s``."""
+
+    def __init__(self, bytes_per_s: float, held_up_s: list[float]) -> None:
+        super().__init__()
+        self.bytes_per_s = bytes_per_s
+        self.held_up_s = held_up_s
+
+    def receive(self, peer: int, tag: int, destination: memoryview, *, on_received, **options: object) -> None:
+        self.on_received = on_received
+
+    def send(self, peer: int, tag: int, payload: memoryview, **options: object) -> None:
+        held_up_s = self.held_up_s.pop(0) if self.held_up_s else 0.0
+        asyncio.get_running_loop().call_later(held_up_s + payload.nbytes / self.bytes_per_s, self.on_received)
+
+
+def test_a_message_that_was_held_up_once_does_not_make_a_link_slow() -> None:
+    part = Sounding(TimedPort(12.5e6, [0.05]), (0, 1), stream=1)
+    run_in_virtual_time(part.send(1, 1))
+    assert part.reading.rates[1] == pytest.approx(12.5e6, rel=0.01)
+
+
+def test_echoes_that_were_held_up_before_do_not_make_a_link_fast() -> None:
+    """Of the 131 ms that 64 KiB take, an echo of 30 ms seemed to be latency until there were faster ones."""
+    part = Sounding(TimedPort(0.5e6, [0.03, 0.03, 0.03]), (0, 1), stream=1)
+    run_in_virtual_time(part.echo(0))
+    run_in_virtual_time(part.send(1, 1))
+    assert part.reading.rates[1] == pytest.approx(0.65e6, rel=0.01)
+    run_in_virtual_time(part.echo(1))
+    assert part.reading.rates[1] == pytest.approx(0.5e6, rel=0.01)
