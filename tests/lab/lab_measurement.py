@@ -52,12 +52,13 @@ def total_rate(flows):
 
 
 def undisturbed(flows):
-    """Return the least part of the time in which this machine had all its processors.
+    """Return the least part of the time in which this machine had all its processors, but no less than half.
 
     Where machines share processors, each may be taken away at any time, one after the other in the worst case; a link
-    is idle as long as the processor is away that its packets or its timer are on.
+    is idle as long as the processor is away that its packets or its timer are on. A link that carries less than half
+    of what it should is not excused by that.
     """
-    return max(0.0, 1.0 - max(flow["stolen"] for flow in flows))
+    return max(0.5, 1.0 - max(flow["stolen"] for flow in flows))
 
 
 def jain_fairness(flows):

@@ -34,8 +34,7 @@ def best_share(windows, bytes_per_s):
 
     It could carry nothing while another machine had the processor that its packets were on.
     """
-    could = [bytes_per_s * undisturbed(flows) for flows in windows]
-    return max(total_rate(flows) / most if most else 1.0 for flows, most in zip(windows, could, strict=True))
+    return max(total_rate(flows) / (bytes_per_s * undisturbed(flows)) for flows in windows)
 
 
 def assert_filled(windows, bytes_per_s):

@@ -102,3 +102,13 @@ def test_impossible_sizes_are_refused():
     for boundaries in ([], [1, 2], [0, 3, 2]):
         with pytest.raises(ScheduleError, match="boundaries must rise from 0"):
             Layout.aligned(FLAT, boundaries, 4)
+
+
+@given(st.integers(4, 2000))
+def test_windows_that_follow_each_other_are_at_places_far_apart(num_rounds):
+    layout = Layout.contiguous(FLAT, 4 * num_rounds, 4)
+    starts = [offsets[0] for offsets in layout.slices if offsets[0] < num_rounds]
+    assert sorted(starts) == list(range(num_rounds))
+    for before, after in pairwise(starts):
+        distance = abs(after - before)
+        assert min(distance, num_rounds - distance) >= num_rounds // 4

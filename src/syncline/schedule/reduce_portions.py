@@ -25,9 +25,7 @@ from __future__ import annotations
 import math
 
 from syncline.schedule.bound import Branch
-from syncline.schedule.water_level import ROUNDING, nearest_to_proportions
-
-_MOST_TIMES_THE_NEXT = 4
+from syncline.schedule.water_level import ROUNDING, limited_by_the_next, nearest_to_proportions
 
 
 def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | None:
@@ -62,6 +60,4 @@ def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | 
 
 
 def _weights(parent: Branch) -> list[float]:
-    rates = [min(child.up, child.down) for child in parent.children]
-    most = _MOST_TIMES_THE_NEXT * sorted(rates)[-2]
-    return [min(rate, most) for rate in rates]
+    return limited_by_the_next([min(child.up, child.down) for child in parent.children])

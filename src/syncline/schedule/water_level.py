@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 ROUNDING = 1e-9
 _NUM_BISECTIONS = 60
+_MOST_TIMES_THE_NEXT = 4
 Range = tuple[float, float]
+
+
+def limited_by_the_next(values: Sequence[float]) -> list[float]:
+    """Return the values, none counted for more than four times the next one, unless that is zero."""
+    most = _MOST_TIMES_THE_NEXT * sorted(values)[-2] or max(values)
+    return [min(value, most) for value in values]
 
 
 def nearest_to_equal(ranges: Sequence[Range]) -> list[float] | None:

@@ -28,6 +28,7 @@ from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.exchange import draw_exchanges
 from syncline.schedule.ownership import Exchange, TreeDivision, denominator_of
 from syncline.schedule.transfers import Transfer, Transfers
+from syncline.schedule.water_level import limited_by_the_next
 from syncline.topology import Topology
 
 MOST_RANKS = 64
@@ -35,7 +36,6 @@ MOST_RANKS = 64
 _NUM_PIECES = 8
 """Of each owner's part; a piece has one way to its owner."""
 _WEIGHTS_PER_CHILD = 4
-_MOST_TIMES_THE_NEXT = 4
 _MOST_PASSES = 6
 _EASY = 0.75
 """Links that are busy for no longer than this part of the bound need no relief."""
@@ -220,12 +220,12 @@ def _weights(parent: Branch, bound: float, num_ranks: int) -> list[int]:
 
     None counts for much more than the next.
     """
-    rooms = [max(0.0, bound * child.down - len(child.ranks) / num_ranks) for child in parent.children]
-    most = _MOST_TIMES_THE_NEXT * sorted(rooms)[-2] or max(rooms)
-    bounded = [min(room, most) for room in rooms]
-    if len(set(bounded)) == 1:
+    rooms = limited_by_the_next(
+        [max(0.0, bound * child.down - len(child.ranks) / num_ranks) for child in parent.children]
+    )
+    if len(set(rooms)) == 1:
         return [1] * len(rooms)
-    return [round(_WEIGHTS_PER_CHILD * len(rooms) * room / sum(bounded)) for room in bounded]
+    return [round(_WEIGHTS_PER_CHILD * len(rooms) * room / sum(rooms)) for room in rooms]
 
 
 def _path(tree: Branch, rank: int) -> tuple[Branch, ...]:
