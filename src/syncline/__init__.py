@@ -29,12 +29,13 @@ if TYPE_CHECKING:
         ScheduleError,
         StorageError,
         SynclineError,
+        SynclineWarning,
         TopologyError,
         UnitError,
         UpdateError,
     )
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
-    from syncline.pytorch.control import batch_size, clip_grad_norm_, no_sync, synchronize
+    from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
@@ -56,6 +57,7 @@ _HOMES = {
     "phase": "syncline.pytorch.phased",
     "PhasedTrainer": "syncline.pytorch.phased",
     "no_sync": "syncline.pytorch.control",
+    "join": "syncline.pytorch.control",
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
     "clip_grad_norm_": "syncline.pytorch.control",
@@ -81,6 +83,7 @@ _HOMES = {
     "StorageError": "syncline.errors",
     "LaunchError": "syncline.errors",
     "LabError": "syncline.errors",
+    "SynclineWarning": "syncline.errors",
 }
 
 __all__ = [
@@ -96,6 +99,7 @@ __all__ = [
     "phase",
     "PhasedTrainer",
     "no_sync",
+    "join",
     "synchronize",
     "batch_size",
     "clip_grad_norm_",
@@ -121,6 +125,7 @@ __all__ = [
     "StorageError",
     "LaunchError",
     "LabError",
+    "SynclineWarning",
 ]
 
 

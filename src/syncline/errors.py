@@ -84,6 +84,10 @@ class LabError(SynclineError):
     """The emulated cluster cannot be built, used or removed on this machine."""
 
 
+class SynclineWarning(UserWarning):
+    """Training goes on, but what it computes is probably not what was meant."""
+
+
 def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
     """``"ranks 1, 5 and 6"``; of many, the first few."""
     names = [str(rank) for rank in sorted(ranks)]
