@@ -140,7 +140,7 @@ class Ours:
 
         self._fleet = syncline.init()
         optimizer = task.optimize(task.model.parameters())
-        self.model, self.optimizer = syncline.distribute(task.model, optimizer, update)
+        self.model, self.optimizer = syncline.distribute(task.model, optimizer, update, samples="batch")
 
     def statistics(self) -> dict[str, Any]:
         """Return what the update rule counted."""

@@ -82,7 +82,7 @@ class Case:
         self.model = Stack(options.layers, options.layer_kib << 10, is_reversed=is_reversed)
         self._layers = [layer for layer in self.model.listed if isinstance(layer, Layer)]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        rule = syncline.Sharded(bucket_bytes=options.layer_kib << 10)
+        rule = syncline.Sharded(bucket_bytes=options.layer_kib << 10, overlap_forward=True)
         self.model, self.optimizer = syncline.distribute(self.model, optimizer, rule, priorities=priorities)
         self.step_s: list[float] = []
 

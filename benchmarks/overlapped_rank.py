@@ -71,7 +71,9 @@ class Trainee:
         if mode == "ddp":
             self.model = nn.parallel.DistributedDataParallel(task.model)
         elif mode not in ("periodic", "local"):
-            self.model, self.optimizer = syncline.distribute(task.model, self.optimizer, self._rule(), fleet=fleet)
+            self.model, self.optimizer = syncline.distribute(
+                task.model, self.optimizer, self._rule(), samples="batch", fleet=fleet
+            )
 
     def _rule(self) -> Any:
         if self.mode == "synchronous":

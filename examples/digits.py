@@ -34,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with syncline.init() as fleet:
-        model, optimizer = syncline.distribute(model, optimizer, update=update)
+        model, optimizer = syncline.distribute(model, optimizer, update=update, samples="batch")
         for _ in range(NUM_EPOCHS):
             for batch in torch.randperm(len(images) - NUM_TEST_IMAGES).split(BATCH_SIZE):
                 own = batch.tensor_split(fleet.world_size)[fleet.rank]  # parts may differ in size: means are weighted

@@ -37,7 +37,7 @@ def train() -> None:
     fleet = syncline.init()
     torch.manual_seed(fleet.rank)  # ranks differ at first: rank 0's values count
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), samples="batch")
     for _ in range(5):
         model(torch.randn(3 + fleet.rank, 4)).square().mean().backward()
         optimizer.step()
@@ -67,7 +67,7 @@ def die() -> None:
     """Rank 1 dies between two steps; the others are told so."""
     fleet = syncline.init()
     model = nn.Linear(4, 2)
-    model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), samples="batch")
     try:
         for step in range(100):
             if step == 3 and fleet.rank == 1:

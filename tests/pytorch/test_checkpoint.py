@@ -46,7 +46,7 @@ def train_and_save(path: Path, run_fleets: Any, *, num_ranks: int = 3) -> list[t
 
     def body(fleet: Fleet) -> list[torch.Tensor]:
         rule = Sharded(bucket_bytes=700, slice_bytes=256)
-        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), rule, fleet=fleet)
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), rule, samples="batch", fleet=fleet)
         go_on(model, optimizer, BATCHES[:2], fleet.rank, fleet.world_size)
         save_checkpoint(path, model, optimizer, extra={"step": 2})
         go_on(model, optimizer, BATCHES[2:], fleet.rank, fleet.world_size)
@@ -82,7 +82,7 @@ def test_loads_on_other_ranks(world: int | Topology, rule: UpdateRule, tmp_path:
     def body(fleet: Fleet) -> list[torch.Tensor]:
         inner = make(models[fleet.rank])
         inner.param_groups[0]["lr"] = 0.5
-        model, optimizer = distribute(models[fleet.rank], inner, rule, fleet=fleet)
+        model, optimizer = distribute(models[fleet.rank], inner, rule, samples="batch", fleet=fleet)
         assert load_checkpoint(tmp_path / "saved", model, optimizer) == {"step": 2}
         assert optimizer.param_groups[0]["lr"] == 0.02
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
@@ -164,7 +164,7 @@ def test_damage_is_found_on_every_rank(
     models = copies(CASE.make(), 2)
 
     def body(fleet: Fleet) -> None:
-        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), fleet=fleet)
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), samples="batch", fleet=fleet)
         with pytest.raises(CheckpointError, match=r"damaged|no checkpoint"):
             load_checkpoint(tmp_path / "saved", model, optimizer)
 
@@ -217,7 +217,9 @@ def test_a_full_disk_is_called_so_on_every_rank_and_leaves_the_old_checkpoint(
     message = f"Checkpoint {tmp_path / 'saved'}: a rank cannot write its part: ranks 0 and 2: No space left on device"
 
     def body(fleet: Fleet) -> None:
-        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), Sharded(), fleet=fleet)
+        model, optimizer = distribute(
+            models[fleet.rank], make(models[fleet.rank]), Sharded(), samples="batch", fleet=fleet
+        )
         with pytest.raises(CheckpointError) as told:
             save_checkpoint(tmp_path / "saved", model, optimizer)
         assert str(told.value) == message

@@ -76,7 +76,9 @@ def test_the_all_gather_runs_under_the_forward_pass(run_fleets: Any) -> None:
 
     def body(fleet: Fleet) -> torch.Tensor:
         plain = _layers()
-        model, optimizer = distribute(plain, _optimizer(plain), Sharded(bucket_bytes=1), fleet=fleet)
+        model, optimizer = distribute(
+            plain, _optimizer(plain), Sharded(bucket_bytes=1, overlap_forward=True), fleet=fleet
+        )
         assert len(optimizer.training.updater.buckets) == NUM_LAYERS
         model(batch).square().sum().backward()
         optimizer.clip_grad_norm_(math.inf)  # waits for the gradients, so that buckets are updated front to back
@@ -110,7 +112,9 @@ def test_no_gather_is_over_when_step_returns(run_fleets: Any) -> None:
 
     def body(fleet: Fleet) -> tuple[int, int]:
         plain = _layers()
-        model, optimizer = distribute(plain, _optimizer(plain), Sharded(bucket_bytes=1), fleet=fleet)
+        model, optimizer = distribute(
+            plain, _optimizer(plain), Sharded(bucket_bytes=1, overlap_forward=True), fleet=fleet
+        )
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.clip_grad_norm_(math.inf)
         before = num_gathers(fleet)

@@ -20,7 +20,7 @@ from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
 
 NUM_STEPS = 12
 RULES: dict[str, UpdateRule] = {
-    "sharded": Sharded(bucket_bytes=2000, slice_bytes=700),
+    "sharded": Sharded(bucket_bytes=2000, slice_bytes=700, overlap_forward=True),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
     # written down: what a busy machine measures of itself would group the ranks otherwise in the second run
@@ -39,7 +39,7 @@ def train(fleet: Fleet, rule: UpdateRule, priorities: Any) -> tuple[list[torch.T
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2, generator=generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    model, distributed = distribute(model, optimizer, rule, priorities=priorities, fleet=fleet)
+    model, distributed = distribute(model, optimizer, rule, samples="batch", priorities=priorities, fleet=fleet)
     generator = torch.Generator().manual_seed(fleet.rank)
     for _ in range(NUM_STEPS):
         model(torch.randn(4 + fleet.rank, 24, generator=generator)).square().mean().backward()

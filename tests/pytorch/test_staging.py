@@ -56,7 +56,9 @@ def test_training_through_wire_tensors_is_that_of_one_process(
     train_alone(case, reference, adam(reference), batches, [PARTS] * NUM_STEPS)
 
     def body(fleet: Fleet) -> None:
-        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), RULES[name], fleet=fleet)
+        model, optimizer = distribute(
+            models[fleet.rank], adam(models[fleet.rank]), RULES[name], samples="batch", fleet=fleet
+        )
         for inputs, targets in batches:
             loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
             optimizer.step()
@@ -76,7 +78,9 @@ def test_a_checkpoint_holds_what_the_model_has_and_comes_back_there(tmp_path: An
     (inputs, targets), *_ = case.batches(1, sum(PARTS))
 
     def body(fleet: Fleet) -> None:
-        model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), RULES["sharded"], fleet=fleet)
+        model, optimizer = distribute(
+            models[fleet.rank], adam(models[fleet.rank]), RULES["sharded"], samples="batch", fleet=fleet
+        )
 
         def step() -> None:
             loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()

@@ -98,7 +98,7 @@ def train_together(
 
     def body(fleet: Fleet) -> dict[str, Any]:
         model = models[fleet.rank]
-        model, optimizer = distribute(model, make_optimizer(case.groups(model)), rule, fleet=fleet)
+        model, optimizer = distribute(model, make_optimizer(case.groups(model)), rule, samples="batch", fleet=fleet)
         hashes = []
         for (inputs, targets), sizes in zip(used, shares, strict=True):
             own = inputs.split(sizes)[fleet.rank], targets.split(sizes)[fleet.rank]
@@ -219,7 +219,9 @@ def test_golden_trajectory(run_fleets: Any) -> None:
 
     def body(fleet: Fleet) -> list[float]:
         model = models[fleet.rank]
-        model, optimizer = distribute(model, torch.optim.AdamW(model.parameters(), lr=0.1), fleet=fleet)
+        model, optimizer = distribute(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), samples="batch", fleet=fleet
+        )
         losses = []
         for _ in range(5):
             parts = [1, 2, 3]

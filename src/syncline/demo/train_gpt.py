@@ -92,7 +92,7 @@ def build(options: Options, fleet: syncline.Fleet) -> Training:
     torch.manual_seed(options.seed)
     model = GPT(GPTShape())
     adamw = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    model, optimizer = syncline.distribute(model, adamw, update=UPDATES[options.update]())
+    model, optimizer = syncline.distribute(model, adamw, update=UPDATES[options.update](), samples="batch")
     return Training(options=options, fleet=fleet, corpus=load_corpus(), model=model, optimizer=optimizer)
 
 

@@ -1,7 +1,7 @@
 """Collects gradients while autograd makes them, and hands each bucket to the update rule when it is complete.
 
-Autograd owns ``p.grad``. A hook after each accumulation counts it; in a synchronised backward pass it moves the
-gradient, weighted by this rank's samples, into the bucket with one multiplication. The cases:
+Autograd owns ``p.grad``. A hook behind each accumulation (and behind the user's own hooks on the parameter) counts it;
+in a synchronised backward pass it moves the gradient, weighted, into the bucket with one multiplication. The cases:
 
 - Under ``no_sync`` nothing is moved; ``p.grad`` grows until the first synchronised pass takes it.
 - Reentrant checkpoints let a hook fire several times. How often is learnt in the first step, in which buckets leave at
@@ -9,11 +9,16 @@ gradient, weighted by this rank's samples, into the bucket with one multiplicati
 - Parameters without a gradient are found when the backward pass ends, and take part with zeros.
 - A pass that raises (no memory, an error of the user's) never ends; the next forward pass finds that out.
 - Passes inside a pass (checkpoints again) have ends of their own; the outer one is recognised by the model's outputs.
+  Where the model was not called itself, each is a pass of its own, and what they bring adds up.
+- Several passes before a step add up. Where each rank has whole gradients, ``p.grad`` holds the mean of the passes
+  before and autograd adds to it: the mean of equal terms is that term. Divided gradients are carried (``Updater``).
+- A sparse gradient travels dense, with a count for each row of the ranks that have it; so it is sparse again after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +27,19 @@ from torch.utils import _pytree
 
 from syncline.errors import UpdateError
 from syncline.pytorch.detachable import Hook
-from syncline.pytorch.samples import SampleCount
+from syncline.pytorch.divided_gradient import DividedGradient
+from syncline.pytorch.samples import ForwardPass, SampleCount
+from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.updates.bucket import Bucket, Slot
-from syncline.updates.report import LocalReports, StepReports
+from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rule import Updater
 
 
 class GradientCollector:
-    """The hooks on the gradients of one model. ``before`` and ``after`` run around each synchronised backward pass."""
+    """The hooks on the gradients of one model. ``before`` and ``after`` run around each synchronised backward pass.
+
+    ``sparse`` takes the sparse gradients, if the update rule gives every rank whole ones.
+    """
 
     def __init__(
         self,
@@ -37,9 +47,11 @@ class GradientCollector:
         reports: StepReports | LocalReports,
         samples: SampleCount,
         *,
+        sparse: SparseGradients | None,
         before: Callable[[], None],
         after: Callable[[Sequence[bool] | None], None],
     ) -> None:
+        self._sparse = sparse
         self._updater = updater
         self._buckets = updater.buckets
         self._reports = reports
@@ -54,29 +66,37 @@ class GradientCollector:
         self._is_running = False
         self._outer_task = -1
         self._begin_ns = 0
-        self._num_samples = 0.0
+        self._weight = 0.0
         self._expected_total = 1.0
         self._scale = 1.0
         self.is_synchronised = True
         self.has_local_gradients = False
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(Hook(self._on_gradient, bucket, slot))  # type: ignore[no-untyped-call]
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True)
-        ]
+        self.report: PendingReport | None = None
+        """The report of the last pass."""
+        self._nodes = []
+        self._handles = []
+        for bucket in self._buckets:
+            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                node = _accumulation(parameter)
+                self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
+                self._handles.append(node.register_hook(Hook(self._on_gradient, bucket, slot, parameter)))
+
+    @property
+    def last_weight(self) -> float:
+        """This rank's weight in the last pass."""
+        return self._weight
 
     def remove(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+        self._nodes.clear()
 
-    def watch_outputs(self, outputs: Any) -> None:
+    def watch_outputs(self, outputs: Any, forward: ForwardPass) -> None:
         """Recognise the backward pass that begins at these outputs of the model as the outer one."""
-        if not self.is_synchronised:
-            return
-        for leaf in _pytree.tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(Hook(self._on_output))  # type: ignore[no-untyped-call]
+        for leaf in _tensors_in(outputs):
+            if leaf.requires_grad:
+                leaf.register_hook(Hook(self._on_output, forward))  # type: ignore[no-untyped-call]
 
     def forget_broken(self) -> None:
         """Forget a pass that raised before its end: the next one begins anew, unless gradients had left already.
@@ -86,27 +106,34 @@ class GradientCollector:
         if self._outer_task == -1:
             return
         if not self._is_running:
-            self._samples.forget_last()
+            self._samples.forget_pass()
         self._is_running, self._outer_task = False, -1
 
     def run_empty(self) -> None:
-        """Take part in a step without a backward pass: no samples, zeros for every gradient."""
-        self._begin()
+        """Take part in a pass without a backward pass: no weight, zeros for every gradient."""
+        self._begin(0.0)
         self._finish()
 
-    def _on_output(self, _: torch.Tensor) -> None:
+    def _on_output(self, forward: ForwardPass, _: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
+        self._samples.reach(forward, task)
+        if self.is_synchronised:
+            self._begin_task(task)
+
+    def _begin_task(self, task: int) -> None:
         if self._outer_task == -1:
             self._outer_task = task
             Variable._execution_engine.queue_callback(self._on_end)
 
-    def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
+    def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
+        if parameter.grad is None:  # autograd came here with nothing
+            return
         if not self.is_synchronised:
             self.has_local_gradients = True
             return
         if not self._is_running:
-            self._on_output(parameter)
-            self._begin()
+            self._begin_task(torch._C._current_graph_task_id())
+            self._begin(self._samples.weight())
         position = slot.position
         if self._remaining[bucket.index] <= 0 and self._has_learnt:
             self._expected[position] = self._fired[position] + 1
@@ -120,23 +147,32 @@ class GradientCollector:
             if self._remaining[bucket.index] == 0 and self._has_learnt:
                 self._updater.reduce(bucket)
 
-    def _begin(self) -> None:
+    def _begin(self, weight: float) -> None:
         self._before()
         self._updater.begin_backward()
-        self._num_samples = self._samples.take()
-        self._expected_total = self._reports.expected_total(self._num_samples)
-        self._scale = self._num_samples / self._expected_total
+        if self._sparse is not None:
+            self._sparse.start_pass()
+        self._weight = weight
+        self._expected_total = self._reports.expected_total(weight)
+        self._scale = weight / self._expected_total
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
         self._begin_ns = self._updater.channel.trace.now_ns()
         self._is_running = True
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
-        """Move a gradient into its bucket; without samples it counts nothing, whatever it is."""
+        """Move a gradient into its bucket; without weight it counts nothing, whatever it is."""
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after accumulation"
+        if isinstance(gradient, DividedGradient):
+            gradient = gradient.take_fresh()
+        if self._sparse is not None and slot.position in self._sparse.positions:
+            gradient = self._sparse.take(slot.position, gradient)
         if gradient.layout is not torch.strided:
-            raise UpdateError(f"The gradient of {slot.name!r} is {gradient.layout}; make the layer with sparse=False")
+            raise UpdateError(
+                f"The gradient of {slot.name!r} is {gradient.layout}; make the layer with sparse=False, or use "
+                "update=AllReduce(), which serves nn.Embedding and nn.EmbeddingBag with sparse=True"
+            )
         place = bucket.gradient(slot)
         gradient = gradient.detach()
         if not self._fired[slot.position]:
@@ -163,22 +199,44 @@ class GradientCollector:
             if not has_left[bucket.index]:
                 self._complete(bucket)
                 self._updater.reduce(bucket)
-        present = [fired > 0 and self._num_samples > 0 for fired in self._fired]
-        report = self._reports.start(self._num_samples, self._expected_total, present)
-        exist = self._updater.finish_backward(report)
+        present = [fired > 0 and self._weight > 0 for fired in self._fired]
+        notes = (self._samples.batch if self._weight else -1.0,)
+        self.report = self._reports.start(self._weight, self._expected_total, present, notes)
+        exist = self._updater.finish_backward(self.report)
         self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)
         self._is_running = False
         self.has_local_gradients = False
         self._after(exist)
+        if self._sparse is not None and exist is not None:
+            self._sparse.show(exist)
+        self._samples.end_pass()
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""
         for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
             if self._fired[slot.position]:
                 continue
-            if parameter.grad is not None:
+            if parameter.grad is not None and not isinstance(parameter.grad, DividedGradient):
                 self._take(bucket, slot, parameter)
             else:
                 self._updater.wait_parameters((bucket.index,))
                 bucket.gradient(slot).zero_()
+
+
+def _accumulation(parameter: torch.nn.Parameter) -> Any:
+    """Return the node of the graph that adds to ``p.grad``: hooks behind it come after all hooks on the parameter."""
+    with torch.enable_grad():
+        (node, _), *_ = parameter.expand_as(parameter).grad_fn.next_functions  # type: ignore[union-attr]
+    return node
+
+
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a model returned, also within dataclasses."""
+    for leaf in _pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))

@@ -1,7 +1,9 @@
 """Buffers such as BatchNorm's running statistics: every rank goes on with those of rank 0, as in DDP.
 
-Rank 0's buffers travel when ``step()`` is called and are taken over before the next forward pass, so nobody waits for
-them. What a layer computes *within* a forward pass, such as BatchNorm's batch statistics, stays each rank's own.
+Rank 0's buffers travel at the end of each step, so that ranks evaluate with the same ones, and again before the first
+forward pass of the next step, if they were written in between: as in DDP, what rank 0's program writes there reaches
+all. That second message is one byte where nothing was written. Rank 0 never waits. What a layer computes *within* a
+forward pass, such as BatchNorm's batch statistics, stays each rank's own.
 """
 
 from __future__ import annotations
@@ -15,29 +17,66 @@ from syncline.updates.control import ControlStream
 
 
 class BufferBroadcast:
-    """Keeps the buffers of a model equal on all ranks."""
+    """Keeps the buffers of a model equal on all ranks; ``control`` is a stream that nothing else uses."""
 
     def __init__(self, model: nn.Module, control: ControlStream, *, is_enabled: bool) -> None:
         self._model = model
         self._control = control
         self._is_enabled = is_enabled and control.world_size > 1
+        self._is_root = control.rank == 0
+        self._sent: torch.Tensor | None = None
+        """What rank 0 has sent last."""
         self._pending: tuple[Work, torch.Tensor] | None = None
+        self._is_due = True
 
-    def start(self) -> None:
-        """Send rank 0's buffers on their way."""
-        buffers = list(self._model.buffers()) if self._is_enabled else []
+    def begin_forward(self) -> None:
+        """Take over what rank 0 has written since the last step; once for each step, every rank in its own time."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        buffers = self._buffers()
         if not buffers:
             return
         self.finish()
-        is_root = self._control.rank == 0
-        packed = pack(buffers) if is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
-        self._pending = (self._control.start_broadcast(packed, "buffers"), packed)
+        packed = pack(buffers) if self._is_root else None
+        is_new = packed is not None and (self._sent is None or not torch.equal(packed, self._sent))
+        flag = torch.tensor([is_new], dtype=torch.uint8)
+        work = self._control.start_broadcast(flag, "whether buffers were written")
+        if not self._is_root:
+            work.wait()
+        if flag.item():
+            self._start(buffers)
+            self.finish()
+
+    def end_step(self) -> None:
+        """Send rank 0's buffers on their way."""
+        self.begin_forward()
+        self._is_due = True
+        buffers = self._buffers()
+        if buffers:
+            self.finish()
+            self._start(buffers)
 
     def finish(self) -> None:
-        """Take over what has arrived; waits for it."""
+        """Take over what is on its way; waits for it."""
         if self._pending is None:
             return
         (work, packed), self._pending = self._pending, None
-        work.wait()
-        if self._control.rank != 0:
+        if not self._is_root:
+            work.wait()
             unpack(packed, list(self._model.buffers()))
+
+    def drain(self) -> None:
+        """Wait until rank 0's last message has left too, before the fleet closes."""
+        if self._pending is not None:
+            self._pending[0].wait()
+        self.finish()
+
+    def _start(self, buffers: list[torch.Tensor]) -> None:
+        packed = pack(buffers) if self._is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
+        if self._is_root:
+            self._sent = packed
+        self._pending = (self._control.start_broadcast(packed, "buffers"), packed)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list(self._model.buffers()) if self._is_enabled else []

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.pytorch.registry import trainings_of
+from syncline.pytorch.detachable import ContextMethod
+from syncline.pytorch.registry import is_in_training, trainings_of
 
 
 def synchronize(model: nn.Module | None = None) -> None:
     """Wait until the parameters of ``model`` (default: of all models) are final; raises what went wrong meanwhile.
 
-    Call it before parameters are read outside a forward pass: moving averages, norms, export. ``state_dict()``,
-    forward passes and checkpoints wait by themselves.
+    They are final when ``step()`` returns, unless ``Sharded(overlap_forward=True)`` was asked for. Then who touches
+    a parameter through PyTorch waits by itself; call this before parameters are read or written by another way, such
+    as an array or a ``p.data`` that was taken before the step.
     """
     for training in trainings_of(model):
         training.synchronize()
@@ -28,6 +30,32 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for training in trainings_of(model):
             stack.enter_context(training.no_sync())
+        yield
+
+
+def offer_no_sync(model: nn.Module) -> None:
+    """Make :func:`no_sync` a method of the model, where Accelerate and others look for it; one of its own stays."""
+    if not hasattr(model, "no_sync"):
+        model.no_sync = ContextMethod(no_sync, model)  # type: ignore[assignment]  # a function of this object alone
+
+
+def withdraw_no_sync(model: nn.Module) -> None:
+    """Take the method away, unless the model is still in training with another optimizer."""
+    if isinstance(getattr(model, "no_sync", None), ContextMethod) and not is_in_training(model):
+        del model.no_sync
+
+
+@contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Within this context ranks may make different numbers of steps, since their loaders end at different times.
+
+    A rank that leaves it goes on in the steps of the others, with no weight, until all have left. Every rank enters it
+    once, with its loop inside; the same backward passes, ``optimizer.clip_grad_norm_`` and steps make up a step on all.
+    Raises :class:`UpdateError` with rules in which ranks step by themselves (``Overlapped``, ``Clustered``).
+    """
+    with ExitStack() as stack:
+        for training in trainings_of(model):
+            stack.enter_context(training.join())
         yield
 
 
@@ -47,4 +75,4 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise UpdateError(
             f"This model has {len(trainings)} optimizers; call clip_grad_norm_ of each that distribute() returned"
         )
-    return trainings[0].updater.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=False)
+    return trainings[0].clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=False)

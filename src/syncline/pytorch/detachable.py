@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
@@ -12,6 +13,10 @@ def _no_hook(*_: Any) -> None:
 
 def _plain() -> Callable[..., None]:
     return _no_hook
+
+
+def _plain_context() -> Callable[..., AbstractContextManager[None]]:
+    return nullcontext
 
 
 class Hook:
@@ -27,8 +32,20 @@ class Hook:
         """Call the function."""
         return self.function(*self.bound, *args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _no_hook
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., Any]], tuple[()]]:
         return _plain, ()
+
+
+class ContextMethod(Hook):
+    """A method that returns a context manager; in a copy of the model the context does nothing."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return nullcontext
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., Any]], tuple[()]]:
+        return _plain_context, ()

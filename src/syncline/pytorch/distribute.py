@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
+from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.checkpoint import save_alone
+from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -34,26 +36,29 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     update: UpdateRule | None = None,
     *,
-    samples: CountSamples | None = None,
+    samples: CountSamples | Literal["batch"] | None = None,
     broadcast_buffers: bool = True,
     priorities: Priorities | bool | None = True,
     fleet: Fleet | None = None,
 ) -> tuple[Model, DistributedOptimizer]:
-    """Train ``model`` on all ranks of the fleet as one process would on the union of their batches.
+    """Train ``model`` on all ranks of the fleet together, as DistributedDataParallel does.
 
     Every rank calls it with the same model and optimizer; all go on from rank 0's parameters and buffers. The model is
     the same object as before, with hooks; its parameters now lie in flat buckets. ``update`` is the update rule
-    (default: ``Sharded()``). ``samples`` gets what ``model`` is called with and returns the number of samples in it,
-    the weight of this rank in the mean (default: the first dimension of the first tensor). With ``broadcast_buffers``
-    every step goes on with rank 0's buffers, as in DDP. ``priorities``: how buckets are divided among connections so
-    that the next forward pass has first what it needs first; True takes the topology file's, else ``Priorities()``;
-    None or False is one connection for all. A model with several optimizers is distributed once with each.
+    (default: ``Sharded()``). ``samples``: the weight of this rank in the mean of gradients. None: every rank that ran a
+    backward pass counts 1, any other 0. ``"batch"``: the first dimension of the first tensor that the model is called
+    with, so that unequal batches give the same update as one process over their union. A function gets what the model
+    is called with and returns the number. With ``broadcast_buffers`` every step goes on with rank 0's buffers, as in
+    DDP. ``priorities``: how buckets are divided among connections so that the next forward pass has first what it needs
+    first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or False
+    is one connection for all. A model with several optimizers is distributed once with each.
 
-    Raises :class:`UpdateError` if the rule cannot serve the optimizer, if a parameter was distributed before, or if
-    ranks differ.
+    Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
+    parameters, if a parameter was distributed before, or if ranks differ.
     """
     fleet = fleet or current_fleet()
-    rule = update if update is not None else Sharded()
+    rule = _checked_rule(update)
+    count = SampleCount(samples)
     if isinstance(optimizer, DistributedOptimizer):
         raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
     rule.check(optimizer)
@@ -61,11 +66,13 @@ def distribute(
     check_parameters(named)
     check_untrained(model, named)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
-    streams = fleet.reserve_streams(1 + len(plans))
-    control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
+    first = fleet.reserve_streams(3 + len(plans)).start
+    control, buffer_control, join_control = (
+        ControlStream(fleet.communicator, stream=first + number, timeout_s=fleet.timeout_s) for number in range(3)
+    )
     chosen = choose_priorities(priorities, fleet.topology)
     check_agreement(describe(model, optimizer, rule, chosen), control)
-    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=streams[0] + 1)
+    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=first + 3)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
     channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
@@ -73,8 +80,17 @@ def distribute(
     assign_first_classes(setting, chosen)
     updater = _start_rule(rule, setting)
     steering = steer(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
-    training = Training(model, updater, SampleCount(samples), steering, broadcast_buffers=broadcast_buffers)
+    has_buffers = broadcast_buffers and updater.is_synchronous
+    training = Training(
+        model,
+        updater,
+        count,
+        steering,
+        BufferBroadcast(model, buffer_control, is_enabled=has_buffers),
+        joins=join_control,
+    )
     add_training(training)
+    offer_no_sync(model)
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     fleet.on_close(partial(_end, training))
     fleet.add_update(updater.statistics)
@@ -94,12 +110,26 @@ def _end(training: Training, is_failing: bool) -> None:
     """Finish the last step, unless something failed; then the model is a plain one."""
     try:
         if not is_failing:
-            training.updater.finish()
-            training.synchronize()
-            training.steering.finish()
+            training.finish()
     finally:
         remove_training(training)
         training.close()
+        withdraw_no_sync(training.model)
+
+
+def _checked_rule(update: object) -> UpdateRule:
+    """Return the rule that was given, or the default; a rule is an object, not its class or name."""
+    if update is None:
+        return Sharded()
+    if isinstance(update, type) and hasattr(update, "lane_options"):
+        raise UpdateError(f"update={update.__name__} is the rule's class; write update={update.__name__}()")
+    if not hasattr(update, "lane_options"):
+        raise UpdateError(
+            f"update={update!r} is not an update rule; write update=syncline.Sharded(), AllReduce(), Overlapped() or "
+            "Clustered()"
+        )
+    rule: UpdateRule = update  # type: ignore[assignment]  # a protocol that users may implement
+    return rule
 
 
 def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:

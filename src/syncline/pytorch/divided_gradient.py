@@ -1,10 +1,12 @@
-"""What ``p.grad`` is between ``backward()`` and ``step()`` of a sharded model: a gradient that no rank has whole.
+"""What ``p.grad`` is after ``backward()`` of a sharded model, until it is dropped: a gradient that no rank has whole.
 
-It answers what can be answered for all ranks together: norms, multiplication, and the check of ``GradScaler``. Thereby
-``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work unchanged, with one small sum over all ranks for
-all parameters. Whatever else is asked of it is refused with a clear error, in place of a wrong number.
+It answers what can be answered for all ranks together: norms, multiplication, clamping, zeroing, and the check of
+``GradScaler``. Thereby ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``torch.amp.GradScaler`` work
+unchanged, with one small sum over all ranks for all parameters. Whatever else is asked of it is refused with a clear
+error, in place of a wrong number. Each of these is a collective: every rank must ask alike.
 
-Each of these is a collective: every rank must ask alike.
+Autograd adds to ``p.grad`` where there is one. What it would add here is this rank's own gradient of a further pass: it
+is kept as the fresh part, which the gradient collector takes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class DividedGradient(torch.Tensor):
 
     slot: Slot
     updater: Updater
+    fresh: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -43,7 +46,14 @@ class DividedGradient(torch.Tensor):
         )
         stand_in.slot = slot
         stand_in.updater = updater
+        stand_in.fresh = None
         return stand_in
+
+    def take_fresh(self) -> torch.Tensor:
+        """Return what autograd has added since the last call: this rank's own gradient, in the parameter's shape."""
+        fresh, self.fresh = self.fresh, None
+        assert fresh is not None, "autograd has just added to it"
+        return fresh
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<combined gradient of {self.slot.name}, divided between the ranks>"
@@ -73,8 +83,13 @@ class DividedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuse what autograd does to it: another backward pass that would add to it."""
-        raise _refusal(str(func))
+        """Take what autograd adds to it, and refuse all else."""
+        target, *values = args
+        is_sum = func in {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor} and not kwargs
+        if not (is_sum and isinstance(target, cls) and isinstance(values[0], torch.Tensor)):
+            raise _refusal(str(func))
+        target.fresh = values[0] if target.fresh is None else target.fresh + values[0]
+        return target
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -85,8 +100,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 def _refusal(name: str) -> UpdateError:
     return UpdateError(
         f"{name} needs a whole gradient, but with Sharded() no rank has one after backward(). Norms and clipping work "
-        "(optimizer.clip_grad_norm_ or torch's own, on every rank); for more backward passes before step(), run all "
-        "but the last under optimizer.no_sync(); for whole gradients use update=AllReduce()"
+        "(optimizer.clip_grad_norm_ or torch's own, on every rank); for whole gradients use update=AllReduce()"
     )
 
 
@@ -128,7 +142,22 @@ def _check_and_unscale(
     divided.scale(float(inverse_scale), positions)
 
 
-def _same(gradient: DividedGradient) -> DividedGradient:
+def _change(gradient: DividedGradient, function: Callable[[torch.Tensor], object]) -> DividedGradient:
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
+    divided.change(gradient.slot.position, function)
+    return gradient
+
+
+def _clamp(gradient: DividedGradient, *bounds: Any, **named: Any) -> DividedGradient:
+    return _change(gradient, lambda part: part.clamp_(*bounds, **named))
+
+
+def _zero(gradient: DividedGradient) -> DividedGradient:
+    return _change(gradient, torch.Tensor.zero_)
+
+
+def _same(gradient: DividedGradient, *_: Any) -> DividedGradient:
     return gradient
 
 
@@ -137,6 +166,11 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "norm": _norm,
     "mul_": _multiply,
     "div_": _divide,
+    "clamp_": _clamp,
+    "clamp_min_": lambda gradient, bound: _clamp(gradient, min=bound),
+    "clamp_max_": lambda gradient, bound: _clamp(gradient, max=bound),
+    "zero_": _zero,
+    "requires_grad_": _same,
     "_amp_foreach_non_finite_check_and_unscale_": _check_and_unscale,
     "detach": _same,
     "data": _same,

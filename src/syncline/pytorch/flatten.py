@@ -24,6 +24,11 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Na
     for name, parameter in model.named_parameters():
         if parameter in groups:
             named[parameter] = (name, groups[parameter][1])
+    if groups and not named:
+        raise UpdateError(
+            f"The optimizer has {len(groups)} parameters, but none of this {type(model).__name__}; give distribute() "
+            "the model whose parameters the optimizer was made with"
+        )
     for parameter, place in groups.items():
         named.setdefault(parameter, place)
     return {parameter: place for parameter, place in named.items() if parameter.requires_grad and parameter.numel()}

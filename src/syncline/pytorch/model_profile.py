@@ -16,7 +16,7 @@ from torch import nn
 
 from syncline.errors import ConfigurationError
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
-from syncline.pytorch.reading import Reading
+from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.steering.meter import StepMeter
 
@@ -43,12 +43,11 @@ def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Mod
     check_parameters(named)
     plans = plan_model(named, bucket_bytes=bucket_bytes)
     meter = StepMeter([plan.num_bytes for plan in plans], time.perf_counter)
-    reading = Reading(model, flatten(named, plans), lambda buckets: meter.wait(buckets, _nothing))
+    waiting = WaitingParameters(flatten(named, plans), lambda buckets: meter.wait(buckets, _nothing))
     arguments = batch if isinstance(batch, tuple) else (batch,)
-    for _ in range(2):  # to learn what each module reads, and to warm up
+    for _ in range(2):  # to warm up
         model(*arguments)
-    passes = [_measure(meter, lambda: model(*arguments), len(plans)) for _ in range(NUM_PASSES)]
-    reading.remove()
+    passes = [_measure(meter, waiting, lambda: model(*arguments), len(plans)) for _ in range(NUM_PASSES)]
     return ModelProfile(
         names=tuple(
             plan.slots[0].name + (f" and {len(plan.slots) - 1} more" if len(plan.slots) > 1 else "") for plan in plans
@@ -58,13 +57,17 @@ def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Mod
     )
 
 
-def _measure(meter: StepMeter, run: Callable[[], object], num_buckets: int) -> tuple[float, ...]:
+def _measure(
+    meter: StepMeter, waiting: WaitingParameters, run: Callable[[], object], num_buckets: int
+) -> tuple[float, ...]:
     meter.begin_step()
     for bucket in range(num_buckets):
         meter.gather_began(bucket)
         meter.gather_ended(bucket)
     meter.begin_forward()
+    waiting.begin()
     run()
+    waiting.release()
     sample = meter.end_forward()
     assert sample is not None, "all buckets were told to be there"
     return sample.forward_s

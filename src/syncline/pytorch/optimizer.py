@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
-from syncline.pytorch.optimizer_state import gather_state, spread_state
+from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.steering import ClassStatistics
 
@@ -35,30 +35,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The optimizer state that this rank keeps; with ``Sharded``, by the pieces of parameters that it owns."""
-        return self.training.updater.state
+        """The optimizer state, by model parameter; with ``Sharded`` what ranks keep in parts is refused, and named."""
+        updater = self.training.updater
+        return divided_state(updater) if updater.divides_gradients else updater.state
 
     @state.setter
     def state(self, value: object) -> None:
         """Ignore what ``torch.optim.Optimizer`` begins with: the state is the update rule's."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters; with ``Sharded`` it returns before they are final.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of all ranks; every rank calls it. A rank that ran no backward pass has no weight.
 
-        Raises :class:`UpdateError` if a closure is given, and what went wrong since the last step.
+        A ``closure`` clears the gradients, runs the forward and backward pass, and returns the loss. With ``AllReduce``
+        the optimizer evaluates it as often as it likes (LBFGS), and gets the mean of the ranks' losses, which is
+        returned. With other rules it is evaluated once, before the step, and this rank's loss is returned.
+
+        Raises :class:`UpdateError`, and what went wrong since the last step.
         """
-        if closure is not None:
-            raise UpdateError(
-                "step(closure) would run backward passes inside the step, where ranks may differ; call the closure "
-                "yourself, then step() without it"
-            )
-        self.training.step()
+        loss = self.training.step(closure)
         # what lr_scheduler looks for on the optimizer that it was made with
         self.inner._opt_called = True  # type: ignore[attr-defined]
+        return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature; there is nothing to zero
-        """Drop all gradients."""
-        self.training.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or make them zeros."""
+        self.training.zero_grad(set_to_none=set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, backward passes add to ``p.grad`` on this rank alone (gradient accumulation)."""
@@ -75,9 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank.
         """
-        return self.training.updater.clip_grad_norm(
-            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
-        )
+        return self.training.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
         """Wait until all parameters are final."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,6 +69,46 @@ def divide_existing_state(updater: Updater) -> None:
     if state:
         updater.load_state(whole_state(updater.buckets, state))
         optimizer.state.clear()
+
+
+def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+    """Return this rank's state by model parameter: single values as they are; divided ones are refused when read."""
+    tensors = {
+        slot.name: tensor
+        for bucket in updater.buckets
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+    }
+    state: dict[torch.Tensor, _DividedState] = {}
+    for entry in updater.state_entries():
+        of_parameter = state.setdefault(tensors[entry.parameter], _DividedState(entry.parameter))
+        of_parameter.values_by_key[entry.key] = entry.value if entry.start is None else _DIVIDED
+    return MappingProxyType(state)
+
+
+_DIVIDED = object()
+
+
+class _DividedState(Mapping[str, Any]):
+    """The state of one parameter, of which this rank has a part."""
+
+    def __init__(self, parameter: str) -> None:
+        self._parameter = parameter
+        self.values_by_key: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.values_by_key[key]
+        if value is _DIVIDED:
+            raise UpdateError(
+                f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "
+                "optimizer.state_dict() returns it whole (every rank calls it), and AllReduce() keeps it whole"
+            )
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_key)
+
+    def __len__(self) -> int:
+        return len(self.values_by_key)
 
 
 def _numbers(updater: Updater) -> dict[str, int]:

@@ -69,7 +69,7 @@ def phase(
             lane_options=options,
             bucket_bytes=bucket_bytes,
         )
-        trainer = PhasedTrainer(setting, SampleCount(samples))
+        trainer = PhasedTrainer(setting, SampleCount("batch" if samples is None else samples))
     except BaseException:
         kept.close()
         raise
@@ -191,8 +191,7 @@ class PhasedTrainer:
             return 0.0
         if inputs is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes stage 0, so it needs inputs")
-        self._samples.see((inputs,), {})
-        number = self._samples.take()
+        number = self._samples.see((inputs,), {}).num_samples
         if number <= 0:
             raise UpdateError(
                 f"Rank {self._setting.port.rank} has a batch of no samples; a pair takes part in each step with at "

@@ -30,7 +30,7 @@ def assign_first_classes(setting: Setting, priorities: Priorities) -> None:
 def steer(updater: Updater, priorities: Priorities, *, is_asked_for: bool) -> Unsteered:
     """Begin to measure and search where that may pay: where forward passes wait for more than one bucket of others."""
     channel = updater.channel
-    waits = updater.is_synchronous and updater.divides_gradients and len(updater.buckets) > 1
+    waits = updater.divides_gradients and updater.defers_parameters and len(updater.buckets) > 1
     if not (priorities.is_searched and waits and channel.communicator.world_size > 1):
         return Unsteered(channel, updater.buckets)
     channel.communicator.open_classes(priorities)

@@ -79,6 +79,12 @@ def remove_training(training: Training) -> None:
             _trainings.remove(training)
 
 
+def is_in_training(model: nn.Module) -> bool:
+    """Whether ``model`` is in training with some optimizer."""
+    with _lock:
+        return any(training.model is model for training in _trainings)
+
+
 def trainings_of(model: nn.Module | None) -> tuple[Training, ...]:
     """Return the trainings of ``model`` (a model may have several optimizers), or all; an error if there is none."""
     with _lock:

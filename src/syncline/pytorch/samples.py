@@ -1,49 +1,118 @@
-"""How many samples this rank put into a step: the weight of its gradient in the mean over all ranks."""
+"""The weight of this rank's gradient in the mean over all ranks.
+
+By default every rank that ran a backward pass counts the same, as in DistributedDataParallel. On request it counts the
+samples of the forward passes that led to its gradients: a forward pass counts when a backward pass reaches what it
+returned, so one whose output is thrown away counts nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree
 
-from syncline.errors import UpdateError
+from syncline.errors import ConfigurationError, UpdateError
 
 CountSamples = Callable[..., float]
 """Gets what the model's forward gets, and returns the number of samples in it."""
 
 
+class ForwardPass:
+    """One call of the model with gradients, of which it is not known yet whether a backward pass will follow."""
+
+    __slots__ = ("num_samples", "task")
+
+    def __init__(self, num_samples: float) -> None:
+        self.num_samples = num_samples
+        self.task = -1
+        """The backward pass that has reached it last."""
+
+
 class SampleCount:
-    """Sums the samples of all forward passes of a step.
+    """Counts the weight of one step after another. ``how``: None (each rank counts 1), ``"batch"``, or a function."""
 
-    By default a forward pass has as many samples as the first dimension of the first tensor that it is given.
-    """
-
-    def __init__(self, count: CountSamples | None) -> None:
-        self._count = count or first_dimension
-        self._seen = 0.0
-        self._last = 0.0
+    def __init__(self, how: CountSamples | Literal["batch"] | None) -> None:
+        if not (how is None or how == "batch" or callable(how)):
+            raise ConfigurationError(
+                f'samples must be None (each rank counts the same), "batch" (the first dimension of what the model is '
+                f"called with) or a function of what the model is called with, not {how!r}"
+            )
+        self._count = how if callable(how) else first_dimension
+        self.is_counting = how is not None
+        self._reached = 0.0
+        self._was_reached = False
+        self._taken = 0.0
         self._told: float | None = None
 
-    def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples of a forward pass that has come to its end."""
-        self._last = _checked(self._count(*args, **kwargs))
-        self._seen += self._last
+    @property
+    def batch(self) -> float:
+        """First dimensions of the forward passes that backward passes have reached since the last pass that was taken.
 
-    def forget_last(self) -> None:
-        """Leave the last forward pass out: no gradient came of it."""
-        self._seen, self._last = self._seen - self._last, 0.0
+        Only for comparing ranks where nobody said how they weigh; -1 where that is known, or nothing was reached.
+        """
+        is_unknown = not self.is_counting and self._told is None and self._was_reached
+        return self._reached if is_unknown else -1.0
+
+    def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardPass:
+        """Count the samples of a forward pass that has come to its end."""
+        return ForwardPass(_checked(self._count(*args, **kwargs)))
+
+    def reach(self, forward: ForwardPass, task: int) -> None:
+        """Note that a backward pass (by its number) has come to what a forward pass returned."""
+        if forward.task != task:
+            forward.task = task
+            self._reached += forward.num_samples
+            self._was_reached = True
+
+    def forget_pass(self) -> None:
+        """Leave out what was reached: the backward pass broke before any gradient came of it."""
+        self._reached, self._was_reached = 0.0, False
 
     def tell(self, num_samples: float) -> None:
         """Let the user's number stand for the whole step."""
         self._told = _checked(num_samples)
 
-    def take(self) -> float:
-        """Return the number of samples of the step, and begin the next."""
-        number = self._seen if self._told is None else self._told
-        self._seen, self._last, self._told = 0.0, 0.0, None
-        return number
+    @property
+    def so_far(self) -> float:
+        """The weight of the pass that is under way, as far as it is known; nothing is begun."""
+        if self._told is not None:
+            return self._told
+        return self._reached if self.is_counting else 1.0
+
+    def weight(self) -> float:
+        """Return the weight of a pass whose first gradient has come."""
+        if self._told is not None:
+            weight = self._told
+        elif not self.is_counting:
+            weight = 1.0
+        elif self._was_reached:
+            weight = self._reached
+        else:
+            raise UpdateError(
+                "samples= counts the samples of what the model is called with, but gradients came without a call of "
+                "the model that distribute() was given (a method other than forward was used, or a part of it); say "
+                "their number with syncline.batch_size(n) before backward()"
+            )
+        self._taken = weight
+        return weight
+
+    def end_pass(self) -> None:
+        """Begin to count for the next pass; raises if gradients have left with another weight than that of the pass."""
+        taken = self._taken
+        found = self._reached if self.is_counting and self._told is None and self._was_reached else taken
+        self.forget_pass()
+        if found != taken:
+            raise UpdateError(
+                f"Gradients of this backward pass left with a weight of {taken:g} samples before it reached another "
+                f"forward pass, with which it has {found:g}; say the number with syncline.batch_size({found:g}) before "
+                "backward()"
+            )
+
+    def end_step(self) -> None:
+        """Forget what was told for the step."""
+        self._told = None
 
 
 def first_dimension(*args: Any, **kwargs: Any) -> float:

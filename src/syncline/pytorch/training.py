@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from syncline.errors import UpdateError
+from syncline.errors import SynclineWarning, UpdateError
 from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
+from syncline.pytorch.compiled import has_compiled_parts
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import DividedGradient
 from syncline.pytorch.flatten import check_in_place
-from syncline.pytorch.reading import Reading
+from syncline.pytorch.joining import Joining
 from syncline.pytorch.samples import SampleCount
+from syncline.pytorch.sparse_gradients import SparseGradients
+from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates import Updater
+from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, StepReports
 from syncline.updates.steering import Unsteered
 
@@ -31,27 +37,40 @@ class Training:
         updater: Updater,
         samples: SampleCount,
         steering: Unsteered,
+        buffers: BufferBroadcast,
         *,
-        broadcast_buffers: bool,
+        joins: ControlStream,
     ) -> None:
         control = updater.channel.control
         self.model = model
         self.updater = updater
         self.steering = steering
         self._samples = samples
-        is_synchronous = updater.is_synchronous
-        self._buffers = BufferBroadcast(model, control, is_enabled=broadcast_buffers and is_synchronous)
-        reports = StepReports(control) if is_synchronous else LocalReports()
+        self._buffers = buffers
+        self._joins = joins
+        self._joining: Joining | None = None
+        whole = updater.takes_sparse_gradients
         self._collector = GradientCollector(
-            updater, reports, samples, before=self._before_backward, after=self._after_backward
+            updater,
+            StepReports(control) if updater.is_synchronous else LocalReports(),
+            samples,
+            sparse=SparseGradients(model, updater.buckets, control) if whole else None,
+            before=self._before_backward,
+            after=self._after_backward,
         )
-        self._reading = Reading(model, updater.buckets, self._wait_parameters) if updater.defers_parameters else None
+        self._waiting = WaitingParameters(updater.buckets, self._wait_parameters)
+        self._has_compiled_parts = False
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = self._make_stand_ins()
         self._forward_ns = 0
+        self._is_stepping = False
+        self._following = False
+        self._has_warned = False
+        self._thread = threading.get_ident()
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._after_forward), with_kwargs=True),
+            updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
             *self._state_hooks(),
         ]
         self.is_closed = False
@@ -65,59 +84,114 @@ class Training:
         finally:
             self._collector.is_synchronised = was_synchronised
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Within this context ranks may make different numbers of steps; who is done goes on in the others' steps."""
+        if not self.updater.is_synchronous:
+            raise UpdateError(
+                f"join() is for rules in which every rank makes every step; with {type(self.updater).__name__} ranks "
+                "need not make the same number of steps"
+            )
+        if self._joining is not None:
+            raise UpdateError("join() is not called within another join() of the same model")
+        self._joining = Joining(self._joins, self.updater.optimizer)
+        try:
+            yield
+            self.zero_grad()
+            self._buffers.begin_forward()  # before others wait for it
+            self._joining.follow(self)
+        finally:
+            self._joining = None
+
+    def follow_pass(self) -> None:
+        """Take part in a backward pass of others with no weight."""
+        self._following = True
+        try:
+            self._collector.run_empty()
+        finally:
+            self._following = False
+
+    def follow_step(self) -> None:
+        """Make the step of others."""
+        self._check_stand_ins()
+        self._step()
+        self.zero_grad()
+        self._buffers.begin_forward()
+
     @property
     def tensors(self) -> frozenset[nn.Parameter]:
         """The parameters that lie in this training's buckets."""
         return self._bucketed
 
+    @property
+    def loss_weight(self) -> float:
+        """Weight of this rank in the mean over ranks of the pass that is under way, as far as it is known."""
+        return self._samples.so_far
+
     def batch_size(self, num_samples: float) -> None:
         """Weight this rank's gradient of the current step by ``num_samples``."""
         self._samples.tell(num_samples)
 
-    def step(self) -> None:
-        """Update the parameters, or begin to; a rank that had no data takes part with no weight."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, without weight if this rank ran no backward pass; return the closure's loss."""
         self._check_open()
         self._collector.forget_broken()
         check_in_place(self.updater.buckets)
         self._check_unfrozen()
-        has_gradients = any(tensor.grad is not None for tensor in self._bucketed)
-        if has_gradients and self._collector.has_local_gradients:
+        loss = None
+        if closure is not None and not self.updater.takes_closures:
+            with torch.enable_grad():
+                loss, closure = closure(), None
+        if closure is None:
+            self._make_complete()
+        elif self._joining is not None:
             raise UpdateError(
-                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
-                "the last backward pass of each step outside no_sync()"
+                "Within join() step(closure) is not served with AllReduce(), whose optimizer decides how often it "
+                "evaluates the model; call step() without a closure"
             )
-        if not has_gradients:
-            self._forget_cleared()
-            self._collector.run_empty()
-        else:
-            self._check_stand_ins()
-        self.steering.begin_step()
-        self.updater.step()
-        if self._stand_ins:
-            # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
-            torch.autograd.graph.increment_version(self._stand_ins)
-            self._clear_gradients()
-        self._buffers.start()
-        self.steering.end_step()
+        if self._joining is not None:
+            self._joining.announce_step()
+        inner_loss = self._step(closure)
+        return inner_loss if loss is None else loss
 
-    def zero_grad(self) -> None:
-        """Drop all gradients, also combined ones that were not used for a step."""
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Drop all gradients, also combined ones that were not used for a step; or make them zeros."""
+        if not set_to_none:
+            for tensor in self._bucketed:
+                if tensor.grad is not None:
+                    tensor.grad.zero_()
+            return
         self.updater.discard()
-        self._clear_gradients()
+        for tensor in self._bucketed:
+            tensor.grad = None
         self._collector.has_local_gradients = False
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the combined gradients to a norm of at most ``max_norm``; return what it was."""
+        if self._joining is not None:
+            self._joining.announce_clip(max_norm, norm_type)
+        return self.updater.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
         """Wait until parameters and buffers are final on this rank; raises what went wrong in the meantime."""
         self.updater.synchronize()
+        if self.updater.defers_parameters:
+            self._waiting.release()
         self._buffers.finish()
+
+    def finish(self) -> None:
+        """End what is under way on all ranks, before the fleet closes."""
+        self.updater.finish()
+        self.synchronize()
+        self.steering.finish()
+        self._buffers.drain()
 
     def close(self) -> None:
         """Take the hooks off the model, which is a plain one from then on."""
         if self.is_closed:
             return
         self.is_closed = True
-        if self._reading is not None:
-            self._reading.remove()
+        self._waiting.release()
         self._collector.remove()
         for handle in self._handles:
             handle.remove()
@@ -142,40 +216,114 @@ class Training:
     def _on_state(self, *_: Any) -> None:
         self.synchronize()
 
+    def _make_complete(self) -> None:
+        """See that there are combined gradients to step on, also where this rank has made none."""
+        has_gradients = any(tensor.grad is not None for tensor in self._bucketed)
+        if has_gradients and self._collector.has_local_gradients:
+            raise UpdateError(
+                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
+                "the last backward pass of each step outside no_sync()"
+            )
+        if not has_gradients:
+            self._buffers.begin_forward()
+            self.updater.discard()
+            self._collector.run_empty()
+        self._check_stand_ins()
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.steering.begin_step()
+        overlaps = self.updater.defers_parameters and not (self._has_compiled_parts or has_compiled_parts(self.model))
+        if overlaps:
+            self._waiting.begin()
+        self._is_stepping = True
+        loss = None
+        try:
+            if closure is None:
+                self.updater.step()
+            else:
+                loss = self.updater.step_with_closure(self._averaged(closure))
+        finally:
+            self._is_stepping = False
+        if self._stand_ins:
+            # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
+            torch.autograd.graph.increment_version(self._bucketed)
+        self._buffers.end_step()
+        self.steering.end_step()
+        self._samples.end_step()
+        if not overlaps:
+            self.synchronize()
+        self._warn_of_unequal_batches()
+        return loss
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Let the closure's loss be the mean over ranks, so that an optimizer that decides by it does so alike."""
+        control = self.updater.channel.control
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._check_stand_ins()
+            weight = self._collector.last_weight
+            pair = torch.tensor([float(loss) * weight if weight else 0.0, weight], dtype=torch.float64)
+            total, weights = control.sum(pair, "loss of a closure").tolist()
+            mean = total / weights if weights else float(loss)
+            return torch.as_tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
+
+        return evaluate
+
+    def _before_inner_step(self, *_: Any) -> None:
+        """Refuse steps of the optimizer that was given to ``distribute()``: they would be of this rank alone."""
+        if not self._is_stepping:
+            raise UpdateError(
+                "step() was called of the optimizer that was given to distribute(), which would step this rank alone; "
+                "call step() of the optimizer that distribute() returned: model, optimizer = syncline.distribute(...)"
+            )
+
     def _before_forward(self, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self._has_compiled_parts = True
+            return
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs the model again, within the backward pass
+        self._thread = threading.get_ident()
         self._collector.forget_broken()
         self._buffers.finish()
-        if self.updater.channel.trace.enabled:  # torch.compile traces through here, and knows no clock
-            self._forward_ns = self.updater.channel.trace.now_ns()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.steering.begin_forward()
+        self._forward_ns = self.updater.channel.trace.now_ns()
+        if not torch.is_grad_enabled():
+            self._finish_waiting()  # PyTorch may take fused paths here, which it does not take with waiting parameters
+            return
+        if self.model.training:
+            self._buffers.begin_forward()
+        self.steering.begin_forward()
 
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        trace = self.updater.channel.trace
-        if trace.enabled:
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() == -1:
+            trace = self.updater.channel.trace
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
-        if torch.is_grad_enabled():
-            self._samples.see(args, kwargs)
-            if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
                 self.steering.end_forward()
-            self._collector.watch_outputs(output)
+        if torch.is_grad_enabled():
+            self._collector.watch_outputs(output, self._samples.see(args, kwargs))
 
     def _wait_parameters(self, buckets: tuple[int, ...]) -> None:
-        if torch.compiler.is_compiling():
-            self.updater.wait_parameters(buckets)
-        else:
+        if threading.get_ident() == self._thread:
             self.steering.wait(buckets, self.updater.wait_parameters)
+        else:
+            self.updater.wait_parameters(buckets)
+
+    def _finish_waiting(self) -> None:
+        if self.updater.defers_parameters:
+            self._waiting.finish()
 
     def _before_backward(self) -> None:
         self._check_open()
-        self._forget_cleared()
-
-    def _forget_cleared(self) -> None:
-        """Forget combined gradients that were dropped without us, as ``model.zero_grad()`` does."""
-        if self._stand_ins and not any(tensor.grad is stand_in for tensor, stand_in in self._stand_ins.items()):
-            self.updater.discard()
+        self._warn_of_unequal_batches()
+        if self._joining is not None and not self._following:
+            self._joining.announce_pass()
+        if self._stand_ins:
+            self.updater.carry([tensor.grad is stand_in for tensor, stand_in in self._stand_ins.items()])
 
     def _after_backward(self, exist: Sequence[bool] | None) -> None:
         """Show the combined gradients where PyTorch looks for them."""
@@ -186,19 +334,35 @@ class Training:
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist)
 
-    def _clear_gradients(self) -> None:
-        for tensor in self._bucketed:
-            tensor.grad = None
-
     def _check_stand_ins(self) -> None:
-        """Refuse gradients that the user put in place of the combined ones: the step would not see them."""
+        """Leave out what the user dropped, and refuse what they put in its place: the step would not see it."""
+        if not self._stand_ins:
+            return
         for tensor, stand_in in self._stand_ins.items():
-            if tensor.grad is not stand_in:
+            if tensor.grad is not stand_in and tensor.grad is not None:
                 raise UpdateError(
-                    f"The gradient of {stand_in.slot.name!r} was replaced or dropped after backward(), but with "
-                    "Sharded() no rank has it whole, so the step would not see that; use update=AllReduce(), or freeze "
-                    "the parameter before distribute()"
+                    f"The gradient of {stand_in.slot.name!r} was replaced after backward(), but with Sharded() no rank "
+                    "has it whole, so the step would not see that; use update=AllReduce()"
                 )
+        self.updater.drop(
+            [stand_in.slot.position for tensor, stand_in in self._stand_ins.items() if tensor.grad is None]
+        )
+
+    def _warn_of_unequal_batches(self) -> None:
+        """Say once how ranks with batches of different sizes can be weighted, if nobody said how they are."""
+        report = self._collector.report
+        if self._has_warned or report is None or not report.is_done or self.updater.channel.rank != 0:
+            return
+        sizes = [size for size, *_ in report.notes if size >= 0]
+        if len(set(sizes)) > 1:
+            self._has_warned = True
+            warnings.warn(
+                f"The ranks' batches differ ({min(sizes):g} to {max(sizes):g} samples), and each rank counts alike, as "
+                'in DistributedDataParallel; distribute(..., samples="batch") or syncline.batch_size(n) weighs by '
+                "samples, samples=lambda *_, **__: 1 says that it is meant so",
+                SynclineWarning,
+                stacklevel=4,
+            )
 
     def _check_unfrozen(self) -> None:
         for group in self.updater.optimizer.param_groups:

@@ -6,15 +6,15 @@ The all-reduce of a bucket runs under the rest of the backward pass; ``backward(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.inner import check_is_served
 from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
@@ -41,8 +41,7 @@ class AllReduce:
         return LaneOptions(is_divided=False, slice_bytes=self.slice_bytes)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UpdateError` if the optimizer wants a closure, which would run a backward pass in its step."""
-        check_is_served(optimizer)
+        """Every optimizer is served, also those that want a closure or sparse gradients."""
 
     def start(self, setting: Setting) -> AllReduceUpdater:
         """Begin to work on a model."""
@@ -51,6 +50,9 @@ class AllReduce:
 
 class AllReduceUpdater(WholeUpdater):
     """The all-reduce update at work on one model."""
+
+    takes_closures = True
+    takes_sparse_gradients = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -79,9 +81,15 @@ class AllReduceUpdater(WholeUpdater):
         return combined.present
 
     def step(self) -> None:
-        """Step the user's optimizer."""
+        """Step the user's optimizer, which skips what has no gradient."""
         self.optimizer.step()
         self.step_number += 1
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """Let the user's optimizer evaluate the model as often as it likes; return what it returns."""
+        loss = self.optimizer.step(closure)
+        self.step_number += 1
+        return loss
 
     def close(self) -> None:
         """Nothing is kept."""

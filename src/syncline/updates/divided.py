@@ -1,42 +1,181 @@
-"""Combined gradients of which each rank holds its own part alone: norms, scaling, and a check for infinities.
+"""Combined gradients of which each rank holds its own part alone: sums over passes, norms, scaling, checks.
 
-Each of them costs one small sum over all ranks; the gradients themselves stay where they are. Scaling is only noted
-here, and applied when the shards are stepped.
+They live from the first reduce-scatter of a backward pass until they are dropped. A further pass before that adds to
+them, as ``p.grad`` adds up: the own parts of the passes before are set aside until the new ones have come. Norms and
+checks cost one small sum over all ranks; the gradients themselves stay where they are. Scaling is only noted here, and
+applied when the shards are stepped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from syncline.errors import UpdateError
-from syncline.updates.control import ControlStream
+from syncline.runtime.work import Work
+from syncline.updates.bucket import Bucket
+from syncline.updates.channel import Channel
+from syncline.updates.report import PendingReport
 from syncline.updates.shard import Shard
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsOfStep:
+    """What a step needs of the combined gradients, as they were when it was asked for."""
+
+    report: PendingReport
+    reductions: tuple[Work, ...]
+    """By bucket."""
+    scales: tuple[float, ...] | None
+    """Factors by position, if something has looked at the gradients before; else the report's correction alone."""
+    carried: tuple[bool, ...] | None
+    """For each position, whether an earlier pass brought a gradient; None if there was no such pass."""
+    dropped: frozenset[int]
+    """Positions whose gradient the user dropped: they are not stepped."""
+
+    def present(self) -> Sequence[bool]:
+        """Return for each position whether it is stepped; waits for the report."""
+        present: Sequence[bool] = self.report.result().present
+        if self.carried is not None:
+            present = [new or old for new, old in zip(present, self.carried, strict=True)]
+        if self.dropped:
+            present = [there and position not in self.dropped for position, there in enumerate(present)]
+        return present
+
+    def factors(self) -> Sequence[float]:
+        """Return the factor of each position; waits for the report."""
+        result = self.report.result()
+        return self.scales or [result.correction] * len(result.present)
+
+
 class DividedGradients:
-    """The combined gradients of one step, after :meth:`begin_step` and until the step.
+    """The combined gradients of one model; ``num_parameters`` counts those in buckets, and positions run below it."""
 
-    ``num_parameters`` counts the parameters in buckets; positions run below it.
-    """
-
-    def __init__(self, shards: Sequence[Shard], control: ControlStream, *, num_parameters: int) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], shards: Sequence[Shard], channel: Channel, *, num_parameters: int
+    ) -> None:
+        self._buckets = tuple(buckets)
         self._shards = tuple(shards)
-        self._control = control
+        self._channel = channel
+        self._control = channel.control
+        self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for shard in self._shards:
+            for segment, gradient in shard.gradients():
+                self._parts[segment.slot.position].append(gradient)
+        self._reductions: dict[int, Work] = {}
+        self._report: PendingReport | None = None
+        self._scales = [1.0] * num_parameters
+        self._is_inspected = False
+        self._set_aside: dict[int, list[torch.Tensor]] | None = None
+        self._carried: tuple[bool, ...] | None = None
+        self._dropped: frozenset[int] = frozenset()
+        self._is_handed_over = False
         self._norms: dict[float, torch.Tensor] = {}
-        self.scales = [1.0] * num_parameters
 
-    def begin_step(self, correction: float) -> None:
-        """Begin with combined gradients that ``correction`` turns into the mean over samples."""
-        self.scales = [correction] * len(self.scales)
+    def begin_pass(self) -> None:
+        """Make ready for the reduce-scatters of a pass."""
+        if self._report is None and self._reductions:
+            raise UpdateError("The last backward pass did not come to its end, so this rank cannot go on; restart it")
+        assert self._report is None, "gradients of an earlier pass were carried or discarded"
+
+    def add(self, bucket: Bucket, reduction: Work) -> None:
+        """Take the reduce-scatter of a bucket."""
+        self._reductions[bucket.index] = reduction
+
+    def end_pass(self, report: PendingReport) -> None:
+        """Take the pass's report; if earlier passes were carried, add them, which waits for this pass."""
+        self._report = report
+        self._is_inspected = self._is_handed_over = False
+        if self._set_aside is None:
+            return
+        aside, self._set_aside = self._set_aside, None
+        self.inspect()
+        self.apply_scales()
+        for position, parts in aside.items():
+            for old, new in zip(parts, self._parts.get(position, ()), strict=True):
+                new.add_(old)
+
+    def carry(self, kept: Sequence[bool]) -> None:
+        """Set the gradients of these positions aside, for the next pass to be added to; drop the others."""
+        if self._report is None:
+            return
+        if not any(kept):
+            self.discard()
+            return
+        self.inspect()
+        self.apply_scales()
+        present: Sequence[bool] = self._report.result().present
+        if self._carried is not None:
+            present = [new or old for new, old in zip(present, self._carried, strict=True)]
+        aside = {position: [part.clone() for part in self._parts.get(position, ())] for position in _places(kept)}
+        self.discard()
+        self._set_aside = aside
+        self._carried = tuple(is_kept and is_there for is_kept, is_there in zip(kept, present, strict=True))
+
+    def discard(self) -> None:
+        """Forget the gradients, once their memory is free again: a step that is under way sees to that itself."""
+        if self._report is None and self._reductions:
+            return  # of a pass that broke: the next one tells
+        if self._report is not None and not self._is_handed_over:
+            self._wait_reductions()
+        self._reductions, self._report, self._is_inspected = {}, None, False
+        self._set_aside = self._carried = None
+
+    def inspect(self) -> None:
+        """Wait until the gradients are there."""
+        if self._report is None:
+            raise UpdateError("There are no combined gradients: norms, clipping and scaling come after backward()")
+        if self._is_inspected:
+            return
+        self._wait_reductions()
+        for bucket in self._buckets:
+            bucket.unstage_gradients()
+        self._scales = [self._report.result().correction] * len(self._scales)
         self._norms.clear()
+        self._is_inspected = True
+
+    def drop(self, positions: Iterable[int]) -> None:
+        """Leave these out of the steps on the gradients that are there."""
+        self._dropped = frozenset(positions)
+
+    def hand_over(self) -> GradientsOfStep:
+        """Return what a step needs; from now on the scales are what the step has applied."""
+        assert self._report is not None, "a step follows a backward pass"
+        handed = GradientsOfStep(
+            report=self._report,
+            reductions=tuple(self._reductions[bucket.index] for bucket in self._buckets),
+            scales=tuple(self._scales) if self._is_inspected else None,
+            carried=self._carried,
+            dropped=self._dropped,
+        )
+        self._scales = [1.0] * len(self._scales)
+        self._norms.clear()
+        self._is_inspected = self._is_handed_over = True
+        return handed
+
+    def apply_scales(self) -> None:
+        """Multiply the own parts by the scales that were noted."""
+        for shard in self._shards:
+            shard.scale(self._scales)
+        self._scales = [1.0] * len(self._scales)
 
     def scale(self, factor: float, positions: Iterable[int] | None = None) -> None:
         """Multiply the gradients of some parameters, or of all; every rank calls this alike."""
-        for position in range(len(self.scales)) if positions is None else positions:
-            self.scales[position] *= factor
+        for position in range(len(self._scales)) if positions is None else positions:
+            self._scales[position] *= factor
+        self._norms.clear()
+
+    def change(self, position: int, function: Callable[[torch.Tensor], object]) -> None:
+        """Let ``function`` change the gradient of one parameter in place, element by element, on every rank."""
+        for part in self._parts.get(position, ()):
+            if self._scales[position] != 1.0:
+                part.mul_(self._scales[position])
+            function(part)
+        self._scales[position] = 1.0
         self._norms.clear()
 
     def norms(self, norm_type: float) -> torch.Tensor:
@@ -71,21 +210,29 @@ class DividedGradients:
         )
         return any(self._control.gather_numbers(float(own), "check for infinite gradients"))
 
+    def _wait_reductions(self) -> None:
+        for work in self._reductions.values():
+            self._channel.wait(work, "backward")
+
     def _own_powers(self, norm_type: float) -> torch.Tensor:
         """Sum the absolute values of the owned elements to the power ``norm_type``; their largest for infinity."""
         if not norm_type > 0:
             raise UpdateError(f"norm_type must be positive, or infinity, not {norm_type}; 2.0 is the usual one")
-        powers = torch.zeros(len(self.scales), dtype=torch.float64)
+        powers = torch.zeros(len(self._scales), dtype=torch.float64)
         for shard in self._shards:
             for segment, gradient in shard.gradients():
                 position = segment.slot.position
                 part = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient.dtype)).cpu()
-                part = part * abs(self.scales[position])
+                part = part * abs(self._scales[position])
                 if math.isinf(norm_type):
                     powers[position] = torch.maximum(powers[position], part)
                 else:
                     powers[position] += part**norm_type
         return powers
+
+
+def _places(kept: Sequence[bool]) -> Iterator[int]:
+    return (position for position, is_kept in enumerate(kept) if is_kept)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -30,11 +30,17 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 
 
 def check_is_served(optimizer: optim.Optimizer) -> None:
-    """Raise :class:`UpdateError` if no rule can serve ``optimizer``: it wants a closure, or sparse gradients."""
+    """Raise :class:`UpdateError` if ``AllReduce`` alone can serve ``optimizer``."""
     if isinstance(optimizer, optim.LBFGS):
-        raise UpdateError("LBFGS evaluates the model inside step(), where ranks may differ; use another optimizer")
+        raise UpdateError(
+            "LBFGS evaluates the model inside step(), for which every rank needs all gradients; use "
+            "update=AllReduce(), or another optimizer"
+        )
     if isinstance(optimizer, optim.SparseAdam):
-        raise UpdateError("SparseAdam takes sparse gradients alone, and buckets are dense; use Adam, and sparse=False")
+        raise UpdateError(
+            "SparseAdam takes sparse gradients alone, which only update=AllReduce() serves; use that, or Adam with "
+            "sparse=False"
+        )
 
 
 def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule: str = "Sharded") -> None:

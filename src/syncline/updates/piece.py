@@ -70,18 +70,11 @@ class Piece:
         """Number of elements."""
         return sum(segment.num_elements for segment in self.segments)
 
-    def load(self, scales: Sequence[float]) -> None:
-        """Fill the piece and its gradient from the bucket; gradients are scaled by their parameter's factor."""
+    def load(self) -> None:
+        """Fill the piece and its gradient from the bucket."""
         if not self.is_view:
             self._fill(self.tensor.data, self._bucket.parameters)
-        gradient = self._gather_gradient()
-        factors = [scales[segment.slot.position] for segment in self.segments]
-        if any(factor != factors[0] for factor in factors):
-            for values, factor in zip(self._split(gradient), factors, strict=True):
-                values.mul_(factor)
-        elif factors[0] != 1.0:
-            gradient.mul_(factors[0])
-        self.tensor.grad = gradient
+        self.tensor.grad = self._gather_gradient()
 
     def store(self) -> None:
         """Write the stepped piece back into the bucket, and drop its gradient."""

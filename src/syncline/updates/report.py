@@ -1,12 +1,12 @@
-"""Step reports: what all ranks together put into a step, told by one small sum at the end of the backward pass.
+"""Step reports: what all ranks together put into a backward pass, told by one small sum at its end.
 
-A mean over samples needs the number of samples of all ranks, which nobody knows while gradients are being made. So each
-rank weights its gradients by its own samples over the total that was *expected*, which is the total of the step before,
-and known to all. The sum is then right up to expected / total, a factor of exactly 1 unless batch sizes changed; the
+A weighted mean over ranks needs the total of the weights, which nobody knows while gradients are being made. So each
+rank weights its gradients by its own weight over the total that was *expected*, which is the total of the pass before,
+and known to all. The sum is then right up to expected / total, a factor of exactly 1 unless weights changed; the
 owners apply it. Thus no one waits, and half precision neither overflows nor vanishes.
 
 The report also says which parameters got a gradient on any rank: a parameter that no rank used is not stepped, as in
-one process that has all batches.
+one process that has all batches. And it carries notes: a few numbers of each rank for the eyes of all.
 """
 
 from __future__ import annotations
@@ -20,41 +20,59 @@ from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.control import ControlStream
 
+Notes = tuple[tuple[float, ...], ...]
+"""By rank, the numbers that it wanted all to see."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What all ranks together contributed to one step."""
+    """What all ranks together contributed to one pass."""
 
     correction: float
-    """Factor that turns the combined gradients into the mean over all samples."""
+    """Factor that turns the combined gradients into the weighted mean over ranks."""
     present: tuple[bool, ...]
     """For each parameter in buckets (by position), whether any rank had a gradient for it."""
 
 
 class PendingReport:
-    """A report under way."""
+    """A report under way: ``totals`` become the total weight, a count for each parameter, and a table of notes."""
 
-    def __init__(self, work: Work, totals: torch.Tensor, expected: float) -> None:
+    def __init__(self, work: Work, totals: torch.Tensor, expected: float, *, num_notes: int, world_size: int) -> None:
         self.work = work
         self._totals = totals
         self._expected = expected
+        self._num_noted = num_notes * world_size
+        self._num_notes = num_notes
         self._result: StepReport | None = None
 
     @property
     def total(self) -> float:
-        """Number of samples of all ranks, once the report is there."""
+        """Weight of all ranks together, once the report is there."""
         return float(self._totals[0])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is there, and nothing went wrong."""
+        return self.work.done() and self.work.exception() is None
+
+    @property
+    def notes(self) -> Notes:
+        """The notes of each rank, once the report is there."""
+        if not self._num_notes:
+            return ()
+        return tuple(tuple(row) for row in self._totals[-self._num_noted :].view(-1, self._num_notes).tolist())
 
     def result(self) -> StepReport:
         """Wait for the report."""
         if self._result is not None:
             return self._result
         self.work.wait()
-        total, *counts = self._totals.tolist()
+        total, *counts = self._totals[: len(self._totals) - self._num_noted].tolist()
         if total <= 0:
             raise UpdateError(
-                "A step needs at least one sample on at least one rank, but all ranks together had "
-                f"{total:g}; give each step some data, or tell the weights with batch_size()"
+                "A step needs a backward pass of some weight on at least one rank, but no rank had one: no gradient "
+                "reached a parameter that was given to distribute() (was the module called that was given? was "
+                "backward() called on what it returned?), or batch_size() said 0 everywhere"
             )
         self._result = StepReport(correction=self._expected / total, present=tuple(count > 0 for count in counts))
         return self._result
@@ -63,14 +81,17 @@ class PendingReport:
 class LocalReport(PendingReport):
     """What this rank alone contributed, for rules in which no step may wait for another rank."""
 
-    def __init__(self, num_samples: float, present: Sequence[bool]) -> None:
-        self._num_samples = num_samples
+    notes: Notes = ()
+    is_done = True
+
+    def __init__(self, weight: float, present: Sequence[bool]) -> None:
+        self._weight = weight
         self._present = tuple(present)
 
     @property
     def total(self) -> float:
-        """Number of samples of this rank."""
-        return self._num_samples
+        """Weight of this rank."""
+        return self._weight
 
     def result(self) -> StepReport:
         """Return it; nothing is waited for."""
@@ -78,34 +99,38 @@ class LocalReport(PendingReport):
 
 
 class LocalReports:
-    """The reports of a model's steps where each rank steps by itself; gradients are means over its own samples."""
+    """The reports of a model's passes where each rank steps by itself; gradients are its own."""
 
-    def expected_total(self, num_samples: float) -> float:
-        """Return the number of samples to weight this step by: its own."""
-        return num_samples or 1.0
+    def expected_total(self, weight: float) -> float:
+        """Return the weight to divide this pass's by: its own."""
+        return weight or 1.0
 
-    def start(self, num_samples: float, _: float, present: Sequence[bool]) -> LocalReport:
-        """Make the report of a step."""
-        return LocalReport(num_samples, present)
+    def start(self, weight: float, _: float, present: Sequence[bool], notes: Sequence[float]) -> LocalReport:  # noqa: ARG002
+        """Make the report of a pass; nobody else sees the notes."""
+        return LocalReport(weight, present)
 
 
 class StepReports:
-    """The reports of a model's steps, one after another."""
+    """The reports of a model's passes, one after another."""
 
     def __init__(self, control: ControlStream) -> None:
         self._control = control
         self._last: PendingReport | None = None
 
-    def expected_total(self, num_samples: float) -> float:
-        """Return the number of samples to weight this step by; the same on all ranks."""
+    def expected_total(self, weight: float) -> float:
+        """Return the total to weight this pass by; the same on all ranks."""
         if self._last is None:
-            numbers = self._control.gather_numbers(num_samples, "samples of the first step")
-            return sum(numbers) or 1.0
+            return sum(self._control.gather_numbers(weight, "weights of the first backward pass")) or 1.0
         self._last.work.wait()
         return self._last.total or 1.0
 
-    def start(self, num_samples: float, expected: float, present: Sequence[bool]) -> PendingReport:
-        """Begin the report of a step."""
-        totals = torch.tensor([num_samples, *present], dtype=torch.float64)
-        self._last = PendingReport(self._control.start_sum(totals, "report of a step"), totals, expected)
+    def start(self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float]) -> PendingReport:
+        """Begin the report of a pass; every rank gives as many notes."""
+        world_size, num_notes = self._control.world_size, len(notes)
+        first = 1 + len(present) + self._control.rank * num_notes
+        totals = torch.zeros(1 + len(present) + world_size * num_notes, dtype=torch.float64)
+        totals[: 1 + len(present)] = torch.tensor([weight, *present], dtype=torch.float64)
+        totals[first : first + num_notes] = torch.tensor(notes, dtype=torch.float64)
+        work = self._control.start_sum(totals, "report of a backward pass")
+        self._last = PendingReport(work, totals, expected, num_notes=num_notes, world_size=world_size)
         return self._last

@@ -4,10 +4,11 @@ A *rule* is what the user writes: a frozen description such as ``Sharded(bucket_
 which does the work for one model. The seams to PyTorch call the updater, on the training thread, in this order:
 
     wait_parameters     before something reads the parameters of some buckets
-    begin_backward      before the first gradient of a step
+    carry               before the first gradient of a pass, if gradients are divided: which of the passes before add up
+    begin_backward      before the first gradient of a pass
     reduce              when all gradients of one bucket are there, in any order of buckets
     finish_backward     when no more gradients will come
-    step                when the user calls ``optimizer.step()``; or discard, when he drops the gradients
+    step                when the user calls ``optimizer.step()``; or discard, when they drop the gradients
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ class Updater(ABC):
     defers_parameters = True
     """Whether parameters may become final only after ``step()`` has returned, so that who reads them has to wait."""
 
+    takes_closures = False
+    """Whether the user's optimizer may evaluate the model within its step: all ranks then have the same gradients."""
+
+    takes_sparse_gradients = False
+    """Whether the user's optimizer may be shown sparse gradients."""
+
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
 
@@ -82,6 +89,16 @@ class Updater(ABC):
     @abstractmethod
     def step(self) -> None:
         """Update the parameters from the combined gradients, or begin to."""
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """Step an optimizer that evaluates the model itself; only if :attr:`takes_closures`."""
+        raise NotImplementedError
+
+    def carry(self, kept: Sequence[bool]) -> None:  # noqa: B027 - where ranks have whole gradients, PyTorch adds them up
+        """Let the next pass add to the divided gradients of these parameters (by position), and forget the others."""
+
+    def drop(self, positions: Sequence[int]) -> None:  # noqa: B027 - as above
+        """Leave these parameters out of the next step: their divided gradients were dropped by the user."""
 
     @abstractmethod
     def discard(self) -> None:

@@ -9,6 +9,7 @@ from the start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from syncline.updates.bucket import Bucket
 from syncline.updates.inner import make_inner
 from syncline.updates.lane import Ranges
-from syncline.updates.piece import Piece, Segment, segments_of
+from syncline.updates.piece import Piece, Segment, merged, segments_of
 from syncline.updates.state import StateEntry, StateSource, copied, is_elementwise, num_state_bytes
 
 
@@ -49,15 +50,22 @@ class Shard:
         """Memory of the optimizer state."""
         return 0 if self._inner is None else num_state_bytes(self._inner)
 
-    def step(self, options: Mapping[str, Any], present: Sequence[bool], scales: Sequence[float]) -> None:
-        """Step on the owned elements of the parameters that are ``present`` (both sequences by position)."""
+    def scale(self, factors: Sequence[float]) -> None:
+        """Multiply the owned gradients by their parameter's factor (by position), in place."""
+        for factor, run in groupby(self.segments, key=lambda segment: factors[segment.slot.position]):
+            if factor != 1.0:
+                for start, stop in merged(tuple(run)):
+                    self._bucket.gradients[start:stop].mul_(factor)
+
+    def step(self, options: Mapping[str, Any], present: Sequence[bool]) -> None:
+        """Step on the owned elements of the parameters that are ``present`` (by position)."""
         if self._inner is None:
             return
         self._divide(present)
         active = [piece for piece in self._pieces if present[piece.segments[0].slot.position]]
         with torch.no_grad():
             for piece in active:
-                piece.load(scales)
+                piece.load()
             self._inner.param_groups[0].update(options)
             self._inner.step()
             for piece in active:

@@ -1,8 +1,8 @@
 """The sharded update: reduce-scatter the gradients, step the own shard, all-gather the parameters.
 
-Mechanisms part 1. A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of
-the hyper-parameters and returns; an update thread steps this rank's shard of each bucket, front layers first, and
-starts its all-gather, which runs under the next forward pass. State exists for owned elements alone.
+A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of the hyper-parameters;
+an update thread steps this rank's shard of each bucket, front layers first, and starts its all-gather. ``step()``
+waits for that, unless the user asks that it run under the next forward pass. State exists for owned elements alone.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1 and 2,
 with shards that follow the topology's tree in place of equal ones.
@@ -11,7 +11,7 @@ with shards that follow the topology's tree in place of equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import torch
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.divided import DividedGradients
+from syncline.updates.divided import DividedGradients, GradientsOfStep
 from syncline.updates.inner import check_divisible, hyperparameters
 from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.readiness import Readiness
@@ -40,12 +40,16 @@ class Sharded:
     by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD). ``"parameter"`` gives
     each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...).
     ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
-    its way; None leaves it to the runtime.
+    its way; None leaves it to the runtime. ``overlap_forward``: ``step()`` returns before the parameters are final, and
+    whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
+    Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
+    ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
     """
 
     align: Literal["element", "parameter"] = "element"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     slice_bytes: int | None = None
+    overlap_forward: bool = False
 
     def __post_init__(self) -> None:
         if self.align not in {"element", "parameter"}:
@@ -68,7 +72,7 @@ class Sharded:
 
     def start(self, setting: Setting) -> ShardedUpdater:
         """Begin to work on a model."""
-        return ShardedUpdater(setting, whole_parameters=self.whole_parameters)
+        return ShardedUpdater(setting, whole_parameters=self.whole_parameters, overlap_forward=self.overlap_forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,9 @@ class _Step:
     """What the update thread needs of one ``step()``, as it was when that was called."""
 
     number: int
-    report: PendingReport
+    gradients: GradientsOfStep
     options: tuple[dict[str, Any], ...]
     """Hyper-parameters of each group."""
-    scales: list[float] | None
-    """Factors by position, if something has looked at the gradients before; else the correction alone is used."""
 
 
 class ShardedUpdater(Updater):
@@ -88,27 +90,25 @@ class ShardedUpdater(Updater):
 
     divides_gradients = True
 
-    def __init__(self, setting: Setting, *, whole_parameters: bool) -> None:
+    def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool) -> None:
         super().__init__(setting)
+        self.defers_parameters = overlap_forward
         lanes = self.channel.lanes
         self.shards = [
             Shard(bucket, lanes[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
             for bucket in self.buckets
         ]
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
-        self._num_parameters = num_parameters
-        self._divided = DividedGradients(self.shards, self.channel.control, num_parameters=num_parameters)
+        self._gradients = DividedGradients(self.buckets, self.shards, self.channel, num_parameters=num_parameters)
         self._ready = Readiness(len(self.buckets))
         self._thread = UpdateThread(f"syncline-update-{self.channel.rank}", on_failure=self._ready.fail)
-        self._reductions: dict[int, Work] = {}
-        self._report: PendingReport | None = None
-        self._is_inspected = False
 
     @property
     def divided_gradients(self) -> DividedGradients:
-        """The combined gradients, for norms and scaling; waits until they are there."""
-        self._inspect()
-        return self._divided
+        """The combined gradients, for norms and scaling; waits until they are there, and a step on them is over."""
+        self.synchronize()
+        self._gradients.inspect()
+        return self._gradients
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
@@ -123,47 +123,44 @@ class ShardedUpdater(Updater):
     def begin_backward(self) -> None:
         """Make ready for new gradients; raises what went wrong since the last step."""
         self._ready.raise_failure()
-        if self._report is not None:
-            raise UpdateError(
-                "A second backward pass began before step(): with Sharded() gradients leave their rank at the end of "
-                "the first; run all backward passes of a step but the last under optimizer.no_sync()"
-            )
-        if self._reductions:
-            raise UpdateError("The last backward pass did not come to its end, so this rank cannot go on; restart it")
+        self._gradients.begin_pass()
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket."""
         bucket.stage_gradients()
-        self._reductions[bucket.index] = self.channel.reduce_scatter(bucket, self.step_number)
+        self._gradients.add(bucket, self.channel.reduce_scatter(bucket, self.step_number))
 
     def finish_backward(self, report: PendingReport) -> None:
-        """Keep the report for the step; nothing is waited for."""
-        self._report = report
-        self._is_inspected = False
+        """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
+        self._gradients.end_pass(report)
 
     def step(self) -> None:
         """Hand the step to the update thread, and return."""
         self._ready.raise_failure()
-        assert self._report is not None, "a step follows a backward pass"
         step = _Step(
             number=self.step_number,
-            report=self._report,
+            gradients=self._gradients.hand_over(),
             options=tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups))),
-            scales=list(self._divided.scales) if self._is_inspected else None,
         )
         self._ready.begin()
-        for bucket in self.buckets:
-            reduction = self._reductions[bucket.index]
+        for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
             job = partial(self._update, step, bucket, reduction)
-            self._thread.submit(bucket.index, (step.report.work, reduction), job)
-        self._forget()
+            self._thread.submit(bucket.index, (step.gradients.report.work, reduction), job)
         self.step_number += 1
 
+    def carry(self, kept: Sequence[bool]) -> None:
+        """Let the next pass add to the gradients of these positions."""
+        if any(kept):
+            self.synchronize()
+        self._gradients.carry(kept)
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """Leave these parameters out of the next step."""
+        self._gradients.drop(positions)
+
     def discard(self) -> None:
-        """Forget the combined gradients, once their reduce-scatter is over and their memory is free again."""
-        if self._report is not None:
-            self._wait_reductions()
-            self._forget()
+        """Forget the combined gradients."""
+        self._gradients.discard()
 
     def wait_parameters(self, buckets: Iterable[int]) -> None:
         """Wait until the all-gather of these buckets is over."""
@@ -204,36 +201,17 @@ class ShardedUpdater(Updater):
         """End the update thread."""
         self._thread.close()
 
-    def _inspect(self) -> None:
-        if self._report is None:
-            raise UpdateError("There are no combined gradients: norms, clipping and scaling come after backward()")
-        if not self._is_inspected:
-            self._wait_reductions()
-            for bucket in self.buckets:
-                bucket.unstage_gradients()
-            self._divided.begin_step(self._report.result().correction)
-            self._is_inspected = True
-
-    def _wait_reductions(self) -> None:
-        for work in self._reductions.values():
-            self.channel.wait(work, "backward")
-
-    def _forget(self) -> None:
-        self._reductions = {}
-        self._report = None
-        self._is_inspected = False
-
     def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
         """Step the shard of one bucket and start its all-gather; on the update thread."""
         reduction.wait()
-        report = step.report.result()
+        present, factors = step.gradients.present(), step.gradients.factors()
         trace = self.channel.trace
         start_ns = trace.now_ns()
-        scales = step.scales
-        if scales is None:
+        if step.gradients.scales is None:
             bucket.unstage_gradients()
-            scales = [report.correction] * self._num_parameters
-        self.shards[bucket.index].step(step.options[bucket.plan.group], report.present, scales)
+        shard = self.shards[bucket.index]
+        shard.scale(factors)
+        shard.step(step.options[bucket.plan.group], present)
         bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
         gather = self.channel.all_gather(bucket, step.number)

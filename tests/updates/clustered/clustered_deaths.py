@@ -23,7 +23,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
         rule = syncline.Clustered(period=4, features=("kind",), quorum=0.3)
-        model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), rule)
+        model, optimizer = syncline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), rule, samples="batch"
+        )
         generator = torch.Generator().manual_seed(fleet.rank)
         gaps, last, doomed = [], time.monotonic(), -1
         for step in range(NUM_STEPS):

@@ -140,7 +140,9 @@ def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
     with syncline.init(timeout=20) as fleet:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
-        model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), rule)
+        model, optimizer = syncline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), rule, samples="batch"
+        )
         fleet.barrier()
         optimizer.training.updater._driver.intercept(stage.intercept)
         generator = torch.Generator().manual_seed(rank)

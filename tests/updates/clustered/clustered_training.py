@@ -31,7 +31,7 @@ def train(
 ) -> tuple[list[torch.Tensor], Any]:
     """Train on this rank; return its parameters after each step, and the statistics at the end."""
     model = make_model()
-    model, optimizer = distribute(model, make(model.parameters()), rule, fleet=fleet)
+    model, optimizer = distribute(model, make(model.parameters()), rule, samples="batch", fleet=fleet)
     trajectory = []
     for step in range(num_steps):
         loss_of(model, *batch(fleet.rank, step)).backward()

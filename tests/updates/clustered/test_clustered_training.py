@@ -119,7 +119,7 @@ def test_a_line_of_progress_and_the_fleet_tell_the_same_during_a_run_and_after_i
 
     def body(fleet):
         model = make_model()
-        _, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        _, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
         for step in range(4):
             loss_of(model, *batch(fleet.rank, step)).backward()
             optimizer.step()
@@ -168,7 +168,9 @@ def test_between_clusters_goes_one_gradient_for_each_period_and_cluster() -> Non
 
     def body(fleet):
         model = torch.nn.Linear(200, 200, bias=False).to(torch.float64)
-        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        model, optimizer = distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), rule, samples="batch", fleet=fleet
+        )
         for _ in range(12):
             model(torch.ones(2, 200, dtype=torch.float64)).sum().backward()
             optimizer.step()
@@ -227,7 +229,7 @@ def test_a_checkpoint_is_saved_after_a_death_and_loads_alone(victim: int, tmp_pa
 
     def body(fleet: Fleet) -> torch.Tensor:
         model = make_model()
-        model, optimizer = distribute(model, make_adam(model.parameters()), rule, fleet=fleet)
+        model, optimizer = distribute(model, make_adam(model.parameters()), rule, samples="batch", fleet=fleet)
         for step in range(6):
             if (fleet.rank, step) == (victim, 3):
                 raise KilledError
@@ -264,7 +266,7 @@ def test_a_rank_without_data_takes_part_with_no_weight() -> None:
 
     def body(fleet, *, skips: bool):
         model = make_model()
-        model, optimizer = distribute(model, make_adam(model.parameters()), rule, fleet=fleet)
+        model, optimizer = distribute(model, make_adam(model.parameters()), rule, samples="batch", fleet=fleet)
         for step in range(4):
             if not skips or fleet.rank != 1:
                 if fleet.rank == 1:

@@ -200,7 +200,7 @@ def test_a_rank_dies_while_clusters_change(victim: int, death: int) -> None:
 def test_ranks_without_data_become_equal_with_the_first_batch_that_has_some() -> None:
     def body(fleet):
         model = make_model()
-        model, optimizer = distribute(model, make_adam(model.parameters()), RULE, fleet=fleet)
+        model, optimizer = distribute(model, make_adam(model.parameters()), RULE, samples="batch", fleet=fleet)
         for step in range(9):
             if step not in (4, 5, 6):
                 loss_of(model, *batch(fleet.rank, step)).backward()

@@ -35,7 +35,7 @@ def main() -> None:
     with syncline.init(timeout=30.0) as fleet:
         model = make_model()
         rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
-        model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule)
+        model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule, samples="batch")
         done = syncline.load_checkpoint(options.resume, model, optimizer)["iteration"] if options.resume else 0
         first = done
         step = 0

@@ -20,7 +20,7 @@ def size_of(rank: int, step: int) -> int:
 
 def start(fleet: Fleet, rule: Any, make: Callable[..., Any] = make_sgd, dtype: torch.dtype = torch.float64) -> Any:
     model = make_model(dtype)
-    return distribute(model, make(model.parameters()), rule, fleet=fleet)
+    return distribute(model, make(model.parameters()), rule, samples="batch", fleet=fleet)
 
 
 def one_step(model: nn.Module, optimizer: Any, rank: int, step: int, dtype: torch.dtype = torch.float64) -> None:

@@ -88,7 +88,7 @@ def test_between_two_sites_the_parameters_pass_once(options: dict, times: int) -
     def body(fleet):
         model = torch.nn.Linear(200, 50)
         rule = Overlapped(max_staleness=None, push="previous", **options)
-        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
         before = sent_up(fleet)
         model(torch.full((2, 200), 1.0 + fleet.rank)).square().sum().backward()
         optimizer.step()

@@ -115,13 +115,12 @@ class StageUpdater:
         trace = self._channel.trace
         start_ns = trace.now_ns()
         present = [count > 0 for count in gradients.present.tolist()]
-        scales = [1.0] * len(present)
         for number, bucket in enumerate(gradients.buckets):
             owned = self._channel.lanes[bucket.index].owned
             shard = Shard(bucket, owned, self._optimizer, whole_parameters=self._whole)
             if gradients.state is not None:
                 shard.load_pieces(gradients.state.buckets[number])
-            shard.step(gradients.options[bucket.plan.group], present, scales)
+            shard.step(gradients.options[bucket.plan.group], present)
             gradients.shards.append(shard)
         gradients.state = ShardState.of(gradients.shards)
         trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.pass_number)

@@ -1,0 +1,89 @@
+"""Ranks whose loaders end at different times: who is done follows the others until all are.
+
+Before each backward pass, clipping and step, a rank within ``join()`` tells what comes, in one small sum over all
+ranks. A rank that is done says so each time, and does the same with no weight; hyper-parameters of a step it takes from
+the lowest rank that is still at work, whose schedulers go on. All are done when nobody is at work any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.updates.control import ControlStream
+
+if TYPE_CHECKING:
+    from syncline.pytorch.training import Training
+
+_DONE, _PASS, _CLIP, _STEP = 0.0, 1.0, 2.0, 3.0
+
+
+class Joining:
+    """One ``join()`` of a model; ``control`` is a stream that nothing else uses."""
+
+    def __init__(self, control: ControlStream, optimizer: torch.optim.Optimizer) -> None:
+        self._control = control
+        self._optimizer = optimizer
+
+    def announce_pass(self) -> None:
+        """Say that a backward pass of this rank begins."""
+        self._announce(_PASS)
+
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """Say that this rank clips the combined gradients."""
+        self._announce(_CLIP, {"max_norm": max_norm, "norm_type": norm_type})
+
+    def announce_step(self) -> None:
+        """Say that this rank makes a step, and with which hyper-parameters."""
+        self._announce(_STEP, [_hyperparameters(group) for group in self._optimizer.param_groups])
+
+    def follow(self, training: Training) -> None:
+        """Do what the others do, with no weight, until all are done."""
+        while True:
+            codes = self._control.gather_numbers(_DONE, "ranks that join")
+            if not any(codes):
+                return
+            leader = next(rank for rank, code in enumerate(codes) if code)
+            if codes[leader] == _PASS:
+                training.follow_pass()
+                continue
+            told = self._control.exchange(None, "what a rank that joins follows")[leader]
+            if codes[leader] == _CLIP:
+                training.updater.clip_grad_norm(told["max_norm"], told["norm_type"], error_if_nonfinite=False)
+            else:
+                for group, options in zip(self._optimizer.param_groups, told, strict=True):
+                    _follow_hyperparameters(group, options)
+                training.follow_step()
+
+    def _announce(self, code: float, told: Any = None) -> None:
+        codes = self._control.gather_numbers(code, "ranks that join")
+        others = {other for other in codes if other not in {_DONE, code}}
+        if others:
+            raise UpdateError(
+                f"Within join() ranks differ in what they do next ({codes}: 0 done, 1 backward, 2 clip, 3 step): every "
+                "rank that has data runs the same backward passes, clipping and steps"
+            )
+        if _DONE in codes and code != _PASS:
+            self._control.exchange(told, "what a rank that joins follows")
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what JSON can say of a group's hyper-parameters; a tensor of one number becomes that number."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in {"params", "param_names"}
+        and (value is None or isinstance(value, (bool, int, float, str, list, tuple, torch.Tensor)))
+    }
+
+
+def _follow_hyperparameters(group: dict[str, Any], told: Mapping[str, Any]) -> None:
+    """Take over hyper-parameters, in the types that they have here."""
+    for key, value in told.items():
+        if isinstance(group[key], torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(group[key], tuple) else value
