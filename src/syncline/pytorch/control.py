@@ -35,7 +35,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def offer_no_sync(model: nn.Module) -> None:
     """Make :func:`no_sync` a method of the model, where Accelerate and others look for it; one of its own stays."""
-    if not hasattr(model, "no_sync"):
+    if not (hasattr(model, "no_sync") or isinstance(model, torch.jit.ScriptModule)):
         model.no_sync = ContextMethod(no_sync, model)  # type: ignore[assignment]  # a function of this object alone
 
 

@@ -57,22 +57,17 @@ def distribute(
     parameters, if a parameter was distributed before, or if ranks differ.
     """
     fleet = fleet or current_fleet()
-    rule = _checked_rule(update)
+    rule = _checked_rule(update, optimizer)
     count = SampleCount(samples)
-    if isinstance(optimizer, DistributedOptimizer):
-        raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
-    rule.check(optimizer)
     named = trained_parameters(model, optimizer)
     check_parameters(named)
     check_untrained(model, named)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
-    first = fleet.reserve_streams(3 + len(plans)).start
-    control, buffer_control, join_control = (
-        ControlStream(fleet.communicator, stream=first + number, timeout_s=fleet.timeout_s) for number in range(3)
-    )
+    control, buffer_control, join_control = _open_control_streams(fleet, 3)
     chosen = choose_priorities(priorities, fleet.topology)
     check_agreement(describe(model, optimizer, rule, chosen), control)
-    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=first + 3)
+    first_stream = fleet.reserve_streams(len(plans)).start
+    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=first_stream)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
     channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
@@ -80,21 +75,27 @@ def distribute(
     assign_first_classes(setting, chosen)
     updater = _start_rule(rule, setting)
     steering = steer(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
-    has_buffers = broadcast_buffers and updater.is_synchronous
-    training = Training(
-        model,
-        updater,
-        count,
-        steering,
-        BufferBroadcast(model, buffer_control, is_enabled=has_buffers),
-        joins=join_control,
-    )
-    add_training(training)
-    offer_no_sync(model)
+    is_enabled = broadcast_buffers and updater.is_synchronous
+    buffers = BufferBroadcast(model, buffer_control, is_enabled=is_enabled)
+    training = Training(model, updater, count, steering, buffers, joins=join_control)
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
-    fleet.on_close(partial(_end, training))
-    fleet.add_update(updater.statistics)
+    _register(training, fleet)
     return model, DistributedOptimizer(training)
+
+
+def _open_control_streams(fleet: Fleet, number: int) -> list[ControlStream]:
+    return [
+        ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
+        for stream in fleet.reserve_streams(number)
+    ]
+
+
+def _register(training: Training, fleet: Fleet) -> None:
+    """Let functions that are given the model find its training, and let the fleet's close end it."""
+    add_training(training)
+    offer_no_sync(training.model)
+    fleet.on_close(partial(_end, training))
+    fleet.add_update(training.updater.statistics)
 
 
 def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:
@@ -117,10 +118,12 @@ def _end(training: Training, is_failing: bool) -> None:
         withdraw_no_sync(training.model)
 
 
-def _checked_rule(update: object) -> UpdateRule:
-    """Return the rule that was given, or the default; a rule is an object, not its class or name."""
+def _checked_rule(update: object, optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """Return the rule that was given, or the default, if it serves the optimizer; a rule is no class and no name."""
+    if isinstance(optimizer, DistributedOptimizer):
+        raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
     if update is None:
-        return Sharded()
+        update = Sharded()
     if isinstance(update, type) and hasattr(update, "lane_options"):
         raise UpdateError(f"update={update.__name__} is the rule's class; write update={update.__name__}()")
     if not hasattr(update, "lane_options"):
@@ -129,6 +132,7 @@ def _checked_rule(update: object) -> UpdateRule:
             "Clustered()"
         )
     rule: UpdateRule = update  # type: ignore[assignment]  # a protocol that users may implement
+    rule.check(optimizer)
     return rule
 
 

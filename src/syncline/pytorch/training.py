@@ -68,9 +68,8 @@ class Training:
         self._has_warned = False
         self._thread = threading.get_ident()
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self._after_forward), with_kwargs=True),
             updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
+            *self._forward_hooks(),
             *self._state_hooks(),
         ]
         self.is_closed = False
@@ -205,6 +204,11 @@ class Training:
             for bucket in self.updater.buckets
             for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
         }
+
+    def _forward_hooks(self) -> Iterator[Any]:
+        if not isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks, and does not need them
+            yield self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
+            yield self.model.register_forward_hook(Hook(self._after_forward), with_kwargs=True)
 
     def _state_hooks(self) -> Iterator[Any]:
         """Let whoever takes or loads the state of a module see final values."""

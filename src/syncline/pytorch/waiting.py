@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,17 +32,16 @@ class WaitingParameters:
     """The parameters of one model; ``wait`` waits for buckets by number, and raises what went wrong with them."""
 
     def __init__(self, buckets: Sequence[Bucket], wait: Callable[[tuple[int, ...]], None]) -> None:
-        self._members = [bucket.tensors for bucket in buckets]
+        self._members = [[(tensor, bucket.index) for tensor in bucket.tensors] for bucket in buckets]
         self._wait = wait
 
     def begin(self) -> None:
         """From now on nobody gets at the parameters before they are final."""
         with _lock:
-            for index, tensors in enumerate(self._members):
-                for tensor in tensors:
-                    if id(tensor) not in _waiting:
-                        _waiting[id(tensor)] = self, index
-                        tensor.__class__ = _waiting_class(tensor.__class__)
+            for tensor, bucket in chain.from_iterable(self._members):
+                if id(tensor) not in _waiting:
+                    _waiting[id(tensor)] = self, bucket
+                    tensor.__class__ = _waiting_class(tensor.__class__)
 
     def finish(self, buckets: Iterable[int] | None = None) -> None:
         """Wait for some buckets, or all; their parameters are plain ones again."""
@@ -52,11 +52,11 @@ class WaitingParameters:
 
     def release(self, buckets: Iterable[int] | None = None) -> None:
         """Give parameters their own class back, without a wait."""
+        wanted = range(len(self._members)) if buckets is None else buckets
         with _lock:
-            for index in range(len(self._members)) if buckets is None else buckets:
-                for tensor in self._members[index]:
-                    if _waiting.pop(id(tensor), None) is not None:
-                        tensor.__class__ = tensor.__class__.__mro__[2]
+            for tensor, _ in chain.from_iterable(self._members[bucket] for bucket in wanted):
+                if _waiting.pop(id(tensor), None) is not None:
+                    tensor.__class__ = tensor.__class__.__mro__[2]
 
 
 class _Waiting:
