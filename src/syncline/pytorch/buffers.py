@@ -24,7 +24,7 @@ class BufferBroadcast:
         self._control = control
         self._is_enabled = is_enabled and control.world_size > 1
         self._is_root = control.rank == 0
-        self._sent: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
         """What rank 0 has sent last."""
         self._pending: tuple[Work, torch.Tensor] | None = None
         self._is_due = True
@@ -38,15 +38,16 @@ class BufferBroadcast:
         if not buffers:
             return
         self.finish()
-        packed = pack(buffers) if self._is_root else None
-        is_new = packed is not None and (self._sent is None or not torch.equal(packed, self._sent))
+        is_new = self._is_root and (self._last is None or not torch.equal(pack(buffers), self._last))
         flag = torch.tensor([is_new], dtype=torch.uint8)
         work = self._control.start_broadcast(flag, "whether buffers were written")
         if not self._is_root:
             work.wait()
-        if flag.item():
+        if flag[0]:
             self._start(buffers)
             self.finish()
+        elif not self._is_root and self._last is not None:
+            unpack(self._last, buffers)  # over what this rank's program alone has written
 
     def end_step(self) -> None:
         """Send rank 0's buffers on their way."""
@@ -59,23 +60,21 @@ class BufferBroadcast:
 
     def finish(self) -> None:
         """Take over what is on its way; waits for it."""
-        if self._pending is None:
+        if self._pending is None or self._is_root:
             return
-        (work, packed), self._pending = self._pending, None
-        if not self._is_root:
-            work.wait()
-            unpack(packed, list(self._model.buffers()))
+        (work, self._last), self._pending = self._pending, None
+        work.wait()
+        unpack(self._last, list(self._model.buffers()))
 
     def drain(self) -> None:
         """Wait until rank 0's last message has left too, before the fleet closes."""
         if self._pending is not None:
             self._pending[0].wait()
-        self.finish()
 
     def _start(self, buffers: list[torch.Tensor]) -> None:
         packed = pack(buffers) if self._is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
         if self._is_root:
-            self._sent = packed
+            self._last = packed
         self._pending = (self._control.start_broadcast(packed, "buffers"), packed)
 
     def _buffers(self) -> list[torch.Tensor]:

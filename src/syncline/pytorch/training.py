@@ -268,9 +268,10 @@ class Training:
                 loss = closure()
             self._check_stand_ins()
             weight = self._collector.last_weight
-            pair = torch.tensor([float(loss) * weight if weight else 0.0, weight], dtype=torch.float64)
+            own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            pair = torch.tensor([own * weight if weight else 0.0, weight], dtype=torch.float64)
             total, weights = control.sum(pair, "loss of a closure").tolist()
-            mean = total / weights if weights else float(loss)
+            mean = total / weights if weights else own
             return torch.as_tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
 
         return evaluate

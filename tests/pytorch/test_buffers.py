@@ -1,0 +1,106 @@
+"""Buffers: rank 0's, as in DDP, also those that its program writes between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.updates import AllReduce, Sharded, UpdateRule
+
+RULES: dict[str, UpdateRule] = {
+    "sharded": Sharded(),
+    "overlapped_forward": Sharded(overlap_forward=True),
+    "all_reduce": AllReduce(),
+}
+by_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+class Queue(nn.Module):
+    """A pointer that the training loop moves, as that of a queue of keys."""
+
+    pointer: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
+        self.seen: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(int(self.pointer))
+        return self.weight * inputs
+
+
+def run(run_fleets: Any, rule: UpdateRule, write: Any) -> list[list[int]]:
+    def body(fleet: Fleet) -> list[int]:
+        model = Queue()
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        for step in range(4):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            write(model, fleet.rank, step)
+        return model.seen
+
+    return run_fleets(3, body)
+
+
+@by_rule
+def test_what_every_rank_writes_between_steps_stays(rule: UpdateRule, run_fleets: Any) -> None:
+    def write(model: Queue, rank: int, step: int) -> None:
+        model.pointer += 5
+
+    assert run(run_fleets, rule, write) == [[0, 5, 10, 15]] * 3
+
+
+@by_rule
+def test_what_rank_0_writes_reaches_all_and_what_others_write_is_replaced(rule: UpdateRule, run_fleets: Any) -> None:
+    def write(model: Queue, rank: int, step: int) -> None:
+        model.pointer[0] = step if rank == 0 else 100 + rank
+
+    assert run(run_fleets, rule, write) == [[0, 0, 1, 2]] * 3
+
+
+@by_rule
+def test_ranks_evaluate_with_equal_buffers(rule: UpdateRule, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> list[float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        generator = torch.Generator().manual_seed(fleet.rank)
+        outputs = []
+        for _ in range(3):
+            model.train()
+            model(torch.randn(4, 2, generator=generator)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                outputs.append(float(model(torch.ones(1, 2)).sum()))
+        return outputs
+
+    first, *others = run_fleets(3, body)
+    assert others == [first, first]
+
+
+@by_rule
+def test_a_rank_may_look_ahead_with_gradients(rule: UpdateRule, run_fleets: Any) -> None:
+    """A forward pass of rank 0 alone, in training mode and with gradients, waits for nobody and changes nothing."""
+
+    def body(fleet: Fleet) -> list[int]:
+        model = Queue()
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        for _ in range(3):
+            if fleet.rank == 0:
+                model(torch.ones(1))
+            fleet.barrier()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.seen
+
+    run_fleets(2, body)
