@@ -55,7 +55,8 @@ def run(
             shard.load_state(whole_state([bucket], state))
         bucket.gradients.copy_(gradients)
         plain.step()
-        shard.step(hyperparameters(plain, 0), present, [0.5] * len(SHAPES))
+        shard.scale([0.5] * len(SHAPES))
+        shard.step(hyperparameters(plain, 0), present)
     return bucket.parameters, torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -102,7 +103,7 @@ def test_state_is_that_of_owned_elements() -> None:
     assert shard.num_elements == 14
     assert shard.num_state_bytes == 0
     bucket.gradients.fill_(1.0)
-    shard.step({}, [True] * 4, [1.0] * 4)
+    shard.step({}, [True] * 4)
     assert shard.num_state_bytes == 14 * 8
     entries = {(entry.parameter, entry.start, entry.stop) for entry in shard.state_entries()}
     assert entries == {("p0", 2, 7), ("p0", 9, 12), ("p1", 0, 2), ("p1", 4, 5), ("p2", 0, 1), ("p3", 0, 2)}
@@ -111,7 +112,7 @@ def test_state_is_that_of_owned_elements() -> None:
 def test_a_rank_that_owns_nothing_has_nothing() -> None:
     bucket, tensors = make_bucket()
     shard = Shard(bucket, (), torch.optim.Adam(tensors), whole_parameters=False)
-    shard.step({}, [True] * 4, [1.0] * 4)
+    shard.step({}, [True] * 4)
     shard.load_state(whole_state([bucket], {}))
     assert shard.num_state_bytes == 0
     assert not list(shard.state_entries())

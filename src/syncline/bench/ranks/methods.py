@@ -46,6 +46,11 @@ def syncline_sharded(shape: ModelShape) -> Trainee:
     return _by_syncline(shape, syncline.Sharded())
 
 
+def syncline_overlapping(shape: ModelShape) -> Trainee:
+    """Train by the same with all-gathers under the next forward pass."""
+    return _by_syncline(shape, syncline.Sharded(overlap_forward=True))
+
+
 def syncline_all_reduce(shape: ModelShape) -> Trainee:
     """Train by this library's all-reduce of gradients."""
     return _by_syncline(shape, syncline.AllReduce())
@@ -90,6 +95,7 @@ OWN: Mapping[str, Callable[[ModelShape], Trainee]] = MappingProxyType(
     {
         COMPUTE_ALONE: compute_alone,
         "Syncline Sharded": syncline_sharded,
+        "Syncline Sharded, overlap_forward": syncline_overlapping,
         "Syncline AllReduce": syncline_all_reduce,
     }
 )
