@@ -101,7 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""
-        self.training.updater.end_period()
+        self.training.end_period()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: buckets are made once."""

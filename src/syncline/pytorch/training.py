@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.compiled import has_compiled_parts
 from syncline.pytorch.detachable import Hook
-from syncline.pytorch.divided_gradient import DividedGradient
 from syncline.pytorch.flatten import check_in_place
 from syncline.pytorch.joining import Joining
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
+from syncline.pytorch.stand_ins import StandIns
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
@@ -61,7 +61,7 @@ class Training:
         self._waiting = WaitingParameters(updater.buckets, self._wait_parameters)
         self._has_compiled_parts = False
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
-        self._stand_ins = self._make_stand_ins()
+        self._stand_ins = StandIns(updater)
         self._forward_ns = 0
         self._is_stepping = False
         self._following = False
@@ -112,7 +112,7 @@ class Training:
 
     def follow_step(self) -> None:
         """Make the step of others."""
-        self._check_stand_ins()
+        self._stand_ins.begin_step()
         self._step()
         self.zero_grad()
         self._buffers.begin_forward()
@@ -153,6 +153,11 @@ class Training:
         inner_loss = self._step(closure)
         return inner_loss if loss is None else loss
 
+    def end_period(self) -> None:
+        """Make the parameters of all ranks equal now, with a rule that lets them differ."""
+        with self._stepping():
+            self.updater.end_period()
+
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, also combined ones that were not used for a step; or make them zeros."""
         if not set_to_none:
@@ -180,7 +185,8 @@ class Training:
 
     def finish(self) -> None:
         """End what is under way on all ranks, before the fleet closes."""
-        self.updater.finish()
+        with self._stepping():
+            self.updater.finish()
         self.synchronize()
         self.steering.finish()
         self._buffers.drain()
@@ -195,15 +201,6 @@ class Training:
         for handle in self._handles:
             handle.remove()
         self.updater.close()
-
-    def _make_stand_ins(self) -> Mapping[nn.Parameter, DividedGradient]:
-        if not self.updater.divides_gradients:
-            return {}
-        return {
-            tensor: DividedGradient(tensor, slot, self.updater)
-            for bucket in self.updater.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-        }
 
     def _forward_hooks(self) -> Iterator[Any]:
         if not isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks, and does not need them
@@ -232,22 +229,19 @@ class Training:
             self._buffers.begin_forward()
             self.updater.discard()
             self._collector.run_empty()
-        self._check_stand_ins()
+        self._stand_ins.begin_step()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.steering.begin_step()
         overlaps = self.updater.defers_parameters and not (self._has_compiled_parts or has_compiled_parts(self.model))
         if overlaps:
             self._waiting.begin()
-        self._is_stepping = True
         loss = None
-        try:
+        with self._stepping():
             if closure is None:
                 self.updater.step()
             else:
                 loss = self.updater.step_with_closure(self._averaged(closure))
-        finally:
-            self._is_stepping = False
         if self._stand_ins:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
             torch.autograd.graph.increment_version(self._bucketed)
@@ -259,6 +253,15 @@ class Training:
         self._warn_of_unequal_batches()
         return loss
 
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Within this context the update rule may step the user's optimizer."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let the closure's loss be the mean over ranks, so that an optimizer that decides by it does so alike."""
         control = self.updater.channel.control
@@ -266,7 +269,7 @@ class Training:
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._check_stand_ins()
+            self._stand_ins.begin_step()
             weight = self._collector.last_weight
             own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             pair = torch.tensor([own * weight if weight else 0.0, weight], dtype=torch.float64)
@@ -327,31 +330,15 @@ class Training:
         self._warn_of_unequal_batches()
         if self._joining is not None and not self._following:
             self._joining.announce_pass()
-        if self._stand_ins:
-            self.updater.carry([tensor.grad is stand_in for tensor, stand_in in self._stand_ins.items()])
+        self._stand_ins.begin_pass()
 
     def _after_backward(self, exist: Sequence[bool] | None) -> None:
         """Show the combined gradients where PyTorch looks for them."""
         if exist is None:
-            for tensor, stand_in in self._stand_ins.items():
-                tensor.grad = stand_in
+            self._stand_ins.show()
             return
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist)
-
-    def _check_stand_ins(self) -> None:
-        """Leave out what the user dropped, and refuse what they put in its place: the step would not see it."""
-        if not self._stand_ins:
-            return
-        for tensor, stand_in in self._stand_ins.items():
-            if tensor.grad is not stand_in and tensor.grad is not None:
-                raise UpdateError(
-                    f"The gradient of {stand_in.slot.name!r} was replaced after backward(), but with Sharded() no rank "
-                    "has it whole, so the step would not see that; use update=AllReduce()"
-                )
-        self.updater.drop(
-            [stand_in.slot.position for tensor, stand_in in self._stand_ins.items() if tensor.grad is None]
-        )
 
     def _warn_of_unequal_batches(self) -> None:
         """Say once how ranks with batches of different sizes can be weighted, if nobody said how they are."""
