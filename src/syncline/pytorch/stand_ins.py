@@ -1,4 +1,4 @@
-"""The stand-ins of one model: what ``p.grad`` is after a backward pass where each rank has its own part of gradients."""
+"""The stand-ins of one model: what ``p.grad`` is after a backward pass where each rank has a part of gradients."""
 
 from __future__ import annotations
 
