@@ -48,6 +48,10 @@ UNFIT = {
     "shared": (lambda: [SHARED, nn.Linear(6, 6), SHARED], "'weight' of stage 2 belongs to stage 0 as well"),
     "nothing to train": (lambda: [nn.Linear(6, 3), nn.Tanh()], "Stages 1, which rank 1 computes, have no parameter"),
     "no module": (lambda: [lambda: 3, lambda: 4], "The function for stage 0 returned a int"),
+    "synchronised": (
+        lambda: [nn.Linear(6, 3), nn.Sequential(nn.SyncBatchNorm(3))],
+        "'0' of stage 1 is a SyncBatchNorm",
+    ),
     "elsewhere": (lambda: [nn.Linear(6, 6, device="meta"), nn.Linear(6, 3)], "of stage 0 is torch.strided on meta"),
 }
 

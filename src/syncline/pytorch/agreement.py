@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.pytorch.consistency import describe_hyperparameters
 from syncline.pytorch.packing import pack, unpack
+from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 
@@ -27,6 +29,8 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, p
         trained = f"group {groups[parameter]}" if parameter in groups else "not in the optimizer"
         frozen = "" if parameter.requires_grad else ", frozen"
         lines.append(f"parameter {name}: {tuple(parameter.shape)} of {parameter.dtype}, {trained}{frozen}")
+    lines += describe_hyperparameters(optimizer)
+    lines += [f"module {name}: SyncBatchNorm" for name in find_layers(model)]
     lines += [f"buffer {name}: {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in model.named_buffers()]
     return lines
 

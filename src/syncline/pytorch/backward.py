@@ -30,6 +30,7 @@ from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import DividedGradient
 from syncline.pytorch.samples import ForwardPass, SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
+from syncline.pytorch.watch import StepWatch
 from syncline.updates.bucket import Bucket, Slot
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rule import Updater
@@ -46,6 +47,7 @@ class GradientCollector:
         updater: Updater,
         reports: StepReports | LocalReports,
         samples: SampleCount,
+        watch: StepWatch,
         *,
         sparse: SparseGradients | None,
         before: Callable[[], None],
@@ -56,6 +58,7 @@ class GradientCollector:
         self._buckets = updater.buckets
         self._reports = reports
         self._samples = samples
+        self._watch = watch
         self._before = before
         self._after = after
         num_parameters = sum(len(bucket.plan.slots) for bucket in self._buckets)
@@ -145,7 +148,7 @@ class GradientCollector:
         if self._fired[position] <= self._expected[position]:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
-                self._updater.reduce(bucket)
+                self._reduce(bucket)
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -198,9 +201,9 @@ class GradientCollector:
         for bucket in self._buckets:
             if not has_left[bucket.index]:
                 self._complete(bucket)
-                self._updater.reduce(bucket)
+                self._reduce(bucket)
         present = [fired > 0 and self._weight > 0 for fired in self._fired]
-        notes = (self._samples.batch if self._weight else -1.0,)
+        notes = (self._samples.batch if self._weight else -1.0, *self._watch.notes())
         self.report = self._reports.start(self._weight, self._expected_total, present, notes)
         exist = self._updater.finish_backward(self.report)
         self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
@@ -211,6 +214,10 @@ class GradientCollector:
         if self._sparse is not None and exist is not None:
             self._sparse.show(exist)
         self._samples.end_pass()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._watch.look(bucket)
+        self._updater.reduce(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""

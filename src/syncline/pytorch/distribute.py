@@ -12,14 +12,16 @@ from syncline.errors import UpdateError
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.checkpoint import save_alone
+from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
-from syncline.pytorch.flatten import check_parameters, flatten, plan_model, trained_parameters
+from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.priorities import assign_first_classes, choose_priorities, steer
 from syncline.pytorch.registry import add_training, check_untrained, current_fleet, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
+from syncline.pytorch.sync_batch_norm import check_layers, find_layers, restore_layers, synchronise_layers
 from syncline.pytorch.training import Training
 from syncline.topology.priorities import Priorities
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
@@ -38,6 +40,7 @@ def distribute(
     *,
     samples: CountSamples | Literal["batch"] | None = None,
     broadcast_buffers: bool = True,
+    check_every: int | None = DEFAULT_EVERY,
     priorities: Priorities | bool | None = True,
     fleet: Fleet | None = None,
 ) -> tuple[Model, DistributedOptimizer]:
@@ -49,23 +52,23 @@ def distribute(
     backward pass counts 1, any other 0. ``"batch"``: the first dimension of the first tensor that the model is called
     with, so that unequal batches give the same update as one process over their union. A function gets what the model
     is called with and returns the number. With ``broadcast_buffers`` every step goes on with rank 0's buffers, as in
-    DDP. ``priorities``: how buckets are divided among connections so that the next forward pass has first what it needs
-    first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or False
-    is one connection for all. A model with several optimizers is distributed once with each.
+    DDP. Every ``check_every`` steps parameters and hyper-parameters of all ranks are compared, bit for bit (None:
+    never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
+    needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
+    False is one connection for all. A model with several optimizers is distributed once with each.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ.
     """
     fleet = fleet or current_fleet()
     rule = _checked_rule(update, optimizer)
+    check_period(check_every)
     count = SampleCount(samples)
-    named = trained_parameters(model, optimizer)
-    check_parameters(named)
-    check_untrained(model, named)
+    named = _checked_parameters(model, optimizer, rule)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
     control, buffer_control, join_control = _open_control_streams(fleet, 3)
     chosen = choose_priorities(priorities, fleet.topology)
-    check_agreement(describe(model, optimizer, rule, chosen), control)
+    check_agreement([*describe(model, optimizer, rule, chosen), f"check_every={check_every!r}"], control)
     first_stream = fleet.reserve_streams(len(plans)).start
     lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=first_stream)
     buckets = flatten(named, plans)
@@ -75,9 +78,8 @@ def distribute(
     assign_first_classes(setting, chosen)
     updater = _start_rule(rule, setting)
     steering = steer(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
-    is_enabled = broadcast_buffers and updater.is_synchronous
-    buffers = BufferBroadcast(model, buffer_control, is_enabled=is_enabled)
-    training = Training(model, updater, count, steering, buffers, joins=join_control)
+    buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
+    training = Training(model, updater, count, steering, buffers, joins=join_control, check_every=check_every)
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     _register(training, fleet)
     return model, DistributedOptimizer(training)
@@ -94,6 +96,10 @@ def _register(training: Training, fleet: Fleet) -> None:
     """Let functions that are given the model find its training, and let the fleet's close end it."""
     add_training(training)
     offer_no_sync(training.model)
+    if fleet.world_size > 1 and find_layers(training.model):
+        (control,) = _open_control_streams(fleet, 1)
+        layers = synchronise_layers(training.model, control, lambda: training.loss_weight)
+        fleet.on_close(lambda _: restore_layers(layers))
     fleet.on_close(partial(_end, training))
     fleet.add_update(training.updater.statistics)
 
@@ -134,6 +140,15 @@ def _checked_rule(update: object, optimizer: torch.optim.Optimizer) -> UpdateRul
     rule: UpdateRule = update  # type: ignore[assignment]  # a protocol that users may implement
     rule.check(optimizer)
     return rule
+
+
+def _checked_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Named:
+    """Return what is to be trained, if it can be."""
+    check_layers(model, rule)
+    named = trained_parameters(model, optimizer)
+    check_parameters(named)
+    check_untrained(model, named)
+    return named
 
 
 def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:

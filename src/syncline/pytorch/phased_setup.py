@@ -14,6 +14,7 @@ from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.packing import pack, unpack
 from syncline.pytorch.registry import check_untrained
+from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.runtime import Communicator
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.channel import Channel
@@ -116,6 +117,11 @@ def _build(
     module = stage if isinstance(stage, nn.Module) else stage()
     if not isinstance(module, nn.Module):
         raise UpdateError(f"The function for stage {number} returned a {type(module).__name__}, not a module")
+    for name in find_layers(module):
+        raise UpdateError(
+            f"{name!r} of stage {number} is a SyncBatchNorm, but pairs do not synchronise statistics; use BatchNorm "
+            "(each pair has its own statistics then), or GroupNorm"
+        )
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
     check_untrained(module, {parameter: (name, 0) for name, parameter in parameters.items()})
     for name, parameter in parameters.items():

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from syncline.errors import SynclineWarning, UpdateError
+from syncline.errors import UpdateError
 from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.compiled import has_compiled_parts
+from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import check_in_place
 from syncline.pytorch.joining import Joining
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.stand_ins import StandIns
+from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.pytorch.waiting import WaitingParameters
+from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, StepReports
@@ -40,6 +42,7 @@ class Training:
         buffers: BufferBroadcast,
         *,
         joins: ControlStream,
+        check_every: int | None,
     ) -> None:
         control = updater.channel.control
         self.model = model
@@ -49,11 +52,15 @@ class Training:
         self._buffers = buffers
         self._joins = joins
         self._joining: Joining | None = None
+        self._consistency = Consistency(updater, every=check_every)
+        ranks = range(control.world_size) if updater.is_synchronous else (control.rank,)
+        self._watch = StepWatch(updater.buckets, rank=control.rank, ranks=ranks)
         whole = updater.takes_sparse_gradients
         self._collector = GradientCollector(
             updater,
             StepReports(control) if updater.is_synchronous else LocalReports(),
             samples,
+            self._watch,
             sparse=SparseGradients(model, updater.buckets, control) if whole else None,
             before=self._before_backward,
             after=self._after_backward,
@@ -65,7 +72,6 @@ class Training:
         self._forward_ns = 0
         self._is_stepping = False
         self._following = False
-        self._has_warned = False
         self._thread = threading.get_ident()
         self._handles = [
             updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
@@ -91,6 +97,7 @@ class Training:
                 f"join() is for rules in which every rank makes every step; with {type(self.updater).__name__} ranks "
                 "need not make the same number of steps"
             )
+        check_joinable(self.model)
         if self._joining is not None:
             raise UpdateError("join() is not called within another join() of the same model")
         self._joining = Joining(self._joins, self.updater.optimizer)
@@ -188,6 +195,7 @@ class Training:
         with self._stepping():
             self.updater.finish()
         self.synchronize()
+        self._watch.read()
         self.steering.finish()
         self._buffers.drain()
 
@@ -250,7 +258,7 @@ class Training:
         self._samples.end_step()
         if not overlaps:
             self.synchronize()
-        self._warn_of_unequal_batches()
+        self._watch.begin_step(self._collector.report, self.updater.iteration)
         return loss
 
     @contextlib.contextmanager
@@ -311,6 +319,7 @@ class Training:
             trace = self.updater.channel.trace
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
             if torch.is_grad_enabled():
+                self._watch.see_batch(args, kwargs)
                 self.steering.end_forward()
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output, self._samples.see(args, kwargs))
@@ -327,9 +336,12 @@ class Training:
 
     def _before_backward(self) -> None:
         self._check_open()
-        self._warn_of_unequal_batches()
+        self._watch.read()
+        if sum(tensor.grad is not None for tensor in self._bucketed) <= 1:  # only that whose gradient begins the pass
+            self._watch.forget()
         if self._joining is not None and not self._following:
             self._joining.announce_pass()
+        self._consistency.begin_pass(is_joining=self._joining is not None)
         self._stand_ins.begin_pass()
 
     def _after_backward(self, exist: Sequence[bool] | None) -> None:
@@ -339,22 +351,6 @@ class Training:
             return
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist)
-
-    def _warn_of_unequal_batches(self) -> None:
-        """Say once how ranks with batches of different sizes can be weighted, if nobody said how they are."""
-        report = self._collector.report
-        if self._has_warned or report is None or not report.is_done or self.updater.channel.rank != 0:
-            return
-        sizes = [size for size, *_ in report.notes if size >= 0]
-        if len(set(sizes)) > 1:
-            self._has_warned = True
-            warnings.warn(
-                f"The ranks' batches differ ({min(sizes):g} to {max(sizes):g} samples), and each rank counts alike, as "
-                'in DistributedDataParallel; distribute(..., samples="batch") or syncline.batch_size(n) weighs by '
-                "samples, samples=lambda *_, **__: 1 says that it is meant so",
-                SynclineWarning,
-                stacklevel=4,
-            )
 
     def _check_unfrozen(self) -> None:
         for group in self.updater.optimizer.param_groups:

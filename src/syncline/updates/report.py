@@ -84,7 +84,8 @@ class LocalReport(PendingReport):
     notes: Notes = ()
     is_done = True
 
-    def __init__(self, weight: float, present: Sequence[bool]) -> None:
+    def __init__(self, weight: float, present: Sequence[bool], notes: Sequence[float]) -> None:
+        self.notes = (tuple(notes),)
         self._weight = weight
         self._present = tuple(present)
 
@@ -105,9 +106,9 @@ class LocalReports:
         """Return the weight to divide this pass's by: its own."""
         return weight or 1.0
 
-    def start(self, weight: float, _: float, present: Sequence[bool], notes: Sequence[float]) -> LocalReport:  # noqa: ARG002
+    def start(self, weight: float, _: float, present: Sequence[bool], notes: Sequence[float]) -> LocalReport:
         """Make the report of a pass; nobody else sees the notes."""
-        return LocalReport(weight, present)
+        return LocalReport(weight, present, notes)
 
 
 class StepReports:

@@ -1,0 +1,177 @@
+"""Ranks that were equal must stay so: parameters and hyper-parameters are compared bit for bit, now and then.
+
+A rank that skips a ``step()``, has another learning rate, or writes into parameters trains a model of its own, and
+nothing fails; with ``Sharded`` each shard would follow its owner's learning rate. Therefore every ``check_every``
+synchronised backward passes each rank tells two checksums, of its parameters and of its hyper-parameters, in one small
+sum. Only if they differ is more told, so that an error on every rank can name who differs, where and by how much. What
+goes wrong after one check is told at the next, at the latest.
+
+Passes are counted, not steps: a rank that skips a step makes every pass, so that all ranks come to the same check. It
+comes before the first gradient of a pass, when the parameters of the last step are final.
+
+A checksum of parameters is CRC-32 and Adler-32 of their bytes: 64 bits, which tell apart what happens by accident, at
+the rate of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from isal import isal_zlib
+
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.updates.bucket import Bucket
+from syncline.updates.memory import bytes_of
+from syncline.updates.rule import Updater
+
+DEFAULT_EVERY = 100
+
+
+def describe_hyperparameters(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a line for each hyper-parameter of each group; equal values give equal lines on every rank."""
+    return [
+        f"{name} of parameter group {number} is {_spell(value)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in {"params", "param_names"}
+    ]
+
+
+def check_period(every: int | None) -> None:
+    """Raise :class:`ConfigurationError` if ``every`` is no number of steps."""
+    if every is not None and every < 0:
+        raise ConfigurationError(
+            f"check_every is a number of steps, not {every}; the default is {DEFAULT_EVERY}, and None is never"
+        )
+
+
+class Consistency:
+    """Compares parameters and hyper-parameters of all ranks after every ``every`` passes; None or 0 is never."""
+
+    def __init__(self, updater: Updater, *, every: int | None) -> None:
+        self._updater = updater
+        has_equal_ranks = updater.is_synchronous and updater.channel.control.world_size > 1
+        self._every = (every or 0) if has_equal_ranks else 0
+        self._num_passes = 0
+
+    def begin_pass(self, *, is_joining: bool = False) -> None:
+        """Count a synchronised backward pass that begins; compare, if it is time, and raise what differs.
+
+        Ranks that join follow the hyper-parameters of others step by step: then parameters alone are compared.
+        """
+        if not self._every:
+            return
+        if self._num_passes and self._num_passes % self._every == 0:
+            self.check(has_options=not is_joining)
+        self._num_passes += 1
+
+    def check(self, *, has_options: bool = True) -> None:
+        """Raise :class:`UpdateError` on every rank if ranks differ; every rank calls this."""
+        updater, control = self._updater, self._updater.channel.control
+        updater.synchronize()
+        hyperparameters = describe_hyperparameters(updater.optimizer) if has_options else []
+        own = [_checksum_of_lines(hyperparameters), _checksum_of_buckets(updater.buckets)]
+        table = torch.zeros(control.world_size, len(own), dtype=torch.int64)
+        table[control.rank] = torch.tensor(own)
+        sums = control.sum(table, "checksums of parameters")
+        if bool((sums == sums[0]).all()):
+            return
+        mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in _parameters(updater.buckets)]]
+        told = control.exchange(mine, "parameters that differ")
+        views = [_View(tuple(lines), tuple((one, norm) for one, norm in values)) for lines, values in told]
+        names = [name for name, _, _ in _parameters(updater.buckets)]
+        raise UpdateError(_explain(views, names, self._num_passes))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What one rank has."""
+
+    hyperparameters: tuple[str, ...]
+    parameters: tuple[tuple[int, float], ...]
+    """Checksum and norm of each."""
+
+
+def _explain(views: Sequence[_View], names: Sequence[str], num_passes: int) -> str:
+    """Say what differs from what most ranks have, and what can be done."""
+    common = Counter(views).most_common(1)[0][0]  # of several, the one of the lowest rank
+    other = views.index(common)
+    found: list[str] = []
+    have_equal_options = True
+    for rank, view in enumerate(views):
+        found += _differences(rank, view, other, common, names)
+        have_equal_options = have_equal_options and view.hyperparameters == common.hyperparameters
+    remedy = (
+        "Each rank must call step() after the same backward passes, and write into parameters as all others do. "
+        "(Processors of different kinds may round differently: then use Sharded(), where each element is stepped on "
+        "one rank, or check_every=None)"
+        if have_equal_options
+        else "Each rank must have the same hyper-parameters: let the same scheduler set them, from values that all have"
+    )
+    return f"The ranks differ after {num_passes} synchronised backward passes: {'; '.join(found)}. {remedy}"
+
+
+def _differences(rank: int, view: _View, other: int, common: _View, names: Sequence[str]) -> Iterator[str]:
+    missing = "there is no such hyper-parameter"
+    count = max(len(view.hyperparameters), len(common.hyperparameters))
+    lines, others = ([*one.hyperparameters, *[missing] * count][:count] for one in (view, common))
+    for mine, theirs in zip(lines, others, strict=True):
+        if mine != theirs:
+            yield f"on rank {rank} {mine}, but on rank {other} {theirs}"
+    unequal = [place for place in range(len(names)) if view.parameters[place][0] != common.parameters[place][0]]
+    if unequal:
+        first = unequal[0]
+        more = f" (and of {len(unequal) - 1} more)" if len(unequal) > 1 else ""
+        yield (
+            f"the values of parameter {names[first]!r}{more} on rank {rank} are not those on rank {other}: their norms "
+            f"are {view.parameters[first][1]!r} and {common.parameters[first][1]!r}"
+        )
+
+
+def _checksum_of_lines(lines: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big", signed=True)
+
+
+def _checksum_of_buckets(buckets: Sequence[Bucket]) -> int:
+    return _checksum_of_lines([str(_checksum(bucket.parameters)) for bucket in buckets])
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    """Return 64 bits of all bytes of ``flat``, wherever it lies."""
+    content = bytes_of(flat.detach().cpu())
+    return isal_zlib.crc32(content) << 32 | isal_zlib.adler32(content)
+
+
+def _parameters(buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, float]]:
+    """Yield name, checksum and norm of each parameter."""
+    for bucket in buckets:
+        for slot in bucket.plan.slots:
+            flat = bucket.parameters[slot.start : slot.stop]
+            norm = float(torch.linalg.vector_norm(flat, dtype=_wide(flat.dtype)))
+            yield slot.name, _checksum(flat), norm if math.isfinite(norm) else math.inf
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _spell(value: Any) -> str:
+    """Return equal text for equal values; of objects that have no value, such as functions, their type alone."""
+    if isinstance(value, torch.Tensor):
+        return _spell(value.tolist())
+    if value is None or isinstance(value, bool | str):
+        return repr(value)
+    if isinstance(value, Real):
+        return repr(float(value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_spell(one) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_spell(one)}' for key, one in value.items())}}}"
+    return f"a {type(value).__qualname__}"

@@ -1,0 +1,173 @@
+"""Silent trouble of a step, told once: where NaN or infinity begins, and batches that are equal, or of other sizes.
+
+Nothing here changes what is computed: NaN goes its way through the sums, and arrives on every rank. But each rank looks
+at its own gradients before they are summed, and tells with the step's report in which parameter the first one is that
+is not finite; afterwards nobody could say whence it came. The look is one sum over each bucket, whose memory was
+written just before: a sum is finite unless one of its terms is not, or it overflows, which a second look tells.
+
+A warning needs a step. ``GradScaler``, ``error_if_nonfinite`` and the like make none from such gradients, and for them
+these are ordinary. An overflow in the sum over ranks, of gradients that are each finite, began on no rank and is not
+told.
+
+Batches are compared by their checksums in the first two steps. Two ranks that have both in common, while the second is
+not the first again (as tests and benchmarks have it), read the same data.
+"""
+
+from __future__ import annotations
+
+import cmath
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch.utils import _pytree
+
+from syncline.errors import SynclineWarning, name_ranks
+from syncline.updates.bucket import Bucket
+from syncline.updates.memory import bytes_of
+from syncline.updates.report import PendingReport
+
+_NUM_BATCHES = 2
+"""Steps in which batches are compared; ranks that have one batch in common may have met by chance, as in a pair of
+epochs."""
+_DIGEST_BITS = 52
+"""A report has float64, which are exact up to 2 to the power of 53."""
+
+
+class StepWatch:
+    """What one rank tells of its steps (``notes``), and the warnings that follow from what all have told.
+
+    Notes of a report are the size of the batch (negative if it does not matter), and then those of :meth:`notes`.
+
+    ``ranks`` are those that tell: all, or this one alone where steps are not common.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, rank: int, ranks: Sequence[int]) -> None:
+        self._names = {slot.position: slot.name for bucket in buckets for slot in bucket.plan.slots}
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._nonfinite = 0
+        self._digest: int | None = None
+        self._num_told = 0
+        self._told_batches: list[tuple[int, ...]] = []
+        self._pending: tuple[PendingReport, int] | None = None
+        self._has_warned = False
+        self._has_told_sizes = False
+
+    def see_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take note of what the first forward pass of a step was given."""
+        if self._compares_batches and self._digest is None:
+            self._digest = _digest_of([*_pytree.tree_leaves(args), *_pytree.tree_leaves(dict(kwargs))])
+
+    def look(self, bucket: Bucket) -> None:
+        """Find gradients that are not finite in a bucket that is complete, and not summed over ranks yet."""
+        if cmath.isfinite(bucket.gradients.sum().item()):
+            return
+        for slot in bucket.plan.slots:
+            if not bool(torch.isfinite(bucket.gradient(slot)).all()):
+                self._nonfinite = max(self._nonfinite, slot.position + 1)  # the last one forward is the first backward
+
+    def notes(self) -> list[float]:
+        """Return what this rank tells of a pass, and of those before it since the last step.
+
+        Every rank tells as many numbers.
+        """
+        own: list[float] = [self._nonfinite]
+        if self._compares_batches:
+            own.append(self._digest or 0)
+        self._digest = None
+        self._num_told += 1
+        return own
+
+    def forget(self) -> None:
+        """Forget gradients that were not finite: no step was made with them, or it has been told."""
+        self._nonfinite = 0
+
+    def begin_step(self, report: PendingReport | None, number: int) -> None:
+        """Take note that a step is made from what ``report`` tells; warn as soon as that is known."""
+        self.forget()
+        if report is not None:
+            self._pending = report, number
+            if report.is_done:
+                self.read()
+
+    def read(self) -> None:
+        """Warn of what was found in the last step, on the ranks that it concerns and on the first; waits for it."""
+        if self._pending is None:
+            return
+        (report, number), self._pending = self._pending, None
+        if not report.is_done:
+            report.work.wait()
+        sizes, places, *digests = zip(*report.notes, strict=True)
+        self._warn_of_unequal_batches(sizes)
+        self._warn_of_nonfinite([int(place) for place in places], number)
+        if digests:
+            self._told_batches.append(tuple(int(digest) for digest in digests[0]))
+            self._warn_of_equal_batches()
+
+    @property
+    def _compares_batches(self) -> bool:
+        return self._num_told < _NUM_BATCHES and len(self._ranks) > 1
+
+    def _warn_of_unequal_batches(self, sizes: Sequence[float]) -> None:
+        """Say how ranks with batches of different sizes can be weighted, if nobody said how they are."""
+        known = {size for size in sizes if size >= 0}
+        if self._has_told_sizes or len(known) < 2 or self._rank != self._ranks[0]:
+            return
+        self._has_told_sizes = True
+        warnings.warn(
+            f"The ranks' batches differ ({min(known):g} to {max(known):g} samples), and each rank counts alike, as "
+            'in DistributedDataParallel; distribute(..., samples="batch") or syncline.batch_size(n) weighs by '
+            "samples, samples=lambda *_, **__: 1 says that it is meant so",
+            SynclineWarning,
+            stacklevel=2,
+        )
+
+    def _warn_of_nonfinite(self, places: Sequence[int], number: int) -> None:
+        began = {rank: place for rank, place in zip(self._ranks, places, strict=True) if place}
+        if not began or self._has_warned:
+            return
+        self._has_warned = True
+        first = min(began)
+        if self._rank in {*began, self._ranks[0]}:
+            others = f" ({name_ranks(began)} have some)" if len(began) > 1 else ""
+            warnings.warn(
+                f"NaN or infinity began in the gradients of rank {first} at step {number}, first in parameter "
+                f"{self._names[began[first] - 1]!r}{others}; the step was made with it, as in DDP. Look at that rank's "
+                "batch and loss; torch.autograd.set_detect_anomaly(True) finds the operation",
+                SynclineWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_equal_batches(self) -> None:
+        if len(self._told_batches) < _NUM_BATCHES or self._rank != self._ranks[0]:
+            return
+        having: dict[tuple[int, ...], list[int]] = {}
+        for rank, batches in zip(self._ranks, zip(*self._told_batches, strict=True), strict=True):
+            if all(batches) and len(set(batches)) == _NUM_BATCHES:
+                having.setdefault(batches, []).append(rank)
+        for equal in having.values():
+            if len(equal) > 1:
+                warnings.warn(
+                    f"{name_ranks(equal).capitalize()} were given the same first batches, bit for bit, so they compute "
+                    "the same gradients; give each rank a part of the data of its own: "
+                    "DataLoader(dataset, sampler=syncline.data.sampler(dataset)), or another seed on each rank",
+                    SynclineWarning,
+                    stacklevel=2,
+                )
+
+
+def _digest_of(leaves: Sequence[Any]) -> int:
+    """Return a checksum of all tensors among ``leaves``, of their types, shapes and bytes; 0 if there is none."""
+    dense = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    crc = adler = 0
+    try:
+        for tensor in dense:
+            content = bytes_of(tensor.cpu().contiguous())
+            crc = isal_zlib.crc32(content, isal_zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), crc))
+            adler = isal_zlib.adler32(content, adler)
+    except RuntimeError:  # tensors without memory, as in a function that torch.func transforms
+        return 0
+    return (crc << 32 | adler) % (1 << _DIGEST_BITS)
