@@ -82,12 +82,11 @@ class StepWatch:
         return own
 
     def forget(self) -> None:
-        """Forget gradients that were not finite: no step was made with them, or it has been told."""
+        """Forget gradients that were not finite: they were dropped, or a step was made with them and told."""
         self._nonfinite = 0
 
     def begin_step(self, report: PendingReport | None, number: int) -> None:
         """Take note that a step is made from what ``report`` tells; warn as soon as that is known."""
-        self.forget()
         if report is not None:
             self._pending = report, number
             if report.is_done:
