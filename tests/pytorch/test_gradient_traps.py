@@ -121,9 +121,10 @@ def test_a_batch_that_breaks_can_be_left_out(rule: UpdateRule, place: str, run_f
 )
 def test_a_backward_pass_that_breaks_when_gradients_have_left_is_told(rule: UpdateRule, run_fleets: Any) -> None:
     models = copies(_Fragile().double(), 2)
-    batches = CASES["perceptron"].batches(4, 4)
+    of_both = CASES["perceptron"].batches(8, 4)
 
     def body(fleet: Fleet) -> None:
+        batches = of_both[fleet.rank :: 2]
         model, optimizer = distribute(models[fleet.rank], adam(models[fleet.rank]), rule, samples="batch", fleet=fleet)
         plain(model, optimizer, batches[:2])
         model.breaks = "middle"
