@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, MismatchError
 from syncline.pytorch.fleet import Fleet
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
-INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
@@ -24,6 +27,144 @@ def test_sum_of_any_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...], r
 
     for result in run_fleets(3, body):
         assert torch.equal(result, torch.full(shape, 6).to(dtype))
+
+
+@pytest.mark.parametrize("is_on_board", [False, True])
+@pytest.mark.parametrize("dtype", [kind for kind in FLOATS + INTEGERS if not kind.is_complex])
+def test_max_min_and_product(dtype: torch.dtype, is_on_board: bool, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> list[list[float]]:
+        if is_on_board:
+            fleet.communicator.open_board()
+        results = []
+        for op in ("max", "min", "product"):
+            tensor = torch.tensor([fleet.rank + 1, 4 - fleet.rank, 2]).to(dtype)
+            fleet.all_reduce(tensor, op=op)
+            results.append(tensor.tolist())
+        part = torch.empty(1, dtype=dtype)
+        fleet.reduce_scatter(part, torch.tensor([fleet.rank + 1, 5 - fleet.rank, 2]).to(dtype), op="max")
+        return [*results, part.tolist()]
+
+    expected = [[3, 4, 2], [1, 2, 2], [6, 24, 8]]
+    assert run_fleets(3, body) == [[*expected, [3]], [*expected, [5]], [*expected, [2]]]
+
+
+def test_bool_has_any_and_all(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> list[list[bool]]:
+        some, every = (torch.tensor([fleet.rank == 1, True, False]) for _ in range(2))
+        fleet.all_reduce(some, op="max")
+        fleet.all_reduce(every, op="min")
+        return [some.tolist(), every.tolist()]
+
+    assert run_fleets(3, body) == [[[True, True, False], [False, True, False]]] * 3
+
+
+def test_maxima_pass_not_a_number_on(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> float:
+        tensor = torch.tensor([float("nan") if fleet.rank == 1 else 3.0])
+        fleet.all_reduce(tensor, op="max")
+        return float(tensor)
+
+    assert all(math.isnan(result) for result in run_fleets(3, body))
+
+
+def test_one_rank_gets_what_all_have(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> tuple[list[float], Any]:
+        tensor = torch.tensor([float(fleet.rank), 1.0])
+        fleet.reduce(tensor, dst=1)
+        strided = torch.full((2, 4), fleet.rank)[:, ::2]
+        gathered = fleet.gather(strided, dst=2)
+        return tensor.tolist(), gathered and [part.tolist() for part in gathered]
+
+    zero, one, two = run_fleets(3, body)
+    assert zero == ([0.0, 1.0], None)
+    assert one == ([3.0, 3.0], None)
+    assert two == ([2.0, 1.0], [[[rank, rank], [rank, rank]] for rank in range(3)])
+
+
+Call = Callable[[Fleet], object]
+DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
+    "op": (
+        lambda fleet: fleet.all_reduce(torch.ones(3)),
+        lambda fleet: fleet.all_reduce(torch.ones(3), op="mean"),
+        "all_reduce of 3 x float32 (sum;",
+        "all_reduce of 3 x float32 (mean;",
+    ),
+    "maximum": (
+        lambda fleet: fleet.all_reduce(torch.ones(3), op="max"),
+        lambda fleet: fleet.all_reduce(torch.ones(3), op="min"),
+        "all_reduce of 3 x float32 (max;",
+        "all_reduce of 3 x float32 (min;",
+    ),
+    "scattered op": (
+        lambda fleet: fleet.reduce_scatter(torch.ones(2), torch.ones(6)),
+        lambda fleet: fleet.reduce_scatter(torch.ones(2), torch.ones(6), op="mean"),
+        "reduce_scatter of 6 x float32 (sum;",
+        "reduce_scatter of 6 x float32 (mean;",
+    ),
+    "weight of a sum": (
+        lambda fleet: fleet.all_reduce(torch.ones(3)),
+        lambda fleet: fleet.all_reduce(torch.ones(3), weight=2.0),
+        "all_reduce of 3 x float32 (sum;",
+        "all_reduce of 3 x float32 (weighted sum;",
+    ),
+    "weight of a mean": (
+        lambda fleet: fleet.all_reduce(torch.ones(1, dtype=torch.float64), op="mean"),
+        lambda fleet: fleet.all_reduce(torch.ones(1, dtype=torch.float64), op="mean", weight=2.0),
+        "all_reduce of 1 x float64 (mean;",
+        "all_reduce of 1 x float64 (total weight of a mean; weight of 1 x float64;",
+    ),
+    "gathered type": (
+        lambda fleet: fleet.all_gather(torch.ones(3), torch.ones(1)),
+        lambda fleet: fleet.all_gather(torch.ones(3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)),
+        "all_gather of 12 bytes of float32",
+        "all_gather of 12 bytes of int32",
+    ),
+    "broadcast type": (
+        lambda fleet: fleet.broadcast(torch.ones(1, dtype=torch.float64)),
+        lambda fleet: fleet.broadcast(torch.ones(2)),
+        "broadcast of 8 bytes of float64",
+        "broadcast of 8 bytes of float32",
+    ),
+    "who gathers": (
+        lambda fleet: fleet.gather(torch.ones(2), dst=0),
+        lambda fleet: fleet.gather(torch.ones(2), dst=1),
+        "all_gather of 24 bytes of float32 (for rank 0;",
+        "all_gather of 24 bytes of float32 (for rank 1;",
+    ),
+    "who reduces": (
+        lambda fleet: fleet.reduce(torch.ones(2), dst=0),
+        lambda fleet: fleet.reduce(torch.ones(2), dst=1),
+        "all_reduce of 2 x float32 (sum for rank 0;",
+        "all_reduce of 2 x float32 (sum for rank 1;",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_on_board", [False, True])
+@pytest.mark.parametrize("odd_rank", range(3))
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_calls_that_mean_different_things_are_an_error_that_names_both(
+    kind: str, odd_rank: int, is_on_board: bool, run_fleets: Any
+) -> None:
+    usual, odd, usual_text, odd_text = DIFFERENT[kind]
+
+    have_failed = threading.Barrier(3)
+
+    def make_calls(fleet: Fleet) -> None:
+        (odd if fleet.rank == odd_rank else usual)(fleet)
+        fleet.barrier()  # a rank that had all it needed from those that agree with it finds out at its next call
+
+    def body(fleet: Fleet) -> str:
+        if is_on_board:
+            fleet.communicator.open_board()
+        with pytest.raises(MismatchError) as caught:
+            make_calls(fleet)
+        have_failed.wait(20)
+        return str(caught.value)
+
+    for text in run_fleets(3, body):
+        assert usual_text in text
+        assert odd_text in text
 
 
 def test_non_contiguous_and_asynchronous(run_fleets: Any) -> None:
@@ -91,7 +232,17 @@ def test_what_makes_no_sense_is_refused(run_fleets: Any) -> None:
         with pytest.raises(ConfigurationError, match="cannot be summed"):
             fleet.all_reduce(torch.ones(2, dtype=torch.bool))
         with pytest.raises(ConfigurationError, match="op must be"):
-            fleet.all_reduce(torch.ones(2), op="max")  # type: ignore[arg-type]
+            fleet.all_reduce(torch.ones(2), op="median")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="no order"):
+            fleet.all_reduce(torch.ones(2, dtype=torch.complex64), op="max")
+        with pytest.raises(ConfigurationError, match="has no weights"):
+            fleet.all_reduce(torch.ones(2), op="min", weight=2.0)
+        with pytest.raises(ConfigurationError, match="convert the tensor to a float type"):
+            fleet.all_reduce(torch.ones(2, dtype=torch.int32), weight=0.5)
+        with pytest.raises(ConfigurationError, match="dst"):
+            fleet.gather(torch.ones(3), dst=2)
+        with pytest.raises(ConfigurationError, match="dst"):
+            fleet.reduce(torch.ones(3), dst=-1)
         with pytest.raises(ConfigurationError, match="all_gather"):
             fleet.all_gather(torch.ones(3), torch.ones(2))
         with pytest.raises(ConfigurationError, match="root"):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Unpack, get_args
 
 import torch
 
 from syncline.errors import ConfigurationError
+from syncline.runtime.call import CallSettings
 from syncline.runtime.communicator import Communicator
+from syncline.runtime.reduction import Reduction
 from syncline.runtime.work import Work
-from syncline.updates.memory import bytes_of, reduction_for
+from syncline.updates.memory import bytes_of, dtype_name, reduction_for
 
-Operation = Literal["sum", "mean"]
+Operation = Literal["sum", "mean", "max", "min", "product"]
 
 
 class TensorWork:
@@ -68,14 +70,39 @@ class TensorCollectives:
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Operation, weight: float | None, is_awaited: bool = False
     ) -> TensorWork:
-        """Sum or average ``tensor`` over all ranks, in place."""
+        """Make ``tensor`` the sum, mean, ... of those of all ranks."""
+        reduction = _reduction(tensor.dtype, op)
         host = _host(tensor)
         divide = self._weigh(host, op, weight, is_awaited=is_awaited)
-        work = self._communicator.all_reduce(bytes_of(host), reduction_for(host.dtype), is_awaited=is_awaited)
+        meaning = _meaning(op, weight)
+        work = self._communicator.all_reduce(bytes_of(host), reduction, is_awaited=is_awaited, op=meaning)
 
         def finish() -> None:
             divide(host)
             _put(host, tensor)
+
+        return TensorWork([work], finish)
+
+    def reduce(
+        self, tensor: torch.Tensor, *, dst: int, op: Operation, weight: float | None, is_awaited: bool = False
+    ) -> TensorWork:
+        """Make ``tensor`` of rank ``dst`` the sum, mean, ... of those of all ranks; the others keep theirs."""
+        self._check_rank(dst, "dst")
+        reduction = _reduction(tensor.dtype, op)
+        is_result = dst == self._communicator.rank
+        host = _host(tensor)
+        if not is_result and _shares(host, tensor):
+            host = host.clone()
+        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
+        meaning = f"{_meaning(op, weight)} for rank {dst}"
+        work = self._communicator.all_reduce(
+            bytes_of(host), reduction, is_awaited=is_awaited, op=meaning, label="reduce"
+        )
+
+        def finish() -> None:
+            divide(host)
+            if is_result:
+                _put(host, tensor)
 
         return TensorWork([work], finish)
 
@@ -88,13 +115,15 @@ class TensorCollectives:
         weight: float | None,
         is_awaited: bool = False,
     ) -> TensorWork:
-        """Sum or average ``source`` over all ranks; rank k's ``output`` becomes part k of it."""
+        """Make rank k's ``output`` part k of the sum, mean, ... of ``source`` over all ranks."""
         self._check_parts(output, source, "reduce_scatter")
+        reduction = _reduction(source.dtype, op)
         host = _host(source)
         scratch = self._scratch.borrow(host) if _shares(host, source) else None  # the input stays as it is
         host = host if scratch is None else scratch
         divide = self._weigh(host, op, weight, is_awaited=is_awaited)
-        work = self._communicator.reduce_scatter(bytes_of(host), reduction_for(host.dtype), is_awaited=is_awaited)
+        meaning = _meaning(op, weight)
+        work = self._communicator.reduce_scatter(bytes_of(host), reduction, is_awaited=is_awaited, op=meaning)
 
         def finish() -> None:
             part = self._part(host, output)
@@ -105,43 +134,53 @@ class TensorCollectives:
 
         return TensorWork([work], finish)
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, is_awaited: bool = False) -> TensorWork:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, **settings: Unpack[CallSettings]) -> TensorWork:
         """Make ``output`` the parts of all ranks, rank k's ``source`` being part k."""
         self._check_parts(source, output, "all_gather")
         host = output.detach() if _is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
         own_part = None
-        if is_awaited and _is_plain(source):
+        if settings.get("is_awaited") and _is_plain(source):
             own_part = bytes_of(source.detach())
         else:
             self._part(host, source).copy_(source.detach())
-        work = self._communicator.all_gather(bytes_of(host), is_awaited=is_awaited, own_part=own_part)
+        settings["elements"] = dtype_name(host.dtype)
+        work = self._communicator.all_gather(bytes_of(host), own_part=own_part, **settings)
         return TensorWork([work], lambda: _put(host, output))
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int, is_awaited: bool = False) -> TensorWork:
+    def gather(self, tensor: torch.Tensor, *, dst: int) -> list[torch.Tensor] | None:
+        """Return the ``tensor`` of every rank on rank ``dst``, in rank order, and None on the others."""
+        self._check_rank(dst, "dst")
+        size = self._communicator.world_size
+        whole = torch.empty((size, *tensor.shape), dtype=tensor.dtype)
+        self.all_gather(whole, tensor, is_awaited=True, op=f"for rank {dst}", label="gather").wait()
+        return list(whole.to(tensor.device).unbind()) if dst == self._communicator.rank else None
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int, **settings: Unpack[CallSettings]) -> TensorWork:
         """Give every rank the ``tensor`` of ``root``."""
-        if not 0 <= root < self._communicator.world_size:
-            raise ConfigurationError(f"root must be a rank, 0 to {self._communicator.world_size - 1}, not {root}")
+        self._check_rank(root, "root")
         host = _host(tensor)
-        work = self._communicator.broadcast(bytes_of(host), root=root, is_awaited=is_awaited)
+        settings["elements"] = dtype_name(host.dtype)
+        work = self._communicator.broadcast(bytes_of(host), root=root, **settings)
         return TensorWork([work], lambda: _put(host, tensor))
 
     def _weigh(
         self, host: torch.Tensor, op: Operation, weight: float | None, *, is_awaited: bool
     ) -> Callable[[torch.Tensor], None]:
         """Multiply by this rank's weight; return what divides the sum by that of all."""
-        if op not in {"sum", "mean"}:
-            raise ConfigurationError(f'op must be "sum" or "mean", not {op!r}')
-        if op == "sum":
+        if weight is not None:
+            _check_weight(host.dtype, op, weight)
+        if op != "mean":
             if weight is not None:
                 host.mul_(weight)
             return _leave
-        if not (host.dtype.is_floating_point or host.dtype.is_complex):
-            raise ConfigurationError(f"A mean of {host.dtype} is not of that type; convert the tensor to a float type")
         if weight is None:
             return self._divide_by_ranks
         weights = torch.tensor([weight], dtype=torch.float64)
         adds = reduction_for(weights.dtype)
-        total_weight = self._communicator.all_reduce(bytes_of(weights), adds, is_awaited=is_awaited)
+        label = f"weight of {host.numel()} x {dtype_name(host.dtype)}"
+        total_weight = self._communicator.all_reduce(
+            bytes_of(weights), adds, is_awaited=is_awaited, op="total weight of a mean", label=label
+        )
         host.mul_(weight)
 
         def divide(total: torch.Tensor) -> None:
@@ -149,6 +188,10 @@ class TensorCollectives:
             total.div_(float(weights[0]))
 
         return divide
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not 0 <= rank < self._communicator.world_size:
+            raise ConfigurationError(f"{name} must be a rank, 0 to {self._communicator.world_size - 1}, not {rank}")
 
     def _divide_by_ranks(self, total: torch.Tensor) -> None:
         total.div_(self._communicator.world_size)
@@ -164,6 +207,26 @@ class TensorCollectives:
                 f"{call} needs a whole of {size} (ranks) times the part's elements and the same type, not "
                 f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}; pad it"
             )
+
+
+def _reduction(dtype: torch.dtype, op: Operation) -> Reduction:
+    """Return how ``op`` makes one number of two; a mean is a sum that is divided in the end."""
+    if op not in get_args(Operation):
+        raise ConfigurationError(f"op must be one of {', '.join(get_args(Operation))}, not {op!r}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(f"A mean of {dtype} is not of that type; convert the tensor to a float type")
+    return reduction_for(dtype, "sum" if op == "mean" else op)
+
+
+def _meaning(op: Operation, weight: float | None) -> str:
+    return op if weight is None else f"weighted {op}"
+
+
+def _check_weight(dtype: torch.dtype, op: Operation, weight: float) -> None:
+    if op not in {"sum", "mean"}:
+        raise ConfigurationError(f"A {op} has no weights; leave weight={weight} out, or multiply the tensor by it")
+    if not (dtype.is_floating_point or dtype.is_complex or isinstance(weight, int)):
+        raise ConfigurationError(f"{dtype} times {weight} is not of that type; convert the tensor to a float type")
 
 
 def _leave(_: torch.Tensor) -> None:

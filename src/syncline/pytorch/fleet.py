@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
 from syncline.pytorch.environment import Environment, own_address, read_environment
+from syncline.pytorch.objects import ObjectCollectives
 from syncline.pytorch.registry import clear_current_fleet, current_fleet, has_current_fleet, set_current_fleet
 from syncline.pytorch.stores import LocalStore, TorchStore, open_store
 from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
@@ -32,12 +35,15 @@ class Fleet:
 
     Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
     and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is
-    over.
+    over. Those on objects pickle them, so they are refused where ``is_trusted`` is False: where strangers can join.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, is_trusted: bool = True) -> None:
         self.communicator = communicator
         self._collectives = TensorCollectives(communicator)
+        self._objects = ObjectCollectives(
+            self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=is_trusted
+        )
         self._next_stream = 1
         self._on_close: list[Callable[[bool], None]] = []
         self._count_updates: list[Callable[[], object | None]] = []
@@ -82,10 +88,30 @@ class Fleet:
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
     ) -> TensorWork | None:
-        """Replace ``tensor`` by its sum, or mean weighted by each rank's ``weight``, over all ranks."""
+        """Replace ``tensor`` by its sum, mean, max, min or product over all ranks.
+
+        ``weight`` multiplies this rank's part of a sum or a mean, which is then divided by the sum of all weights. A
+        mean needs a float type, max and min one that has an order; of bool, max is "any rank" and min "all ranks".
+        """
         return _end(
             self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
         )
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        dst: int = 0,
+        op: Operation = "sum",
+        weight: float | None = None,
+        async_op: bool = False,
+    ) -> TensorWork | None:
+        """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does, of which it costs the time.
+
+        The other ranks keep theirs.
+        """
+        work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
+        return _end(work, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -96,7 +122,7 @@ class Fleet:
         weight: float | None = None,
         async_op: bool = False,
     ) -> TensorWork | None:
-        """Let ``output`` be this rank's part of the sum of ``source`` over all ranks; part k is that of rank k."""
+        """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k."""
         work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
         return _end(work, async_op=async_op)
 
@@ -104,9 +130,32 @@ class Fleet:
         """Let ``output`` be the ``source`` of all ranks, one after another."""
         return _end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
+    def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
+        """Return every rank's ``tensor`` in rank order on rank ``dst``, and None on the others.
+
+        Shapes and types are the same on all ranks. It moves as much as an all-gather.
+        """
+        return self._collectives.gather(tensor, dst=dst)
+
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
         """Replace ``tensor`` by that of rank ``root``."""
         return _end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, anything that can be pickled, in rank order.
+
+        Raises :class:`ConfigurationError` on all ranks if that of one cannot, or if the job has neither a secret nor
+        loopback alone (``insecure=True``). So do the other calls on objects.
+        """
+        return self._objects.all_gather(value)
+
+    def gather_object(self, value: Any, *, dst: int = 0) -> list[Any] | None:
+        """Return every rank's ``value`` in rank order on rank ``dst``, and None on the others."""
+        return self._objects.gather(value, dst=dst)
+
+    def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
+        """Return the ``value`` of rank ``root``; what the others give is ignored."""
+        return self._objects.broadcast(value, root=root)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -145,7 +194,9 @@ class Fleet:
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self._close_at_exit)
         with contextlib.ExitStack() as stack:
-            stack.callback(self.communicator.abort if is_failing else self.communicator.close)
+            # after a failure of the communicator itself, close() gives the others time to read why
+            is_lost = is_failing and self.communicator.failure is None
+            stack.callback(self.communicator.abort if is_lost else self.communicator.close)
             for function in self._on_close:
                 stack.callback(function, is_failing)
 
@@ -171,7 +222,8 @@ def init(
     ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else
     one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
     ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``timeout``: seconds that a collective
-    may take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``).
+    may take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of
+    the other ranks, so ``insecure`` without a secret excludes them.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
@@ -186,7 +238,8 @@ def init(
     shape = _topology(topology, environment)
     options = _fabric_options(environment, secret=secret, insecure=insecure)
     recorder = _trace(trace, environment, shape)
-    fleet = Fleet(_connect(environment, shape, options, recorder, timeout_s=timeout))
+    communicator = _connect(environment, shape, options, recorder, timeout_s=timeout)
+    fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_board(is_wanted=environment.uses_board)
@@ -226,6 +279,14 @@ def _fabric_options(environment: Environment, *, secret: bytes | str | None, ins
         address=address,
         binds_thread=environment.binds_thread,
     )
+
+
+def _is_exposed(options: FabricOptions) -> bool:
+    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
+    try:
+        return options.insecure and options.address is not None and not ip_address(options.address).is_loopback
+    except ValueError:  # the name of an interface, or of this machine
+        return True
 
 
 def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:

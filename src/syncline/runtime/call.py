@@ -9,7 +9,7 @@ from typing import TypedDict
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.reduction import Reduction
-from syncline.schedule import Layout, Schedule
+from syncline.schedule import Collective, Layout, Schedule
 
 
 class CallSettings(TypedDict, total=False):
@@ -25,6 +25,10 @@ class CallSettings(TypedDict, total=False):
     """None: the communicator's."""
     is_awaited: bool
     """The caller does nothing else until the call ends, so it may end before the method returns."""
+    op: str
+    """What the caller makes of the numbers, such as "weighted mean"; the reduction's if it is not given."""
+    elements: str
+    """The caller's number type, where the reduction is of plain bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,10 @@ class CollectiveCall:
     step: int | None = None
     own_part: memoryview | None = None
     """What this rank brings to an all-gather, if it is not in the buffer yet; unchanged until the call ends."""
+    op: str = ""
+    """What the caller makes of the numbers, such as "weighted mean"; empty: what the reduction does."""
+    elements: str = ""
+    """The caller's number type, where the reduction is of plain bytes; empty: the reduction's."""
 
     def __post_init__(self) -> None:
         needed_bytes = self.layout.num_elements * self.reduction.itemsize
@@ -77,6 +85,19 @@ class CollectiveCall:
         if self.own_part is not None:
             start, stop = self.own_range(rank)
             self.buffer[start:stop] = self.own_part
+
+    @property
+    def numbers(self) -> str:
+        """What the buffer holds: ``"3 x float32"``, or ``"12 bytes of bool"`` where they move as plain bytes."""
+        if self.elements:
+            return f"{self.buffer.nbytes} bytes of {self.elements}"
+        return f"{self.layout.num_elements} x {self.reduction.dtype}"
+
+    @property
+    def meaning(self) -> str:
+        """What becomes of the numbers, such as ``"weighted mean"``; empty if they are only moved."""
+        is_reduced = self.schedule.collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+        return self.op or (self.reduction.op if is_reduced else "")
 
     @property
     def num_slices(self) -> int:
@@ -115,12 +136,12 @@ class Describer:
     def describe(self, call: CollectiveCall) -> Description:
         """Describe ``call`` to the other ranks."""
         kind = call.schedule.collective.value
-        size = f"{call.layout.num_elements} x {call.reduction.dtype}"
         layout = self._digest(call.layout)
+        meaning = f"{call.meaning}; " if call.meaning else ""
         return Description(
-            identity=f"{kind} {size} {call.schedule.digest} {layout}",
-            text=f"{kind} of {size} ({call.what[:200]}; schedule {call.schedule.planner} {call.schedule.digest[:8]}, "
-            f"layout {layout})",
+            identity=f"{kind} {call.numbers} {call.meaning} {call.schedule.digest} {layout}",
+            text=f"{kind} of {call.numbers} ({meaning}{call.what[:200]}; "
+            f"schedule {call.schedule.planner} {call.schedule.digest[:8]}, layout {layout})",
         )
 
     def _digest(self, layout: Layout) -> str:

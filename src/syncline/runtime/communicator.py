@@ -148,7 +148,7 @@ class Communicator:
         return work
 
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
-        """Sum ``buffer`` over all ranks, in place and on every rank."""
+        """Sum ``buffer`` (or what ``reduction`` does) over all ranks, in place and on every rank."""
         return self._call(buffer, reduction, self.plan(Collective.ALL_REDUCE, buffer.nbytes), settings)
 
     def reduce_scatter(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
@@ -282,6 +282,8 @@ class Communicator:
             step=settings.get("step"),
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             own_part=own_part,
+            op=settings.get("op", ""),
+            elements=settings.get("elements", ""),
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
 

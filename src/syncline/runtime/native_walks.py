@@ -78,7 +78,7 @@ class NativeWalker:
 
     def open(self, call: CollectiveCall, *, number: int, tag: int, signature: int, on_over: Callable[[], None]) -> Walk:
         """Return a walk that has not begun."""
-        if not self._native.can_add(call.reduction.dtype):
+        if call.reduction.op != "sum" or not self._native.can_add(call.reduction.dtype):
             return self._in_python.open(call, number=number, tag=tag, signature=signature, on_over=on_over)
         walk = NativeWalk(on_over)
         walk.run = self._native.CallRun(

@@ -1,26 +1,38 @@
-"""How two pieces of a buffer are added: the one thing that the engine has to know about numbers.
+"""How two pieces of a buffer become one: the one thing that the engine has to know about numbers.
 
-Additions run on the communication loop's thread; numpy releases the interpreter lock while it adds.
+Mostly they are added; maxima, minima and products take the same way. That happens on the communication loop's thread,
+and numpy releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
 from syncline.errors import ConfigurationError
 
-DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8")
+DTYPES = (
+    *("float64", "float32", "float16"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+)
+
+_UFUNCS = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply})
+OPS = tuple(_UFUNCS)
 
 
 class Reduction(Protocol):
-    """Adds one range of bytes to another of the same length."""
+    """Adds one range of bytes to another of the same length, where adding stands for :attr:`op`."""
 
     @property
     def dtype(self) -> str:
         """The name of the number type; ranks whose names differ have called different things."""
+
+    @property
+    def op(self) -> str:
+        """How two numbers become one: "sum", "max", "min" or "product"."""
 
     @property
     def itemsize(self) -> int:
@@ -35,10 +47,11 @@ class Reduction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
-    """Sums that wrap around, as integers do."""
+    """Sums (and products) that wrap around, as integers do."""
 
     dtype: str
     itemsize: int
+    op: str
 
     def add(self, into: memoryview, other: memoryview) -> None:
         """Add ``other`` to ``into``."""
@@ -46,8 +59,8 @@ class _Integers:
 
     def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
         """Make ``into`` the sum of two."""
-        arrays = (np.frombuffer(view, self.dtype) for view in (first, second, into))
-        np.add(*arrays)
+        left, right, result = (np.frombuffer(view, self.dtype) for view in (first, second, into))
+        _UFUNCS[self.op](left, right, out=result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +73,10 @@ class _Floats(_Integers):
             _Integers.add_both(self, into, first, second)
 
 
-def numpy_reduction(dtype: str) -> Reduction:
-    """Return the sum of elements of ``dtype``, one of :data:`DTYPES`."""
+def numpy_reduction(dtype: str, op: str = "sum") -> Reduction:
+    """Return the ``op``, one of :data:`OPS`, of elements of ``dtype``, one of :data:`DTYPES`."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"numpy can sum {', '.join(DTYPES)} here, not {dtype!r}; convert the buffer first")
     numbers = np.dtype(dtype)
     kind = _Floats if numbers.kind == "f" else _Integers
-    return kind(dtype, numbers.itemsize)
+    return kind(dtype, numbers.itemsize, op)

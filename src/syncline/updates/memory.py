@@ -16,6 +16,7 @@ _TORCH_SUMS = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
+_FUNCTIONS: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 _NUMPY_KINDS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
 
@@ -34,11 +35,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class TorchReduction:
-    """Sums of elements that numpy does not know, or adds slowly."""
+    """Sums, or what ``op`` says, of elements that numpy does not know, or adds slowly."""
 
     dtype: str
     itemsize: int
     kind: torch.dtype
+    op: str = "sum"
 
     def add(self, into: memoryview, other: memoryview) -> None:
         """Add ``other`` to ``into``, element by element."""
@@ -48,18 +50,35 @@ class TorchReduction:
         """Make ``into`` the sum of two, in this order; it may be one of them."""
         if len(into):
             left, right, total = (torch.frombuffer(view, dtype=self.kind) for view in (first, second, into))
-            torch.add(left, right, out=total)
+            _FUNCTIONS[self.op](left, right, out=total)
 
 
-def reduction_for(dtype: torch.dtype) -> Reduction:
-    """Return how elements of ``dtype`` are added.
+def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
+    """Return how elements of ``dtype`` are added, or what ``op`` ("max", "min", "product") says.
 
-    Raises :class:`ConfigurationError` for what has no sum of its own, such as bool or the 8-bit floats.
+    Raises :class:`ConfigurationError` for what has no such result of its own: sums of bool, maxima of complex numbers,
+    anything of the 8-bit floats.
     """
+    if dtype.is_complex and op in {"max", "min"}:
+        raise ConfigurationError(f"Complex numbers have no order, so there is no {op} of {dtype}; reduce their abs()")
     if dtype in _TORCH_SUMS:
-        return TorchReduction(_TORCH_SUMS[dtype], dtype.itemsize, dtype)
-    name = str(dtype).removeprefix("torch.")
+        return TorchReduction(_TORCH_SUMS[dtype], dtype.itemsize, dtype, op)
+    name = dtype_name(dtype)
+    if dtype is torch.bool:
+        if op == "sum":
+            raise ConfigurationError(
+                'Elements of torch.bool cannot be summed; op="max" tells whether any rank says so, op="min" whether '
+                "all do, and of numbers (tensor.int()) the sum counts them"
+            )
+        return TorchReduction(name, dtype.itemsize, dtype, op)
     if name not in DTYPES:
-        sums = sorted({*DTYPES, *_TORCH_SUMS.values()})
-        raise ConfigurationError(f"Elements of {dtype} cannot be summed; convert it to one of {', '.join(sums)}")
-    return numpy_reduction(name)
+        names = ", ".join(sorted({*DTYPES, *_TORCH_SUMS.values()}))
+        raise ConfigurationError(
+            f"Elements of {dtype} cannot be summed or compared; convert the tensor to one of {names}"
+        )
+    return numpy_reduction(name, op)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"``."""
+    return str(dtype).removeprefix("torch.")

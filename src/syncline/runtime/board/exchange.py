@@ -84,6 +84,10 @@ class Part:
     exchange: Exchange
 
 
+_Key = tuple[int, int, str, str, str, str]
+"""All that the ranks must agree on: schedule, layout, and what the numbers are and become."""
+
+
 class Parts:
     """Prepares calls for the board, and remembers them."""
 
@@ -92,17 +96,18 @@ class Parts:
         self._payload_bytes = payload_bytes
         self._max_parts = max_parts
         self._describer = Describer(max_parts)
-        self._parts: dict[tuple[int, int, str], Part] = {}
+        self._parts: dict[_Key, Part] = {}
 
     def of(self, call: CollectiveCall) -> Part | None:
         """Return this rank's part in ``call``; None if it is not for the board."""
         if call.buffer.nbytes > self._payload_bytes:
             return None
-        key = (id(call.schedule), id(call.layout), call.reduction.dtype)
+        reduction = call.reduction
+        key = (id(call.schedule), id(call.layout), reduction.dtype, reduction.op, call.op, call.elements)
         known = self._parts.get(key)
         return known if known is not None else self._prepare(key, call)
 
-    def _prepare(self, key: tuple[int, int, str], call: CollectiveCall) -> Part | None:
+    def _prepare(self, key: _Key, call: CollectiveCall) -> Part | None:
         exchange = exchange_for(call, self._rank)
         if exchange is None:
             return None
