@@ -192,7 +192,7 @@ def test_a_fault_of_our_own_ends_the_call_on_every_rank(at_a_board):
     communicators = at_a_board(2)
 
     class Broken:
-        dtype, itemsize = "float32", 4
+        dtype, itemsize, op = "float32", 4, "sum"
 
         def add(self, into, other):
             raise AssertionError
