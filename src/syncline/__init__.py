@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from syncline.cli.launcher.function import launch
     from syncline.errors import (
         CheckpointError,
         ConfigurationError,
@@ -34,18 +35,22 @@ if TYPE_CHECKING:
         UnitError,
         UpdateError,
     )
+    from syncline.pytorch import data
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
     from syncline.pytorch.fleet import Fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
+    from syncline.pytorch.registry import current_fleet
     from syncline.topology import Topology
     from syncline.topology.priorities import Priorities
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
     "init": "syncline.pytorch.fleet",
+    "current_fleet": "syncline.pytorch.registry",
+    "launch": "syncline.cli.launcher.function",
     "distribute": "syncline.pytorch.distribute",
     "Sharded": "syncline.updates",
     "AllReduce": "syncline.updates",
@@ -86,8 +91,13 @@ _HOMES = {
     "SynclineWarning": "syncline.errors",
 }
 
+_MODULES = {"data": "syncline.pytorch.data"}
+
 __all__ = [
     "init",
+    "current_fleet",
+    "launch",
+    "data",
     "distribute",
     "Sharded",
     "AllReduce",
@@ -130,9 +140,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its home."""
+    """Load a public name from its home, or a public module."""
     if name == "__version__":
         return import_module("importlib.metadata").version("syncline")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'syncline' has no attribute {name!r}")

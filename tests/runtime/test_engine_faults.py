@@ -223,8 +223,7 @@ def test_closing_ends_the_own_calls(in_memory):
 
 
 class _Broken:
-    dtype = "float32"
-    itemsize = 4
+    dtype, itemsize, op = "float32", 4, "sum"
 
     def add(self, into, other):
         raise ZeroDivisionError("planted")

@@ -39,7 +39,7 @@ def clear_current_fleet(fleet: Fleet) -> None:
 
 
 def current_fleet() -> Fleet:
-    """Return the fleet that ``syncline.init()`` made."""
+    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
     if _current is None:
         raise ConfigurationError("There is no fleet; call syncline.init() first")
     return _current

@@ -1,0 +1,48 @@
+"""Data sets for a fleet: which samples each rank takes. Public as ``syncline.data``."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DistributedSampler
+
+from syncline.errors import ConfigurationError
+from syncline.pytorch.registry import current_fleet
+
+if TYPE_CHECKING:
+    from syncline.pytorch.fleet import Fleet
+
+
+def sampler(
+    dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None
+) -> DistributedSampler[Any]:
+    """Return a sampler that gives each rank its own part of ``dataset``, for ``DataLoader(dataset, sampler=...)``.
+
+    Every rank takes as many samples, so all loaders have as many batches: where the samples do not divide evenly, some
+    are taken twice, or with ``drop_last`` the last ones not at all. ``shuffle`` draws the order from ``seed``, which
+    must be the same on all ranks, and from the epoch: call ``sampler.set_epoch(epoch)`` before each, or all epochs have
+    the same order. ``fleet``: default, the one that ``syncline.init()`` made.
+
+    Raises :class:`ConfigurationError` for a data set without a length or without samples, or if there is no fleet.
+    """
+    if not isinstance(dataset, Sized) or not len(dataset):
+        raise ConfigurationError(
+            f"A sampler divides the samples of a data set, so it needs their number, and this {type(dataset).__name__} "
+            f"has {'none' if isinstance(dataset, Sized) else 'no length'}; let each rank read its own part of a stream "
+            "(every fleet.world_size-th sample, from the fleet.rank-th on)"
+        )
+    fleet = fleet if fleet is not None else current_fleet()
+    if drop_last and len(dataset) < fleet.world_size:
+        raise ConfigurationError(
+            f"{len(dataset)} samples are too few for {fleet.world_size} ranks with drop_last=True: nothing would be "
+            "left; give more samples, or leave drop_last out"
+        )
+    return DistributedSampler(
+        dataset,  # type: ignore[arg-type]  # it asks for the length alone
+        num_replicas=fleet.world_size,
+        rank=fleet.rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
