@@ -29,7 +29,7 @@ def indices(fleet: Fleet, num_epochs: int = 1, **settings: Any) -> list[list[int
 
 
 def test_every_sample_is_taken_by_some_rank_and_all_take_as_many(run_fleets: Any) -> None:
-    parts = [part for (part,) in run_fleets(3, lambda fleet: indices(fleet))]
+    parts = [part for (part,) in run_fleets(3, indices)]
     assert [len(part) for part in parts] == [4, 4, 4]
     taken = Counter(one for part in parts for one in part)
     assert set(taken) == set(range(10))

@@ -2,5 +2,5 @@
 
 ``job`` says what to start, ``environment`` what each rank is told, ``supervisor`` decides (no I/O), ``lines`` cuts
 output into whole lines, ``failure`` words what went wrong; ``process`` and ``session`` do what the others decided, in a
-``folder`` of their own.
+``folder`` of their own. ``function`` is ``syncline.launch``, the door for a notebook, and ``called`` what it starts.
 """

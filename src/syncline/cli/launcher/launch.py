@@ -33,6 +33,8 @@ class Request:
     topology: str | None = None
     num_ranks: int | None = None
     host: str | None = None
+    starts_all: bool = False
+    """Start all ranks here, whatever this machine is called."""
     master: str | None = None
     secret_file: Path | None = None
     trace: Path | None = None
@@ -46,7 +48,9 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     if request.trace:
         check_trace_place(request.trace)
     topology, named_as = _find_topology(request)
-    host = choose_host(topology, asked=request.host, environment=os.environ) if named_as else None
+    host = None
+    if named_as and not request.starts_all:
+        host = choose_host(topology, asked=request.host, environment=os.environ)
     is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
     master = choose_master(
         asked=request.master, environment=os.environ, is_whole=is_whole, free_port=find_free_port(), host=host

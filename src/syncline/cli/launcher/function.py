@@ -1,0 +1,135 @@
+"""``syncline.launch``: call a function on several ranks of this machine, from a notebook or a script.
+
+Forked ranks would inherit the caller's threads of OpenMP, CUDA and open fleets, none of which survives a fork; ranks
+that are started afresh do not know what a notebook's cell defines. So they are started afresh, and the function travels
+by value (cloudpickle), as do the results. They belong to a launcher process of their own, the one of ``syncline run``:
+a notebook's kernel has threads and an event loop already, and if it dies, the launcher ends the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO, TypeVar
+
+import cloudpickle
+
+from syncline.cli.launcher.folder import own_folder
+from syncline.errors import ConfigurationError, LaunchError
+from syncline.topology import Topology
+
+Result = TypeVar("Result")
+
+DEFAULT_RANKS = 4
+END_S = 10.0
+"""The launcher ends all ranks faster; this is for one that does not answer."""
+CALL, REPORT = "call.pickle", "report"
+BOOT = """
+import json, sys
+folder, sys.path[:] = sys.argv[2], json.loads(sys.argv[3])
+from syncline.cli.launcher import called
+getattr(called, sys.argv[1])(folder)
+"""
+
+
+def launch(
+    function: Callable[..., Result],
+    args: Sequence[Any] = (),
+    ranks: int | None = None,
+    topology: str | Path | Topology | None = None,
+) -> list[Result]:
+    """Call ``function(*args)`` on each of ``ranks`` processes of this machine; return the results in rank order.
+
+    The function calls ``syncline.init()`` as a script would. It may be defined anywhere, a notebook's cell included;
+    what it refers to, its arguments and its results are copied to and from the ranks. ``topology``: a file, the name of
+    a shipped topology, or a :class:`Topology`, all of whose ranks start here. ``ranks``: default 4, or the topology's.
+    What the ranks print appears here, each line after its rank.
+
+    Raises ``ConfigurationError`` and ``TopologyError`` for what cannot be started, and :class:`LaunchError` if a rank
+    fails, with the rank and its traceback, after all others have been ended: at most 10 s after the failure. On Ctrl-C
+    (a notebook's "interrupt") it ends all ranks too.
+    """
+    if ranks is not None and ranks < 1:
+        raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
+    shape = topology if isinstance(topology, Topology) or topology is None else Topology.load(topology)
+    if shape is not None and ranks is not None:
+        shape.check_world_size(ranks)
+    with own_folder() as folder:
+        (folder / CALL).write_bytes(_pickled_call(function, args))
+        asked = {
+            "ranks": DEFAULT_RANKS if ranks is None and shape is None else ranks,
+            "topology": None if shape is None else str(_written(shape, folder)),
+            "folder": str(folder),
+            "parent": os.getpid(),
+        }
+        code = _run(boot_command("supervise", json.dumps(asked)))
+        if code:
+            report = folder / REPORT
+            raise LaunchError(report.read_text() if report.exists() else f"the launcher ended with exit code {code}")
+        num_ranks = len(list(folder.glob("result-*.pickle")))
+        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in range(num_ranks)]  # noqa: S301
+
+
+def boot_command(entry: str, argument: str) -> tuple[str, ...]:
+    """Return what starts a process that calls ``called.entry(argument)`` and finds all modules that this one finds."""
+    return (sys.executable, "-c", BOOT, entry, argument, json.dumps([str(place) for place in sys.path]))
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Say where ``rank`` leaves its result."""
+    return folder / f"result-{rank}.pickle"
+
+
+def _pickled_call(function: Callable[..., object], args: Sequence[Any]) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps((function, tuple(args)))
+    except Exception as error:  # a class can raise anything there
+        raise ConfigurationError(
+            f"{function!r} and its arguments must be copied to the ranks, but cannot be pickled: {error}; make what "
+            "cannot be copied (open files, locks, fleets) inside the function"
+        ) from error
+    return pickled
+
+
+def _written(topology: Topology, folder: Path) -> Path:
+    path = folder / "topology.yaml"
+    path.write_text(topology.to_yaml())
+    return path
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the launcher, and write what it writes to this process's (or this notebook's) output."""
+    # a group of its own: Ctrl-C comes here alone, and the launcher is told once
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = threading.Thread(target=_copy, args=(process.stderr, sys.stderr), name="syncline launch", daemon=True)
+    errors.start()
+    try:
+        _copy(process.stdout, sys.stdout)
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()  # which ends the ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()
+            process.wait()
+        errors.join(END_S)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _copy(pipe: IO[bytes], stream: TextIO) -> None:
+    for line in pipe:
+        stream.write(line.decode(errors="replace"))
+        stream.flush()
