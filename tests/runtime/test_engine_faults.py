@@ -116,6 +116,25 @@ def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
     assert_nothing_is_posted(communicators[:2])
 
 
+def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory):
+    communicators = in_memory(3)
+    schedule = communicators[0].plan(Collective.BROADCAST, 4)
+    alone = CollectiveCall(
+        stream=5,
+        schedule=schedule,
+        layout=communicators[0].layout(schedule, 1, 4),
+        buffer=view(1),
+        reduction=FLOAT32,
+        label="save(): call it on every rank",
+        timeout_s=1.0,
+    )
+    works = [communicators[0].submit(alone)]
+    works += [communicator.all_reduce(view(10), FLOAT32, timeout_s=0.8) for communicator in communicators[1:]]
+    for error in errors_of(works):
+        assert isinstance(error, DeadlineError)
+        assert "save(): call it on every rank" in str(error)
+
+
 def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):
     communicators = in_memory(3)
     impatient = communicators[0].barrier(timeout_s=0.1)

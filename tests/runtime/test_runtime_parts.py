@@ -164,8 +164,8 @@ def test_control_messages_survive_the_wire():
     failure = control.Failure(reason="deadline", text="x" * 10_000, rank=3, host="b1")
     *_, body = control.decode_head(control.encode_failure(failure))
     assert control.decode_failure(body).text == "x" * 3000
-    *_, body = control.decode_head(control.encode_waiting(1, 2, {5, 3}))
-    assert control.decode_waiting(body) == {3, 5}
+    *_, body = control.decode_head(control.encode_waiting(1, 2, {5, 3}, "a call"))
+    assert control.decode_waiting(body) == ({3, 5}, "a call")
 
 
 def test_leaving_many_streams_takes_several_messages():

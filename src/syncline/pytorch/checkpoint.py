@@ -46,7 +46,7 @@ def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     if not crew.saves:
         return
     crew.synchronize()
-    together = _Together(crew, target)
+    together = _Together(crew, target, "save_checkpoint()")
     together.run("cannot make a folder", lambda: _begin(target, crew, extra))
     try:
         _fill(target, model, optimizer, crew, extra)
@@ -57,7 +57,7 @@ def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _fill(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
-    together = _Together(crew, target)
+    together = _Together(crew, target, "save_checkpoint()")
     entries = crew.entries()
     catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
     parts = together.run("cannot write its part", lambda: _write(target, model, crew, entries))
@@ -82,7 +82,7 @@ def load_checkpoint(
     target = Path(path).absolute()
     crew = crew_of(model, optimizer)
     crew.synchronize()
-    together = _Together(crew, target)
+    together = _Together(crew, target, "load_checkpoint()")
     together.run("cannot read the checkpoint", lambda: _check(target, crew))
     folder = place.find(target)
     manifest = place.read_manifest(folder)
@@ -103,11 +103,12 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
 
 
 class _Together:
-    """Lets all ranks do a thing, and all fail if one does."""
+    """Lets all ranks do a thing in the user's ``call``, and all fail if one does."""
 
-    def __init__(self, crew: Crew, target: Path) -> None:
+    def __init__(self, crew: Crew, target: Path, call: str) -> None:
         self._crew = crew
         self._target = target
+        self._call = call
 
     def run(self, what: str, action: Callable[[], Any]) -> list[Any]:
         """Return what each rank's ``action`` returned."""
@@ -118,7 +119,7 @@ class _Together:
             problem = str(error)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
             problem, cause = _root_of(error), error
-        answers = self._crew.exchange({"problem": problem, "result": result})
+        answers = self._crew.exchange({"problem": problem, "result": result}, self._call)
         ranks_by_problem: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             if answer["problem"]:

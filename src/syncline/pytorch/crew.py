@@ -15,6 +15,7 @@ from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.registry import trainings_of
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
+from syncline.updates.control import every_rank
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
 
 
@@ -33,8 +34,8 @@ class Crew:
         parameters = list(named)
         self._places = [(slot, parameters[slot.position]) for plan in plans for slot in plan.slots]
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
+    def exchange(self, value: Any, call: str) -> list[Any]:  # noqa: ARG002 - nobody else can miss the call
+        """Return every rank's value, in rank order; ``call`` is the user's, which errors name."""
         return [json.loads(json.dumps(value))]
 
     def synchronize(self) -> None:
@@ -91,9 +92,9 @@ class FleetCrew(Crew):
         self._control = training.updater.channel.control
         self.rank, self.world_size = self._control.rank, self._control.world_size
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, call: str) -> list[Any]:
         """Return every rank's value, in rank order."""
-        return self._control.exchange(value, "checkpoint")
+        return self._control.exchange(value, every_rank(call))
 
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""

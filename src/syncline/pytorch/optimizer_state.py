@@ -12,6 +12,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket
+from syncline.updates.control import every_rank
 from syncline.updates.state import StateEntry, whole_state
 
 Values = dict[str, dict[str, Any]]
@@ -26,10 +27,10 @@ def gather_state(updater: Updater) -> dict[str, Any]:
 
 
 def collect_state(updater: Updater) -> Values:
-    """Return the state of each parameter, by name, on every rank; a collective."""
+    """Return the state of each parameter, by name, on every rank; a collective, in ``optimizer.state_dict()`` alone."""
     entries = updater.state_entries()
     catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
-    for part in updater.channel.control.exchange(describe_state(entries), "catalogue of optimizer state"):
+    for part in updater.channel.control.exchange(describe_state(entries), every_rank("optimizer.state_dict()")):
         for name, keys in part.items():
             catalogue[name].update(keys)
     state: Values = {name: _singles(keys) for name, keys in catalogue.items()}

@@ -137,7 +137,7 @@ class Describer:
         """Describe ``call`` to the other ranks."""
         kind = call.schedule.collective.value
         layout = self._digest(call.layout)
-        meaning = f"{call.meaning}; " if call.meaning else ""
+        meaning = f"{call.meaning}; " if call.meaning and call.meaning != call.label else ""
         return Description(
             identity=f"{kind} {call.numbers} {call.meaning} {call.schedule.digest} {layout}",
             text=f"{kind} of {call.numbers} ({meaning}{call.what[:200]}; "

@@ -2,7 +2,7 @@
 
 =========  =============================================================================================
 DESCRIBE   to the next rank, for every call: what it is, so that calls that differ are found on every rank
-WAITING    to all, at half of a call's deadline: whom I wait for, so that the error can name the culprit
+WAITING    to all, at half of a call's deadline: whom I wait for in what, so that the error can name the culprit
 FAILED     to all: I have given up, and why; whatever waits for me may stop waiting
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
 =========  =============================================================================================
@@ -23,6 +23,7 @@ from syncline.runtime.call import Description
 
 _HEAD = struct.Struct("<BHI")
 _LEFT = struct.Struct("<HI")
+_COUNT = struct.Struct("<I")
 _MAX_TEXT = 3000
 
 
@@ -56,15 +57,19 @@ def decode_description(body: bytes) -> Description:
     return Description(identity=identity, text=text)
 
 
-def encode_waiting(stream: int, number: int, peers: Iterable[int]) -> bytes:
-    """Encode a WAITING message."""
-    numbers = sorted(peers)[: MAX_CONTROL_BYTES // 4 - 8]
-    return _HEAD.pack(ControlKind.WAITING, stream, number) + struct.pack(f"<{len(numbers)}I", *numbers)
+def encode_waiting(stream: int, number: int, peers: Iterable[int], what: str) -> bytes:
+    """Encode a WAITING message; ``what`` names the call."""
+    text = what.encode()[:_MAX_TEXT]
+    numbers = sorted(peers)[: (MAX_CONTROL_BYTES - len(text)) // 4 - 8]
+    head = _HEAD.pack(ControlKind.WAITING, stream, number)
+    return head + struct.pack(f"<{1 + len(numbers)}I", len(numbers), *numbers) + text
 
 
-def decode_waiting(body: bytes) -> frozenset[int]:
-    """Decode the body of a WAITING message."""
-    return frozenset(struct.unpack(f"<{len(body) // 4}I", body[: len(body) // 4 * 4]))
+def decode_waiting(body: bytes) -> tuple[frozenset[int], str]:
+    """Decode the body of a WAITING message: who is waited for, and in what."""
+    (count,) = _COUNT.unpack_from(body)
+    end = _COUNT.size * (1 + count)
+    return frozenset(struct.unpack(f"<{count}I", body[_COUNT.size : end])), body[end:].decode(errors="replace")
 
 
 def encode_failure(failure: Failure) -> bytes:

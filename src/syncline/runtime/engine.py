@@ -68,6 +68,8 @@ class Engine:
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
         self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
+        self._early_labels: dict[CallKey, dict[int, str]] = {}
+        """In which calls others wait that this rank has not made."""
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
@@ -170,7 +172,7 @@ class Engine:
             is_agreed, disagreement = self._agreement.heard(key, peer, control.decode_description(body))
             self._judge(key, is_agreed, disagreement)
         elif kind is ControlKind.WAITING:
-            self._note_waiting(key, number, peer, control.decode_waiting(body))
+            self._note_waiting(key, number, peer, *control.decode_waiting(body))
         elif kind is ControlKind.FAILED:
             failure = control.decode_failure(body)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
@@ -191,12 +193,13 @@ class Engine:
             return
         self._fabric.send_control(peer, control.encode_description(stream, active.number, active.description))
 
-    def _note_waiting(self, key: CallKey, number: int, peer: int, awaited: frozenset[int]) -> None:
+    def _note_waiting(self, key: CallKey, number: int, peer: int, awaited: frozenset[int], what: str) -> None:
         active = self._calls.get(key)
         if active is not None:
             active.awaited[peer] = awaited
         elif number >= self._next_numbers.get(key[0], 0):
             self._early_waiting.setdefault(key, {})[peer] = awaited
+            self._early_labels.setdefault(key, {})[peer] = what
 
     def _peer_leaves(self, peer: int) -> None:
         num_completed = self._completed_by[peer]
@@ -256,6 +259,7 @@ class Engine:
         key = (active.call.stream, active.number & NUMBER_MASK)
         self._calls[key] = active
         active.awaited = self._early_waiting.pop(key, {})
+        self._early_labels.pop(key, None)
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
         if self._world_size > 1:
             payload = control.encode_description(active.call.stream, active.number, active.description)
@@ -305,7 +309,7 @@ class Engine:
     def _half_time(self, active: ActiveCall) -> None:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
         peers = active.awaited_peers(self._predecessor)
-        self._tell_all(control.encode_waiting(active.call.stream, active.number, peers))
+        self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active)
 
     def _time_over(self, active: ActiveCall) -> None:
@@ -318,7 +322,8 @@ class Engine:
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
-        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names)
+        elsewhere = [labels[peer] for labels in self._early_labels.values() if peer in labels]
+        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names, elsewhere)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""

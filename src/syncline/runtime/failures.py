@@ -51,12 +51,15 @@ def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[i
     return PeerLostError(text, rank=members[failure.rank], host=failure.host)
 
 
-def accuse(whom: str, silent_s: float, call: CollectiveCall, waiters: Collection[int]) -> str:
-    """Say that a rank did not do its part of ``call``, and who waits for it."""
-    return (
+def accuse(
+    whom: str, silent_s: float, call: CollectiveCall, waiters: Collection[int], elsewhere: Sequence[str] = ()
+) -> str:
+    """Say that a rank did not do its part of ``call``, who waits for it, and in which other call it waits itself."""
+    text = (
         f"{whom} sent nothing for {silent_s:.1f} s during {call.what} (deadline {call.timeout_s:g} s); "
         f"{wait_for(waiters, 'it')}"
     )
+    return f"{text}, and it waits in {elsewhere[0]}, which was not called here" if elsewhere else text
 
 
 def late(call: CollectiveCall, accused: list[str], *, rank: int, host: str) -> Failure:

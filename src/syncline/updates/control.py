@@ -17,8 +17,16 @@ URGENCY = -1
 """Before every bucket: these calls are small, and everybody waits for them."""
 
 
+def every_rank(call: str) -> str:
+    """Return the label of what happens in a user's ``call``: in errors it tells those who called it on some ranks."""
+    return f"{call}: call it on every rank"
+
+
 class ControlStream:
-    """Sums, broadcasts and exchanges of small values between all ranks."""
+    """Sums, broadcasts and exchanges of small values between all ranks.
+
+    A label is the same on all ranks; calls with different ones are different calls.
+    """
 
     def __init__(self, communicator: Communicator, *, stream: int, timeout_s: float) -> None:
         self._communicator = communicator
@@ -57,7 +65,7 @@ class ControlStream:
     def exchange(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (what JSON can say), in rank order."""
         payload = json.dumps(value).encode()
-        sizes = [int(size) for size in self.gather_numbers(len(payload), f"sizes of {label}")]
+        sizes = [int(size) for size in self.gather_numbers(len(payload), f"{label} (sizes)")]
         joined = torch.zeros(sum(sizes), dtype=torch.uint8)
         start = sum(sizes[: self.rank])
         joined[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -73,6 +81,7 @@ class ControlStream:
             buffer=bytes_of(tensor),
             reduction=reduction_for(tensor.dtype),
             urgency=URGENCY,
+            op=label,
             label=label,
             timeout_s=self._timeout_s,
         )

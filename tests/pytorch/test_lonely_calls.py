@@ -1,0 +1,63 @@
+"""Calls that every rank must make, made by one alone: the errors on all ranks say so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.errors import DeadlineError, MismatchError
+from syncline.pytorch.checkpoint import save_checkpoint
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.updates import AllReduce, Sharded, UpdateRule
+
+CALLS: dict[str, Callable[[Path, nn.Module, Any], object]] = {
+    "save_checkpoint": save_checkpoint,
+    "optimizer.state_dict": lambda _, __, optimizer: optimizer.state_dict(),
+}
+
+
+WORLD = 3
+FAILURES = (MismatchError, DeadlineError)
+"""Closing a fleet raises what went wrong since the last step once more."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("save_checkpoint", AllReduce()), ("save_checkpoint", Sharded()), ("optimizer.state_dict", Sharded())],
+    ids=["save, all-reduce", "save, sharded", "state, sharded"],
+)
+@pytest.mark.parametrize("lonely_rank", [0, 2])
+def test_the_error_on_every_rank_says_to_call_it_on_every_rank(
+    lonely_rank: int, name: str, rule: UpdateRule, run_fleets: Any, tmp_path: Path
+) -> None:
+    have_failed = threading.Barrier(WORLD)
+    errors: list[BaseException] = []
+
+    def go_on(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(10):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(fleet: Fleet) -> None:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4)
+        model, optimizer = distribute(module, torch.optim.AdamW(module.parameters()), rule, fleet=fleet)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(FAILURES) as caught:
+            CALLS[name](tmp_path / "run", model, optimizer) if fleet.rank == lonely_rank else go_on(model, optimizer)
+        errors.append(caught.value)
+        have_failed.wait(30)
+
+    run_fleets(WORLD, body, timeout_s=3.0, accept=FAILURES)
+    assert len(errors) == WORLD
+    for error in errors:
+        assert f"{name}(): call it on every rank" in str(error)
