@@ -65,13 +65,18 @@ def plan_model(named: Named, *, bucket_bytes: int) -> tuple[BucketPlan, ...]:
 
 
 def flatten(named: Named, plans: tuple[BucketPlan, ...]) -> tuple[Bucket, ...]:
-    """Allocate the buckets and make each parameter's data a view of its place there."""
+    """Allocate the buckets and make each parameter's data a view of its place there.
+
+    A bucket of parameters of which one is in shared memory (``model.share_memory()``) is in shared memory too.
+    """
     parameters = list(named)
     return tuple(_fill(plan, [parameters[slot.position] for slot in plan.slots]) for plan in plans)
 
 
 def _fill(plan: BucketPlan, owners: list[nn.Parameter]) -> Bucket:
     flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
+    if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):
+        flat.share_memory_()
     for slot, parameter in zip(plan.slots, owners, strict=True):
         view = slot.view(flat)
         view.copy_(parameter.data)
