@@ -11,6 +11,7 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncline
 
@@ -29,16 +30,19 @@ def main() -> None:
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
+    dataset = TensorDataset(images[:-NUM_TEST_IMAGES], labels[:-NUM_TEST_IMAGES])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with syncline.init() as fleet:
-        model, optimizer = syncline.distribute(model, optimizer, update=update, samples="batch")
-        for _ in range(NUM_EPOCHS):
-            for batch in torch.randperm(len(images) - NUM_TEST_IMAGES).split(BATCH_SIZE):
-                own = batch.tensor_split(fleet.world_size)[fleet.rank]  # parts may differ in size: means are weighted
-                loss = nn.functional.cross_entropy(model(images[own]), labels[own])
+        model, optimizer = syncline.distribute(model, optimizer, update=update)
+        sampler = syncline.data.sampler(dataset)  # as many samples on each rank, so all batches count alike
+        loader = DataLoader(dataset, batch_size=max(1, BATCH_SIZE // fleet.world_size), sampler=sampler)
+        for epoch in range(NUM_EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch_images, batch_labels in loader:
+                loss = nn.functional.cross_entropy(model(batch_images), batch_labels)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -10,6 +10,7 @@ one at a time, each by a function of its own, so no process ever holds the whole
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import syncline
 
@@ -32,6 +33,7 @@ def main() -> None:
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
+    dataset = TensorDataset(images[:-NUM_TEST_IMAGES], labels[:-NUM_TEST_IMAGES])
     stages = [lambda number=number: make_stage(number) for number in range(len(WIDTHS) - 1)]
 
     with syncline.init() as fleet:
@@ -40,13 +42,14 @@ def main() -> None:
             lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
             loss=nn.functional.cross_entropy,
         )
-        torch.manual_seed(0)
         num_pairs = fleet.world_size // 2
         pair = min(fleet.rank, trainer.partner) // 2  # without a topology file, ranks 0 and 1 are a pair, 2 and 3 ...
-        for _ in range(NUM_EPOCHS):
-            for batch in torch.randperm(len(images) - NUM_TEST_IMAGES).split(BATCH_SIZE):
-                own = batch.tensor_split(num_pairs)[pair]
-                trainer.step(images[own], labels[own])
+        sampler = DistributedSampler(dataset, num_replicas=num_pairs, rank=pair)  # the same samples for both of a pair
+        loader = DataLoader(dataset, batch_size=max(1, BATCH_SIZE // num_pairs), sampler=sampler)
+        for epoch in range(NUM_EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch_images, batch_labels in loader:
+                trainer.step(batch_images, batch_labels)
         output = trainer.evaluate(images[-NUM_TEST_IMAGES:])
         statistics = trainer.statistics()
         if output is not None:  # on the rank of each pair that computes the last stage
