@@ -86,6 +86,19 @@ def test_large_messages_wait_for_their_receives(anywhere):
     check_against_oracle(anywhere, topology, schedule, Layout.build(schedule, 100_000, 30_000), "float32", seed=3)
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extrema_of_large_buffers(anywhere, op):
+    topology = Topology.load("two-racks-5-3")
+    communicators = anywhere(8, topology, seed=3, max_inflight_bytes=100_000)
+    buffers = random_buffers(8, 50_000, "float32", 3)
+    expected = {"max": np.max, "min": np.min}[op](buffers, axis=0)
+    adds = numpy_reduction("float32", op)
+    works = [c.all_reduce(memoryview(b).cast("B"), adds) for c, b in zip(communicators, buffers, strict=True)]
+    for work in works:
+        work.wait(30)
+    assert all(buffer.tobytes() == expected.tobytes() for buffer in buffers)
+
+
 def recursive_doubling(num_ranks):
     """Every rank sends the whole range to its partner while it receives into the same range: all hazards at once."""
     rows = []
