@@ -19,6 +19,7 @@ WITHOUT_TORCH = (
     "syncline.report",
     "syncline.machines",
     "syncline.cli.main",
+    "syncline.cli.launcher.called",
 )
 
 
