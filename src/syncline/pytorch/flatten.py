@@ -75,8 +75,8 @@ def flatten(named: Named, plans: tuple[BucketPlan, ...]) -> tuple[Bucket, ...]:
 
 def _fill(plan: BucketPlan, owners: list[nn.Parameter]) -> Bucket:
     flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
-    if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):
-        flat.share_memory_()
+    if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):  # type: ignore[no-untyped-call]
+        flat.share_memory_()  # type: ignore[no-untyped-call]
     for slot, parameter in zip(plan.slots, owners, strict=True):
         view = slot.view(flat)
         view.copy_(parameter.data)
