@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.errors import ConfigurationError, MismatchError
+from syncline.errors import ConfigurationError, MismatchError, SynclineError
 from syncline.pytorch.fleet import Fleet
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
@@ -249,3 +249,14 @@ def test_what_makes_no_sense_is_refused(run_fleets: Any) -> None:
             fleet.broadcast(torch.ones(3), root=2)
 
     run_fleets(2, body)
+
+
+@pytest.mark.parametrize("is_on_board", [False, True])
+def test_a_rank_that_ends_with_the_error_lets_the_others_read_it(is_on_board: bool, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        if is_on_board:
+            fleet.communicator.open_board()
+        fleet.gather(torch.ones(2), dst=int(fleet.rank == 0))
+        fleet.barrier()
+
+    assert {type(error) for error in run_fleets(3, body, accept=SynclineError)} == {MismatchError}
