@@ -10,7 +10,9 @@ from fabric_scenarios import Recorder
 from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
+from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
+from syncline.fabric.shared_host import Offer
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -46,6 +48,74 @@ def refused(*steps, match, **settings):
 
 def test_data_that_was_not_granted():
     refused((0, FrameType.DATA, {"tag": 5, "message_bytes": 10, "payload": b"x" * 10}), match="were not granted")
+
+
+async def read_headers(fabric, connection_class, num_headers):
+    """Wait until the fabric has read so many headers of a data connection."""
+    async with asyncio.timeout(10):
+        while True:
+            found = fabric.statistics().connections
+            if any(c.connection_class == connection_class and c.overhead_bytes >= num_headers * HEADER_BYTES for c in found):
+                return
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_claimed", [200_000, 100_000], ids=["whole", "half"])
+def test_a_granted_chunk_on_two_connections_lands_once(num_claimed):
+    """The second claim would outlive the message, or count its bytes twice and report a message that is not whole."""
+
+    async def scenario(fabric, peer, recorder):
+        received = []
+        destination = memoryview(bytearray(200_000))
+        fabric.receive(1, 7, destination, signature=5, urgency=0, on_received=lambda: received.append(7))
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=200_000)
+        header, _ = await peer.read_until(FrameType.GRANT)
+        assert header.message_bytes == 200_000
+        payload = b"A" * num_claimed
+        frames = [
+            encode_header(FrameType.DATA, k, tag=7, signature=5, message_bytes=200_000, payload=payload) + payload
+            for k in range(2)
+        ]
+        before = {c.connection_class: c.overhead_bytes // HEADER_BYTES for c in fabric.statistics().connections}
+        await peer.send(1, frames[1][:60])
+        await read_headers(fabric, 1, before[1] + 1)
+        await peer.send(0, frames[0])
+        await recorder.wait_until(lambda: recorder.lost)
+        text = f"bytes 0 to {num_claimed} of message 0x7 are sent again while they arrive on another connection"
+        assert f"rank 1 (host evil) broke the protocol: {text}" in str(recorder.lost[1])
+        assert not received
+
+    run(scenario, num_classes=2, shares_memory=False)
+
+
+def test_an_empty_chunk_of_a_granted_message():
+    async def scenario(fabric, peer, recorder):
+        fabric.receive(1, 7, memoryview(bytearray(90_000)), signature=5, urgency=0, on_received=lambda: None)
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=90_000)
+        await peer.read_until(FrameType.GRANT)
+        await peer.frame(0, FrameType.DATA, tag=7, signature=5, message_bytes=90_000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "bytes 0 to 0 of message 0x7 were not granted" in str(recorder.lost[1])
+
+    run(scenario, shares_memory=False)
+
+
+def test_an_empty_chunk_of_a_message_that_is_copied_out_of_memory(monkeypatch):
+    begun = asyncio.Event()
+    monkeypatch.setattr(Fetcher, "add", lambda *_: begun.set())  # the copy never ends
+
+    async def scenario(fabric, peer, recorder):
+        offer = Offer()
+        await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
+        await peer.read_until(FrameType.ACCEPT)
+        fabric.receive(1, 7, memoryview(bytearray(90_000)), signature=5, urgency=0, on_received=lambda: None)
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=90_000, offset=4096)
+        await begun.wait()
+        await peer.frame(0, FrameType.DATA, tag=7, signature=5, message_bytes=90_000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "bytes 0 to 0 of message 0x7 were not granted" in str(recorder.lost[1])
+
+    run(scenario)
 
 
 def test_more_than_the_credit():
