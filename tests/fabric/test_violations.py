@@ -12,7 +12,6 @@ from hostile_peer import open_hostile
 from syncline.errors import PeerLostError
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
-from syncline.fabric.shared_host import Offer
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -55,7 +54,9 @@ async def read_headers(fabric, connection_class, num_headers):
     async with asyncio.timeout(10):
         while True:
             found = fabric.statistics().connections
-            if any(c.connection_class == connection_class and c.overhead_bytes >= num_headers * HEADER_BYTES for c in found):
+            if any(
+                c.connection_class == connection_class and c.overhead_bytes >= num_headers * HEADER_BYTES for c in found
+            ):
                 return
             await asyncio.sleep(0)
 
@@ -105,7 +106,7 @@ def test_an_empty_chunk_of_a_message_that_is_copied_out_of_memory(monkeypatch):
     monkeypatch.setattr(Fetcher, "add", lambda *_: begun.set())  # the copy never ends
 
     async def scenario(fabric, peer, recorder):
-        offer = Offer()
+        offer = peer.offer_terms.make(target=0)
         await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
         await peer.read_until(FrameType.ACCEPT)
         fabric.receive(1, 7, memoryview(bytearray(90_000)), signature=5, urgency=0, on_received=lambda: None)

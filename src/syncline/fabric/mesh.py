@@ -19,10 +19,11 @@ from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.handshake import Terms, derive_key
+from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
+from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.fabric.wirings import open_wiring
@@ -56,12 +57,14 @@ async def connect_tcp(
         )
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=options.connect_s)
         _check_one_family(generation.members)
+        key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
         fabric = TcpFabric(
             rank=rank,
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology)),
+            offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )
     except BaseException:

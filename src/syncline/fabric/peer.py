@@ -8,7 +8,7 @@ from typing import Protocol
 
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.shared_host import Offer, accept_offer
+from syncline.fabric.shared_host import Offer, OfferTerms
 from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.wire import Wiring
@@ -48,13 +48,24 @@ class PeerEvents(Protocol):
 class Peer:
     """The state of one peer, from its first connection to its end."""
 
-    def __init__(self, rank: int, host: str, *, options: FabricOptions, wiring: Wiring, events: PeerEvents) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        *,
+        options: FabricOptions,
+        wiring: Wiring,
+        offer_terms: OfferTerms,
+        events: PeerEvents,
+    ) -> None:
         self.rank = rank
         self.host = host
         self.options = options
         self._events = events
         self._sockets: dict[int, socket.socket] = {}
+        self._offer_terms = offer_terms
         self._offer: Offer | None = None
+        self._has_offered = False
         self.is_ready = False
         """Whether the connections that a fabric begins with are there."""
         self.is_gone = False
@@ -173,7 +184,7 @@ class Peer:
         self.is_ready = True
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         if is_local:
-            self._offer = Offer()
+            self._offer = self._offer_terms.make(target=self.rank)
             self.send_frame(FrameType.OFFER, payload=self._offer.encode())
         self._events.on_ready(self)
 
@@ -204,7 +215,10 @@ class Peer:
         }
 
     def _on_offer(self, payload: bytes) -> None:
-        pid = accept_offer(payload) if self._offer is not None else None
+        if self._has_offered:
+            raise FrameError("it offers its memory twice")
+        self._has_offered = True
+        pid = self._offer_terms.accept(payload, source=self.rank) if self._offer is not None else None
         if pid is not None:
             self.wire.let_be_read(pid)
             self.send_frame(FrameType.ACCEPT)

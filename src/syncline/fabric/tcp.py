@@ -28,6 +28,7 @@ from syncline.fabric.protocol import (
     ReceiveSettings,
     SendSettings,
 )
+from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.statistics import FabricStatistics
 from syncline.fabric.wire import Wiring
 from syncline.topology.priorities import Priorities
@@ -67,6 +68,7 @@ class TcpFabric:
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
         wiring: Wiring,
+        offer_terms: OfferTerms,
         trace: TraceSink | None = None,
     ) -> None:
         self._rank = rank
@@ -77,7 +79,7 @@ class TcpFabric:
         self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
-            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, events=self)
+            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, offer_terms=offer_terms, events=self)
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
