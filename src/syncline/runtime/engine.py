@@ -19,11 +19,12 @@ from syncline.fabric import Fabric, PeerLeftError
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall, Done
-from syncline.runtime.agreement import Agreement, CallKey, Disagreement
+from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import CollectiveCall, Describer, trace_call
 from syncline.runtime.clock import Clock
-from syncline.runtime.control import ControlKind, Failure
+from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
 from syncline.runtime.native_walks import NativeWalker
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_walks import PythonWalker
@@ -56,7 +57,9 @@ class Engine:
         self._trace = trace if trace is not None else NullTrace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
-        self._agreement = Agreement(self._predecessor)
+        quota = EarlyQuota()
+        self._agreement = Agreement(self._predecessor, quota)
+        self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
         self._walker = _open_walker(
@@ -67,9 +70,6 @@ class Engine:
         self._num_submitted = 0
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
-        self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
-        self._early_labels: dict[CallKey, dict[int, str]] = {}
-        """In which calls others wait that this rank has not made."""
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
@@ -165,16 +165,23 @@ class Engine:
             self._fail(failure)
 
     def on_control(self, peer: int, payload: bytes) -> None:
-        """Take what another engine tells."""
+        """Take what another engine tells; what no engine tells ends all calls, and the error says who told it."""
+        try:
+            self._take_control(peer, payload)
+        except ControlError as error:
+            text = f"{self._fabric.describe_peer(peer)} broke the protocol: it told {error}"
+            self._fail(Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer)))
+
+    def _take_control(self, peer: int, payload: bytes) -> None:
         kind, stream, number, body = control.decode_head(payload)
         key = (stream, number & NUMBER_MASK)
         if kind is ControlKind.DESCRIBE:
             is_agreed, disagreement = self._agreement.heard(key, peer, control.decode_description(body))
             self._judge(key, is_agreed, disagreement)
         elif kind is ControlKind.WAITING:
-            self._note_waiting(key, number, peer, *control.decode_waiting(body))
+            self._note_waiting(key, number, peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.FAILED:
-            failure = control.decode_failure(body)
+            failure = control.decode_failure(body, self._world_size)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
             self._fail(here, tell=False)
         else:
@@ -198,8 +205,7 @@ class Engine:
         if active is not None:
             active.awaited[peer] = awaited
         elif number >= self._next_numbers.get(key[0], 0):
-            self._early_waiting.setdefault(key, {})[peer] = awaited
-            self._early_labels.setdefault(key, {})[peer] = what
+            self._early_waits.note(key, peer, awaited, what)
 
     def _peer_leaves(self, peer: int) -> None:
         num_completed = self._completed_by[peer]
@@ -258,8 +264,7 @@ class Engine:
     def _begin(self, active: ActiveCall) -> None:
         key = (active.call.stream, active.number & NUMBER_MASK)
         self._calls[key] = active
-        active.awaited = self._early_waiting.pop(key, {})
-        self._early_labels.pop(key, None)
+        active.awaited = self._early_waits.take(key)
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
         if self._world_size > 1:
             payload = control.encode_description(active.call.stream, active.number, active.description)
@@ -322,7 +327,7 @@ class Engine:
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
-        elsewhere = [labels[peer] for labels in self._early_labels.values() if peer in labels]
+        elsewhere = self._early_waits.calls_of(peer)
         return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names, elsewhere)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
