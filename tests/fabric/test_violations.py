@@ -2,6 +2,9 @@
 
 import asyncio
 import random
+import re
+import socket
+import struct
 import tracemalloc
 
 import loops
@@ -200,9 +203,45 @@ def test_garbage_in_place_of_a_frame():
 def test_half_a_frame_and_then_nothing_is_a_silent_loss():
     async def scenario(fabric, peer, recorder):
         await peer.send(0, encode_header(FrameType.EAGER, 0, tag=1, payload=b"x" * 50)[:20])
-        peer.close()
+        peer.sockets[0].shutdown(socket.SHUT_WR)
         await recorder.wait_until(lambda: recorder.lost)
-        assert "its process died or was killed" in str(recorder.lost[1])
+        text = "rank 1 (host evil) is lost: its side closed the connection without saying goodbye"
+        assert str(recorder.lost[1]).startswith(text)
+        assert "died" not in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_a_connection_that_is_reset_does_not_mean_that_a_process_died():
+    async def scenario(fabric, peer, recorder):
+        peer.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.sockets[0].close()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert str(recorder.lost[1]).startswith("rank 1 (host evil) is lost: the connection was reset by its side, or")
+        assert "died" not in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_a_rank_that_stood_still_does_not_blame_whoever_gave_it_up():
+    async def scenario(fabric, peer, recorder):
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        loop.time = lambda: now_s() + 60.0
+        peer.sockets[0].shutdown(socket.SHUT_WR)
+        await recorder.wait_until(lambda: recorder.lost)
+        text = r"rank 0 \(host .+\) did not run for 60\.. s \(it was stopped or suspended, .+\), and then found rank 1 "
+        assert re.match(text + r"\(host evil\) gone: it is lost: its side closed", str(recorder.lost[1]))
+
+    run(scenario)
+
+
+def test_what_a_peer_says_is_shown_in_one_line_and_bounded():
+    async def scenario(fabric, peer, recorder):
+        await peer.frame(-1, FrameType.LOST, tag=0, payload=b"says \x1b[2J\nERROR:" + b"x" * 9000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "because rank 0 says \\x1b[2J\\nERROR:xxx" in str(recorder.lost[1])
+        assert len(str(recorder.lost[1])) < 1200
 
     run(scenario)
 

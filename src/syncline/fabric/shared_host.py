@@ -33,6 +33,8 @@ NONCE_BYTES = 16
 TOKEN_BYTES = 32
 _OFFER = struct.Struct("!IQ32s")
 OFFER_BYTES = _OFFER.size
+_NOWHERE = 8
+"""An address at which nothing lies."""
 
 
 class _IoVec(ctypes.Structure):
@@ -80,6 +82,20 @@ def read_memory(pid: int, address: int, destination: memoryview) -> None:
             error = ctypes.get_errno()
             raise OSError(error, f"reading the memory of process {pid}: {os.strerror(error)}")
         done += copied
+
+
+def has_ended(pid: int) -> bool:
+    """Whether process ``pid``, whose memory could be read once, is known to have ended.
+
+    The kernel lets go of a process's memory before it closes its sockets.
+    """
+    try:
+        read_memory(pid, _NOWHERE, memoryview(bytearray(1)))
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class Offer:

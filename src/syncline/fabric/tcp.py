@@ -29,6 +29,7 @@ from syncline.fabric.protocol import (
     SendSettings,
 )
 from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics
 from syncline.fabric.wire import Wiring
 from syncline.topology.priorities import Priorities
@@ -94,6 +95,9 @@ class TcpFabric:
             suspect_s=options.suspect_s,
             dead_s=options.dead_s,
             now_s=self._loop.time(),
+        )
+        self._standstill = Standstill(
+            interval_s=self._liveness.interval_s, remembered_s=options.dead_s, now_s=self._loop.time()
         )
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
 
@@ -248,6 +252,12 @@ class TcpFabric:
         """Report the peer as lost, and tell the others."""
         if peer.is_gone:
             return
+        away_s = self._standstill.away_s(self._loop.time())
+        if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
+            own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
+            text = f"{own}, and then found {peer.name} gone: it {reason}"
+            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
+            return
         if must_tell:
             self._tell_peer(peer, lost=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
@@ -268,6 +278,8 @@ class TcpFabric:
         """Believe a peer that another one is lost, or that it gave up this rank."""
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
+            if away_s := self._standstill.away_s(self._loop.time()):
+                text += f"; this rank {describe_absence(away_s)}"
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
         elif lost in self._peers and not self._peers[lost].is_gone:
             other = self._peers[lost]
@@ -300,6 +312,7 @@ class TcpFabric:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
         heard = {peer.rank for peer in self._living() if peer.take_heard()}
         tick = self._liveness.tick(self._loop.time(), heard=heard)
+        self._standstill.ran(self._loop.time())
         if tick.gap_s:
             _log.warning("rank %d: the communication loop did not run for %.1f s", self._rank, tick.gap_s)
             self._note("loop stood still", gap_s=tick.gap_s)

@@ -11,7 +11,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from syncline.errors import ConfigurationError, SynclineError
@@ -25,11 +25,9 @@ from syncline.runtime.clock import Clock
 from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
-from syncline.runtime.native_walks import NativeWalker
+from syncline.runtime.native_walks import open_walker
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
-from syncline.runtime.python_walks import PythonWalker
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
-from syncline.runtime.walks import Walker
 from syncline.topology import Topology
 
 
@@ -62,7 +60,7 @@ class Engine:
         self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
-        self._walker = _open_walker(
+        self._walker = open_walker(
             fabric, self._members, self._dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash
         )
         self._calls: dict[CallKey, ActiveCall] = {}
@@ -315,9 +313,15 @@ class Engine:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
         peers = active.awaited_peers(self._predecessor)
         self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
-        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active)
+        due_s = self._clock.time() + active.call.timeout_s / 2
+        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active, due_s)
 
-    def _time_over(self, active: ActiveCall) -> None:
+    def _time_over(self, active: ActiveCall, due_s: float) -> None:
+        late_s = self._clock.time() - due_s
+        if late_s > failures.LATE_S:  # the others may have sent long ago what this rank has not read yet
+            text = failures.was_away(self._fabric.describe_peer(self._rank), late_s, active.call)
+            self._fail(Failure(reason=failures.DEADLINE, text=text, rank=self._rank, host=self._host(self._rank)))
+            return
         active.awaited[self._rank] = active.awaited_peers(self._predecessor)
         culprits = failures.find_culprits(active.awaited, self._rank)
         sentences = [self._accuse(active, peer, waiters) for peer, waiters in sorted(culprits.items())]
@@ -358,19 +362,3 @@ class Engine:
 
     def _host(self, rank: int) -> str:
         return self._topology.host_of(rank).name if self._topology is not None else ""
-
-
-def _open_walker(
-    fabric: Fabric,
-    members: Sequence[int],
-    dataflows: Dataflows,
-    clock: Clock,
-    *,
-    max_inflight_bytes: int,
-    on_crash: Callable[[Exception], None],
-) -> Walker:
-    """Return who walks the calls of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
-    in_python = PythonWalker(fabric, dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=on_crash)
-    if fabric.exchange is None:
-        return in_python
-    return NativeWalker(fabric.exchange, members, dataflows, in_python, max_inflight_bytes=max_inflight_bytes)
