@@ -20,6 +20,7 @@ from syncline.fabric.dialling import dial
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
+from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
@@ -47,6 +48,7 @@ async def connect_tcp(
     """
     address = resolve_address(options.address)
     options.check_exposure(address)
+    check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
         member = Member(
@@ -145,6 +147,8 @@ class _Mesh:
             if is_open or wanted == self._options:
                 return
             self._check_can_become(wanted)
+            num_more = wanted.num_classes - self._options.num_classes - 1  # the control connections are there
+            check_open_files(self._fabric.rank, num_peers=self._fabric.world_size - 1, num_classes=num_more)
             first, self._options = self._options.num_classes, wanted
             self._terms = replace(self._terms, num_classes=wanted.num_classes)
             self.acceptor.use_terms(self._terms)
