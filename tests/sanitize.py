@@ -84,7 +84,8 @@ def run(kind: str, arguments: list[str]) -> bool:
         seen = subprocess.run([*python, "-c", where], env=environment, capture_output=True, text=True, check=False)
         if not seen.stdout.startswith(name):
             raise SystemExit(f"the {kind} sanitizer does not start here: {seen.stdout}{seen.stderr}")
-        pytest = (*python, "-m", "pytest", "-p", "no:cacheprovider", *(arguments or TESTS))
+        tests = () if any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments) else TESTS
+        pytest = (*python, "-m", "pytest", "-p", "no:cacheprovider", *arguments, *tests)
         is_passed = subprocess.run(pytest, env=environment, cwd=ROOT, check=False).returncode == 0
         reports = sorted(folder.glob("report*"))
         for report in reports:
