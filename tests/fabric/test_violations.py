@@ -1,6 +1,7 @@
 """A peer that breaks the protocol loses its connections; it cannot make this process allocate or crash."""
 
 import asyncio
+import contextlib
 import random
 import re
 import socket
@@ -13,6 +14,7 @@ from fabric_scenarios import Recorder
 from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
+from syncline.fabric.audience import COST_BYTES, MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
 
@@ -187,6 +189,32 @@ def test_a_control_frame_that_is_too_large():
     refused((-1, FrameType.CONTROL, {"payload": bytes(16_385)}), match="control frame of 16385 bytes")
 
 
+def test_control_messages_before_anybody_listens_are_kept_up_to_a_bound():
+    num_bytes = 16_384
+
+    async def main():
+        fabric, peer = await open_hostile()
+        recorder = Recorder()
+        try:
+            frame = encode_header(FrameType.CONTROL, -1, payload=bytes(num_bytes)) + bytes(num_bytes)
+            for _ in range(2 + MAX_BACKLOG_BYTES // (num_bytes + COST_BYTES) // 64):
+                with contextlib.suppress(OSError):
+                    await peer.send(-1, frame * 64)
+            with pytest.raises(PeerLostError):
+                async with asyncio.timeout(20):
+                    await fabric.wait_for_peer(fabric.peer(1), lambda: False)
+            fabric.set_listener(recorder)
+            await recorder.wait_until(lambda: recorder.lost)
+            text = "rank 1 (host evil) broke the protocol: it sent over 16 MiB of control messages to nobody yet"
+            assert str(recorder.lost[1]) == text
+            assert len(recorder.controls) <= MAX_BACKLOG_BYTES // (num_bytes + COST_BYTES)
+        finally:
+            fabric.abort()
+            peer.close()
+
+    loops.run(main())
+
+
 def test_data_after_the_end():
     refused((0, FrameType.END, {}), (0, FrameType.EAGER, {"tag": 1}), match="after its end")
 
@@ -320,3 +348,13 @@ def test_the_header_is_small():
 def test_classes_that_are_opened_before_the_last_ones_were_agreed():
     opening = (-1, FrameType.OPEN, {"payload": b"4 classes"})
     refused(opening, opening, match="opens further connections before the last ones were agreed")
+
+
+def test_empty_messages_before_anybody_listens_are_bounded_too():
+    audience = Audience()
+    num_kept = MAX_BACKLOG_BYTES // COST_BYTES
+    assert all(audience.has_room(1, 0) for _ in range(num_kept))
+    assert not audience.has_room(1, 0)
+    assert audience.has_room(2, 0)
+    audience.seat(Recorder())
+    assert audience.has_room(1, 16_384)

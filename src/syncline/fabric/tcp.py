@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.audience import Audience
+from syncline.fabric.audience import MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.fitting import WindowSizes
 from syncline.fabric.frames import FrameType
@@ -290,6 +290,10 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
+        if not self._audience.has_room(peer.rank, len(payload)):
+            reason = f"broke the protocol: it sent over {MAX_BACKLOG_BYTES >> 20} MiB of control messages to nobody yet"
+            self.on_broken(peer, reason, must_tell=True)
+            return
         self._audience.tell(lambda listener: listener.on_control(peer.rank, payload))
 
     def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
