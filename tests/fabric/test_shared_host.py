@@ -54,8 +54,7 @@ def test_an_offer_is_accepted_by_whom_it_was_made_for_as_long_as_it_is_kept():
     assert len(encoded) == OFFER_BYTES
     assert TAKER.accept(encoded, source=0) == os.getpid()
     del offer
-    with pytest.raises(FrameError, match="memory of this very process"):
-        TAKER.accept(encoded, source=0)
+    assert TAKER.accept(encoded, source=0) is None
 
 
 def test_an_offer_that_its_sender_has_not_made_for_this_rank_breaks_the_protocol():
@@ -87,8 +86,7 @@ def test_a_token_that_was_brought_into_this_process_offers_nothing(thread_id):
     try:
         assert ready.wait(10)
         payload = struct.pack("!IQ32s", ids[0], brought.ctypes.data, offer.token)
-        with pytest.raises(FrameError, match="the memory of this very process"):
-            TAKER.accept(payload, source=0)
+        assert TAKER.accept(payload, source=0) is None
     finally:
         over.set()
         thread.join()
