@@ -112,4 +112,3 @@ def detached(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [detached(one) for one in value]
     return value
-

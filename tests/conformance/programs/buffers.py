@@ -136,7 +136,9 @@ class Queued(nn.Module):
 @program("MoCo: a queue and its pointer in buffers, a momentum encoder written in forward", has_union=False)
 def momentum_contrast(run: Run) -> Values:
     model = Queued()
-    model, optimizer = run.wrap(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1))
+    model, optimizer = run.wrap(
+        model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    )
     for _ in range(6):
         inputs = run.normal(4, 6)
         optimizer.zero_grad()

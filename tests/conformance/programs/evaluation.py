@@ -241,7 +241,9 @@ def smaller_last_batch(run: Run) -> Values:
     return final(run, model, losses=train(run, model, optimizer, batches=batches))
 
 
-@program("token losses weighed by hand: sum over own tokens times ranks, over all tokens", has_union=False, warns="batch")
+@program(
+    "token losses weighed by hand: sum over own tokens times ranks, over all tokens", has_union=False, warns="batch"
+)
 def weighed_by_hand(run: Run) -> Values:
     model = perceptron()
     model, optimizer = run.wrap(model, sgd(model))

@@ -203,7 +203,9 @@ def distillation(run: Run) -> Values:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 wanted = functional.softmax(self.teacher(inputs) / 2, dim=1)
-            return functional.kl_div(functional.log_softmax(self.student(inputs) / 2, dim=1), wanted, reduction="batchmean")
+            return functional.kl_div(
+                functional.log_softmax(self.student(inputs) / 2, dim=1), wanted, reduction="batchmean"
+            )
 
     model = Pair()
     model, optimizer = run.wrap(model, adam(model))
@@ -248,7 +250,9 @@ def tasks_by_turns(run: Run) -> Values:
     return final(run, model)
 
 
-@program("tasks by rank: each rank trains the head of its own data (find_unused_parameters)", has_union=False, worlds=(2, 3))
+@program(
+    "tasks by rank: each rank trains the head of its own data (find_unused_parameters)", has_union=False, worlds=(2, 3)
+)
 def tasks_by_rank(run: Run) -> Values:
     model = TwoHeads()
     model, optimizer = run.wrap(model, sgd(model), find_unused_parameters=True)

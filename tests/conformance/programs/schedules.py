@@ -118,7 +118,10 @@ def scheduler_before(run: Run) -> Values:
     scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     model, optimizer = run.wrap(model, optimizer)
     return final(
-        run, model, losses=train(run, model, optimizer, after_step=lambda _: scheduler.step()), last=scheduler.get_last_lr()
+        run,
+        model,
+        losses=train(run, model, optimizer, after_step=lambda _: scheduler.step()),
+        last=scheduler.get_last_lr(),
     )
 
 

@@ -16,9 +16,7 @@ mse = nn.functional.mse_loss
 
 def perceptron(features: int = 6, outputs: int = 3) -> nn.Sequential:
     """Two hidden layers; parameters of several shapes, in several buckets."""
-    return nn.Sequential(
-        nn.Linear(features, 17), nn.Tanh(), nn.Linear(17, 11), nn.Tanh(), nn.Linear(11, outputs)
-    )
+    return nn.Sequential(nn.Linear(features, 17), nn.Tanh(), nn.Linear(17, 11), nn.Tanh(), nn.Linear(11, outputs))
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
