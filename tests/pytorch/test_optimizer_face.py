@@ -196,12 +196,26 @@ def test_what_cannot_be_done_is_refused(rule: UpdateRule, run_fleets: Any) -> No
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         with pytest.raises(UpdateError, match="once"):
             distribute(model, optimizer, fleet=fleet)
-        model[0].weight.data = model[0].weight.data.clone()
-        model(inputs).sum().backward()
-        with pytest.raises(UpdateError, match=r"'0\.weight' was replaced"):
+        model[0].weight.data = model[0].weight.data.float()
+        with pytest.raises(UpdateError, match=r"'0\.weight' was replaced .* torch\.float32"):
             optimizer.step()
 
     run_pair(run_fleets, rule, act)
+
+
+@by_rule
+def test_data_that_was_assigned_is_taken_into_its_bucket(rule: UpdateRule, run_fleets: Any) -> None:
+    def act(model: nn.Module, optimizer: Any, inputs: torch.Tensor, fleet: Fleet) -> torch.Tensor:
+        place = model[0].weight.data_ptr()
+        model[0].weight.data = torch.full_like(model[0].weight, 0.5)
+        model(inputs).sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert model[0].weight.data_ptr() == place
+        return model[0].weight.detach().clone()
+
+    for value in run_pair(run_fleets, rule, act):
+        torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=0)
 
 
 def test_optimizers_that_cannot_be_divided_are_refused(run_fleets: Any) -> None:

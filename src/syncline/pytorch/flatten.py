@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
+from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
 
 Named = dict[nn.Parameter, tuple[str, int]]
 
@@ -85,16 +85,29 @@ def _fill(plan: BucketPlan, owners: list[nn.Parameter]) -> Bucket:
 
 
 def check_in_place(buckets: tuple[Bucket, ...]) -> None:
-    """Raise :class:`UpdateError` if a parameter's data was replaced since it was put into its bucket."""
+    """Take values that were assigned to a parameter's ``.data`` into its bucket, where its data lies from then on.
+
+    Raises :class:`UpdateError` if what was assigned does not fit there: another shape, number type or device.
+    """
     for bucket in buckets:
         base = bucket.parameters.data_ptr()
         size = bucket.parameters.element_size()
         for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
             if parameter.data_ptr() != base + slot.start * size or parameter.dtype is not bucket.plan.dtype:
-                raise UpdateError(
-                    f"The data of parameter {slot.name!r} was replaced after distribute() (by model.to(...), "
-                    "load_state_dict(assign=True), or an assignment to .data); do that before distribute()"
-                )
+                _take_back(bucket, slot, parameter)
+
+
+def _take_back(bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
+    place = slot.view(bucket.parameters)
+    given = parameter.data
+    if (given.shape, given.dtype, given.device) != (place.shape, place.dtype, place.device):
+        raise UpdateError(
+            f"The data of parameter {slot.name!r} was replaced after distribute() by a tensor of shape "
+            f"{tuple(given.shape)}, {given.dtype}, on {given.device}, where it has shape {tuple(place.shape)}, "
+            f"{place.dtype}, on {place.device} (model.to(...), or an assignment to .data); do that before distribute()"
+        )
+    place.copy_(given)
+    parameter.data = place
 
 
 def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
