@@ -97,9 +97,9 @@ class DdpRun(Run):
         return total / self.world
 
     def join(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """PyTorch's Join."""
+        """PyTorch's Join; the mean is over the ranks that still have data."""
         assert isinstance(model, DistributedDataParallel)
-        return Join([model])
+        return Join([model], divide_by_initial_world_size=False)
 
 
 class SynclineRun(Run):

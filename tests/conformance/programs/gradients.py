@@ -55,7 +55,7 @@ def clip_by_layer(run: Run) -> Values:
     return final(run, model)
 
 
-@program("clip_grad_value_", refused_by_sharded="AllReduce")
+@program("clip_grad_value_")
 def clip_value(run: Run) -> Values:
     model = perceptron()
     model, optimizer = run.wrap(model, adam(model))
@@ -297,7 +297,7 @@ def gradient_replaced(run: Run) -> Values:
     return final(run, model)
 
 
-@program("the gradient of one layer dropped before the step", refused_by_sharded="AllReduce")
+@program("the gradient of one layer dropped before the step")
 def gradient_dropped(run: Run) -> Values:
     model = perceptron()
     model, optimizer = run.wrap(model, adam(model))
