@@ -1,10 +1,11 @@
-"""The interface that conformance programs are written against, and what stands behind it: DDP, Syncline, one process."""
+"""The interface that programs are written against, and what stands behind it: DDP, Syncline, one process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ Drawn = torch.Tensor
 class Run(ABC):
     """One rank's view of a job. Batches come from generators that differ by rank and by draw."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, folder: Path) -> None:
         self.rank = rank
         self.world = world
+        self._folder = folder
         self._num_drawn = 0
 
     @abstractmethod
@@ -45,6 +47,11 @@ class Run(ABC):
     def module(self, model: nn.Module) -> nn.Module:
         """Return the user's module inside what ``wrap`` returned."""
         return model
+
+    def shared_folder(self) -> Path:
+        """Return an empty folder that all ranks of this run see."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
 
     def normal(self, *shape: int) -> Drawn:
         """Draw from the normal distribution; the first dimension is this rank's batch."""
@@ -105,8 +112,8 @@ class DdpRun(Run):
 class SynclineRun(Run):
     """``syncline.distribute`` with one update rule."""
 
-    def __init__(self, fleet: syncline.Fleet, rule: Any) -> None:
-        super().__init__(fleet.rank, fleet.world_size)
+    def __init__(self, fleet: syncline.Fleet, rule: Any, folder: Path) -> None:
+        super().__init__(fleet.rank, fleet.world_size, folder)
         self.fleet = fleet
         self.rule = rule
 

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-
-import syncline
 from declarations import ALONE, REFERENCE, Program, all_programs
 from neutral_run import AloneRun, DdpRun, Run, SynclineRun
+
+import syncline
 
 COLLECTIVE_TIMEOUT_S = 20.0
 PROGRAM_TIMEOUT_S = 45.0
@@ -27,7 +27,7 @@ BUCKET_BYTES = 1000
 
 
 def serve(folder: Path, rule: str, rank: int, world: int, orders: TextIO, answers: TextIO) -> None:
-    """Run each program that ``orders`` names (``NAME PORT JOB``: the store's port, a number of its own), and answer each with a line."""
+    """Run each program that ``orders`` names (``NAME PORT JOB``: port of the store, number of the job); answer each."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
@@ -57,7 +57,7 @@ def run_program(program: Program, rule: str, rank: int, world: int, store: Path)
         try:
             with open_run(rule, rank, world, store) as run:
                 values = detached(dict(program.script(run)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the tests tell it
+        except Exception as error:
             return {
                 "error": f"{type(error).__name__}: {error}"[:600],
                 "is_refusal": isinstance(error, syncline.SynclineError),
@@ -72,8 +72,9 @@ def run_program(program: Program, rule: str, rank: int, world: int, store: Path)
 @contextmanager
 def open_run(rule: str, rank: int, world: int, store: Path) -> Iterator[Run]:
     """Open a job for one program."""
+    shared = store.with_suffix(".folder")
     if rule == ALONE:
-        yield AloneRun(0, world)
+        yield AloneRun(0, world, shared)
         return
     if rule == REFERENCE:
         dist.init_process_group(
@@ -84,12 +85,12 @@ def open_run(rule: str, rank: int, world: int, store: Path) -> Iterator[Run]:
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         try:
-            yield DdpRun(rank, world)
+            yield DdpRun(rank, world, shared)
         finally:
             dist.destroy_process_group()
         return
     with syncline.init(timeout=COLLECTIVE_TIMEOUT_S) as fleet:
-        yield SynclineRun(fleet, make_rule(rule))
+        yield SynclineRun(fleet, make_rule(rule), shared)
 
 
 def make_rule(rule: str) -> Any:
@@ -97,8 +98,6 @@ def make_rule(rule: str) -> Any:
     if rule == "all_reduce":
         return syncline.AllReduce(bucket_bytes=BUCKET_BYTES)
     if rule == "sharded":
-        return syncline.Sharded(bucket_bytes=BUCKET_BYTES)
-    if "overlap_forward" not in syncline.Sharded.__dataclass_fields__:
         return syncline.Sharded(bucket_bytes=BUCKET_BYTES)
     return syncline.Sharded(bucket_bytes=BUCKET_BYTES, overlap_forward=True)
 

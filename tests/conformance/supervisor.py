@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-from torch.distributed import TCPStore
-
 from declarations import ALONE, all_programs
 from rank_worker import PROGRAM_TIMEOUT_S, serve
+from torch.distributed import TCPStore
 
 MAX_GROUPS_AT_ONCE = 2
 

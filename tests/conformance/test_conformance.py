@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from comparison import differences
 from declarations import ALONE, REFERENCE, RULES, Program, Refused, all_programs
-from rank_scripts import script_environment
 from rank_worker import result_path
+
+from rank_scripts import script_environment
 
 SUITE_TIMEOUT_S = 900.0
 HERE = Path(__file__).parent

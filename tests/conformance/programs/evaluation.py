@@ -1,4 +1,4 @@
-"""Evaluation beside training, forward passes whose outputs are thrown away or kept for later, work of one rank alone."""
+"""Evaluation beside training, forward passes thrown away or kept for later, work of one rank alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train
 from torch import nn
+
+from programs.small import adam, final, mse, perceptron, sgd, train
 
 if TYPE_CHECKING:
     from neutral_run import Run

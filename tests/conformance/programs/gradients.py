@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd
 from torch import nn
+
+from programs.small import adam, final, mse, perceptron, sgd
 
 if TYPE_CHECKING:
     from neutral_run import Run

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train, trained
 from torch import nn, optim
+
+from programs.small import adam, final, mse, perceptron, sgd, train, trained
 
 if TYPE_CHECKING:
     from neutral_run import Run

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train, trained
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
+
+from programs.small import adam, final, mse, perceptron, sgd, train, trained
 
 if TYPE_CHECKING:
     from neutral_run import Run

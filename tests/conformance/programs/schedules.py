@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train
 from torch.optim import lr_scheduler
+
+from programs.small import adam, final, mse, perceptron, sgd, train
 
 if TYPE_CHECKING:
     from neutral_run import Run

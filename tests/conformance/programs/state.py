@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train
 from torch import nn
+
+from programs.small import adam, final, mse, perceptron, sgd, train
 
 if TYPE_CHECKING:
     from neutral_run import Run
@@ -247,11 +248,10 @@ def autocast(run: Run) -> Values:
 
 
 @program(
-    "master weights by hand: a bfloat16 copy computes, the float model is stepped",
+    "weight decay added to gradients by hand, which are assigned anew",
     refused_by_sharded="AllReduce",
-    has_ddp=False,
 )
-def master_weights(run: Run) -> Values:
+def decay_in_gradients(run: Run) -> Values:
     model = perceptron()
     model, optimizer = run.wrap(model, sgd(model))
     for inputs, targets in run.pairs(3):

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from declarations import program
-from programs.small import adam, final, mse, perceptron, sgd, train
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from programs.small import adam, final, mse, perceptron, sgd, train
 
 if TYPE_CHECKING:
     from neutral_run import Run
