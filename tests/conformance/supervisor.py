@@ -21,6 +21,8 @@ from rank_worker import PROGRAM_TIMEOUT_S, serve
 from torch.distributed import TCPStore
 
 MAX_GROUPS_AT_ONCE = 2
+PROGRAMS_PER_JOB = 12
+"""A job that goes on need not plan its collectives anew; one ends earlier if a program of it fails."""
 
 
 @dataclass(slots=True)
@@ -43,10 +45,16 @@ class Group:
 
     def run(self, programs: list[str]) -> None:
         """Run the programs one after another; what hangs or dies takes its processes along, and new ones go on."""
+        left = PROGRAMS_PER_JOB
         for name in programs:
             if not self._ranks:
                 self._begin()
-            if not self._run_one(name):
+            left -= 1
+            answers = self._run_one(name, is_last=left == 0 or name == programs[-1])
+            if answers != {"done\n"} or left == 0:
+                left = PROGRAMS_PER_JOB
+                self._num_jobs += 1
+            if "" in answers:
                 self._end(signal.SIGKILL)
         self._end(signal.SIGTERM)
 
@@ -55,18 +63,18 @@ class Group:
         self._ranks = [self._fork(rank) for rank in range(1 if self._rule == ALONE else self._world)]
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def _run_one(self, name: str) -> bool:
+    def _run_one(self, name: str, *, is_last: bool) -> set[str]:
+        """Return what the ranks answered; one that hangs or dies answers with nothing."""
         assert self._store is not None
-        self._num_jobs += 1
         deadline = time.monotonic() + PROGRAM_TIMEOUT_S
         for rank in self._ranks:
-            rank.orders.write(f"{name} {self._store.port} {self._num_jobs}\n")
+            rank.orders.write(f"{name} {self._store.port} {self._num_jobs} {int(is_last)}\n")
             rank.orders.flush()
+        answers = set()
         for rank in self._ranks:
             left = max(0.0, deadline - time.monotonic())
-            if not select.select([rank.answers], [], [], left)[0] or not rank.answers.readline():
-                return False
-        return True
+            answers.add(rank.answers.readline() if select.select([rank.answers], [], [], left)[0] else "")
+        return answers
 
     def _fork(self, rank: int) -> _Rank:
         orders, answers = os.pipe(), os.pipe()

@@ -112,7 +112,7 @@ def rollout(run: Run) -> Values:
     return final(run, model, returns=returns)
 
 
-@program("a rollout whose length differs by rank, so the number of forward passes does", has_union=False)
+@program("a rollout whose length differs by rank, so the number of forward passes does", has_union=False, warns="batch")
 def rollout_of_different_length(run: Run) -> Values:
     model = perceptron(outputs=2)
     model, optimizer = run.wrap(model, sgd(model), find_unused_parameters=False)
