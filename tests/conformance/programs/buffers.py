@@ -211,3 +211,36 @@ def dropout(run: Run) -> Values:
     model, optimizer = run.wrap(model, sgd(model))
     torch.manual_seed(100 + run.rank)
     return final(run, model, losses=train(run, model, optimizer))
+
+
+@program(
+    "SyncBatchNorm: statistics over the batches of all ranks (with DDP it needs a GPU), evaluated at the end",
+    has_ddp=False,
+    worlds=(2, 3),
+)
+def sync_batch_norm(run: Run) -> Values:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised())
+    model, optimizer = run.wrap(model, sgd(model))
+    losses = train(run, model, optimizer)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(torch.ones(4, 6))
+    return final(run, model, losses=losses, outputs=outputs)
+
+
+@program("SyncBatchNorm of images, with accumulation under no_sync", has_ddp=False)
+def sync_batch_norm_accumulated(run: Run) -> Values:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    )
+    model, optimizer = run.wrap(model, adam(model))
+    for step in range(4):
+        inputs, targets = run.normal(4, 2, 6, 6), run.normal(4, 3)
+        if step % 2 == 0:
+            with run.no_sync(model):
+                mse(model(inputs), targets).backward()
+            continue
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return final(run, model)
