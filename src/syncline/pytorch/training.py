@@ -254,6 +254,7 @@ class Training:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
             torch.autograd.graph.increment_version(self._bucketed)
         self._buffers.end_step()
+        self._buffers.finish()  # what the loop writes into a buffer from here on must not be overwritten
         self.steering.end_step()
         self._samples.end_step()
         if not overlaps:
@@ -308,8 +309,7 @@ class Training:
         if not torch.is_grad_enabled():
             self._finish_waiting()  # PyTorch may take fused paths here, which it does not take with waiting parameters
             return
-        if self.model.training:
-            self._buffers.begin_forward()
+        self._buffers.begin_forward()
         self.steering.begin_forward()
 
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
