@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import differences
-from declarations import ALONE, REFERENCE, RULES, Program, Refused, all_programs
+from declarations import ALONE, RULES, Program, Refused, all_programs
 from rank_worker import result_path
 
 from rank_scripts import script_environment
@@ -108,7 +108,3 @@ def check_warnings(found: list[dict[str, Any]], words: str | None) -> None:
 
 def told(found: list[dict[str, Any]]) -> str:
     return "\n".join(f"rank {rank}: {one.get('traceback') or one.get('error')}" for rank, one in enumerate(found))
-
-
-def test_references_are_not_rules() -> None:
-    assert not {ALONE, REFERENCE} & set(RULES)
