@@ -20,9 +20,10 @@ rank. After training, parameters, buffers, moving averages, losses and whatever 
 every rank, in double precision to within {tolerance:g}, in single precision and bfloat16 to their rounding.
 {num_union} of the {num} programs are also compared with one process that trains on the union of all ranks' batches.
 
-- **equal**: the same as with DDP, to rounding. In {num_without} scripts DDP cannot take part (a backward pass without a
-  forward pass through the wrapper, a graph that is used twice); they are compared with the one process.
-- **refused**: the script ends with an error that names what to do instead. Nothing is ever silently different.
+- **equal**: the same as with DDP, to rounding. {num_without} scripts are compared with the one process, because DDP
+  cannot run them: a backward pass without a forward pass through the wrapper, a graph that is used twice, SyncBatchNorm
+  without a GPU.
+- **refused**: the script ends with an error that names what to do instead. None of these scripts is silently different.
 
 Where a script must know a difference:
 
