@@ -4,6 +4,7 @@ from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.progress import PeerStalls, Progress, StallHandler
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, PATIENT, Fabric, FabricListener, PeerLeftError
 from syncline.fabric.rendezvous import Rendezvous, Store
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
@@ -17,6 +18,9 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "PATIENT",
     "FabricOptions",
+    "PeerStalls",
+    "Progress",
+    "StallHandler",
     "connect_tcp",
     "new_event_loop",
     "TcpFabric",

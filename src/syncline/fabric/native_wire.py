@@ -148,6 +148,11 @@ class NativeWire:
         """Number of receives that are posted and not finished."""
         return self._exchange.num_pending(self._peer)
 
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried."""
+        return self._exchange.progress(self._peer)
+
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""
         control.setblocking(False)

@@ -30,6 +30,8 @@ class FabricOptions:
     heartbeat_s: float = 1.0
     suspect_s: float = 3.0
     dead_s: float = 10.0
+    stall_s: float = 300.0
+    """A rank whose training thread makes no call for this long is stalled, though its process lives."""
     handshake_s: float = 5.0
     connect_s: float = 60.0
     close_s: float = 10.0
@@ -98,7 +100,7 @@ class FabricOptions:
             raise ConfigurationError("job_id must not be empty; give each job its own name")
 
     def _check_times(self) -> None:
-        for name in ("heartbeat_s", "suspect_s", "dead_s", "handshake_s", "connect_s", "close_s"):
+        for name in ("heartbeat_s", "suspect_s", "dead_s", "stall_s", "handshake_s", "connect_s", "close_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)}")
         if not self.heartbeat_s < self.suspect_s <= self.dead_s:

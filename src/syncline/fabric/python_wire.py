@@ -73,6 +73,7 @@ class PythonWire:
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
         self._is_closed = False
+        self.progress = 0
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
         self.inbox = Inbox(
             peer,
@@ -97,7 +98,7 @@ class PythonWire:
             FrameType.DISCARD: lambda frame: self.outbox.on_discard(frame.tag),
             FrameType.CREDIT: lambda frame: self.outbox.on_credit(frame.message_bytes),
             FrameType.FETCHED: lambda frame: self.outbox.on_fetched(frame.tag),
-            FrameType.HEARTBEAT: lambda _: None,
+            FrameType.HEARTBEAT: self._on_heartbeat,
         }
 
     def __repr__(self) -> str:
@@ -249,6 +250,9 @@ class PythonWire:
             handler(frame)
         else:
             self._events.on_frame(FrameType(frame.type), frame.tag, payload)
+
+    def _on_heartbeat(self, frame: Frame) -> None:
+        self.progress = frame.tag
 
     def _on_end(self) -> None:
         assert self._control is not None

@@ -65,6 +65,10 @@ class Wire(Protocol):
     def num_pending(self) -> int:
         """Number of receives that are posted and not finished."""
 
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
+
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Unpack
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.board import Seat, SeatLinks, open_together
 from syncline.runtime.call import CallSettings, CollectiveCall
@@ -62,6 +63,8 @@ class Communicator:
         self.timeout_s = timeout_s
         self._loop = loop
         self._fabric = fabric
+        self.progress = fabric.progress
+        """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self._waits = Counters()
         self._classes: dict[int, tuple[int, ...]] = {}
@@ -126,6 +129,11 @@ class Communicator:
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
 
     @property
+    def stalls(self) -> PeerStalls:
+        """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""
+        return self._fabric.stalls
+
+    @property
     def slice_bytes(self) -> int:
         """About how large a slice is between machines."""
         return self._plans.slice_bytes
@@ -139,9 +147,13 @@ class Communicator:
 
         With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
         """
-        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop)
+        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
+        is_awaited = is_awaited and not self._loop.is_current()
+        if not self._loop.is_current():
+            self.progress.touch()
         if self._seat is not None and call.stream == 0:
-            self._seat.submit(call, work, is_awaited=is_awaited and not self._loop.is_current())
+            with self.progress.waiting() if is_awaited else nullcontext():
+                self._seat.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
             self._start(call, work)
@@ -198,6 +210,7 @@ class Communicator:
                 crash=lambda error: self._loop.call_soon(self._engine.crash, error),
                 describe_rank=self._fabric.describe_peer,
                 host_of=lambda rank: self.topology.host_of(rank).name,
+                stalls=self._fabric.stalls,
             )
             self._seat = Seat(board, links, trace=self.trace)
             self._relay.handlers.append(self._seat.on_lost)
@@ -227,6 +240,7 @@ class Communicator:
 
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
+        self.progress.touch()
         self._waits.add(phase, seconds)
 
     def statistics(self) -> FleetStatistics:

@@ -397,6 +397,7 @@ void Exchange::take_frame(ControlConnection& connection, const Header& frame, co
             on_fetched(peer.rank, frame.tag);
             break;
         case HEARTBEAT:
+            peer.progress = frame.tag;
             break;
         case END:
             note_end(connection);

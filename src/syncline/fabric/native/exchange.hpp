@@ -227,6 +227,7 @@ struct Peer {
 
     int rank;
     bool is_gone = false;
+    uint64_t progress = 0;  // what its last heartbeat carried
     double heard_s = 0;  // when its last message for a listener arrived
     ControlConnection control;
     std::vector<std::unique_ptr<DataConnection>> data;
