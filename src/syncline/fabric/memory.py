@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.audience import Audience
 from syncline.fabric.memory_classes import MemoryClasses
-from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.progress import Progress, Stalls
+from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.topology.priorities import Priorities
 

@@ -11,7 +11,7 @@ from syncline.runtime.active import ActiveCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overdue:
-    """A call that waits for stalled ranks, and in how many seconds it will have waited long enough; 0.0 or less: now."""
+    """A call that waits for stalled ranks, and in how many seconds it will have waited enough; 0.0 or less: now."""
 
     active: ActiveCall
     peers: tuple[int, ...]
