@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from syncline.endpoints import without_brackets
+from syncline.endpoints import MAX_PORT, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.pytorch.launchers import find_place, whole_number
 
@@ -47,12 +47,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; set both, alike for all "
             "ranks, to the host of rank 0 and a free port there, or use `syncline run`"
         )
+    master_port = whole_number(values, "MASTER_PORT", 0) if port else None
+    if place.world_size > 1 and master_port is not None and not 0 < master_port <= MAX_PORT:
+        raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {master_port}")
     trace = values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
         world_size=place.world_size,
         master_address=without_brackets(values.get("MASTER_ADDR", "")) or None,
-        master_port=whole_number(values, "MASTER_PORT", 0) if port else None,
+        master_port=master_port,
         uses_agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
         topology=values.get("SYNCLINE_TOPOLOGY") or None,
