@@ -43,7 +43,6 @@ async def connect_tcp(
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
     ``timeout_s`` is for all of it; None is ``options.connect_s``.
-
     Raises ``ConfigurationError`` (address, exposure without a secret), ``RendezvousError`` (who did not come),
     ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
     """
@@ -72,10 +71,10 @@ async def connect_tcp(
     except BaseException:
         listening.close()
         raise
+    # Who came late must still have the time for a handshake.
+    left_s = max(deadline_s - asyncio.get_running_loop().time(), options.handshake_s)
     mesh = _Mesh(fabric, listening, generation, options, topology)
     try:
-        # Who came late must still have the time for a handshake.
-        left_s = max(deadline_s - asyncio.get_running_loop().time(), options.handshake_s)
         await _unless_told(mesh.connect(left_s), rendezvous)
     except BaseException:
         fabric.abort()

@@ -188,8 +188,11 @@ class Fleet:
     def close(self, *, is_failing: bool = False) -> None:
         """Finish what models have under way, say goodbye and release everything; a second call does nothing.
 
-        With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release.
+        With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release. In a
+        forked child, which ends with the same exit functions, nothing happens.
         """
+        if self.communicator.is_of_parent:
+            return
         with self._lock:
             if self._is_closed:
                 return

@@ -120,6 +120,11 @@ class Communicator:
         self.close()
 
     @property
+    def is_of_parent(self) -> bool:
+        """Whether this is a forked child of the rank, where all of this may be looked at but not used."""
+        return self._loop.is_of_parent
+
+    @property
     def failure(self) -> SynclineError | None:
         """The error that every call ends with from now on; None as long as all is well."""
         return self._engine.failure_error()
@@ -147,6 +152,7 @@ class Communicator:
 
         With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
         """
+        self._loop.check_process()  # what is made in shared memory needs no loop
         work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
         is_awaited = is_awaited and not self._loop.is_current()
         if not self._loop.is_current():
@@ -250,8 +256,11 @@ class Communicator:
         return self._loop.run(self._take_statistics(), CLOSE_S)
 
     def close(self) -> None:
-        """Say goodbye and release everything; calls that are under way fail. A second call does nothing."""
-        if self._is_closed:
+        """Say goodbye and release everything; calls that are under way fail. A second call does nothing.
+
+        Nor does a call in a forked child, to which nothing belongs.
+        """
+        if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:
@@ -262,7 +271,7 @@ class Communicator:
 
     def abort(self) -> None:
         """Release everything at once; the other ranks see this one as lost. A second call does nothing."""
-        if self._is_closed:
+        if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:

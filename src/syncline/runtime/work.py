@@ -48,6 +48,7 @@ class Work:
         the call itself may take.
         """
         assert self.done() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
+        self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
         with self._progress.waiting():
             is_over = self._event.wait(limit_s)
