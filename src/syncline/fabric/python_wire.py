@@ -53,6 +53,9 @@ class PythonWiring:
         for wire in self._wires.values():
             wire.outbox.on_drained = on_drained
 
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Nothing: a thread of Python's stands still as well when somebody holds the interpreter."""
+
     def close(self) -> None:
         """Copy nothing any more; the connections are closed with their wires."""
         self.fetcher.close()

@@ -96,6 +96,7 @@ class TcpFabric:
         )
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
+        wiring.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
 
     def __repr__(self) -> str:

@@ -125,6 +125,9 @@ class Wiring(Protocol):
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
 
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``, where that is compiled."""
+
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""
 

@@ -299,6 +299,7 @@ def _fabric_options(
         suspect_s=0.3 * limits.silence_s,
         dead_s=limits.silence_s,
         stall_s=limits.stall_s,
+        held_s=limits.timeout_s,
         handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
         connect_s=limits.connect_timeout_s,
     )

@@ -24,6 +24,7 @@
 
 #include "frames.hpp"
 #include "grants.hpp"
+#include "heartbeat.hpp"
 
 namespace syncline {
 
@@ -267,6 +268,7 @@ class Exchange {
     Exchange& operator=(const Exchange&) = delete;
 
     std::shared_ptr<GrantScheduler> scheduler;
+    Heartbeat heartbeat;
     bool tells_drained = false;
     bool is_served = false;  // `wait` grants and writes what was asked for, and looks for events
 
