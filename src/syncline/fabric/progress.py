@@ -10,8 +10,8 @@ a collective ends with an error, a tolerant update rule goes on without the rank
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 StallHandler = Callable[[int, bool], None]
@@ -24,7 +24,8 @@ class Progress:
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, int] = {}
+        self._wait = _Wait(self)
 
     def __repr__(self) -> str:
         return f"<Progress: {self._num_calls} calls{', waiting' * self.is_waiting}>"
@@ -43,20 +44,28 @@ class Progress:
         """Count a call."""
         self._num_calls += 1
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count a call that waits for other ranks, and say so while it does."""
-        self.touch()
-        thread = threading.get_ident()
-        if thread in self._waiting:
-            yield
-            return
-        self._waiting.add(thread)
-        try:
-            yield
-        finally:
-            self._waiting.discard(thread)
-            self.touch()
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""
+        return self._wait
+
+
+class _Wait:
+    """A thread's wait, which may hold another; it has no state of its own, as a small call takes microseconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        progress, thread = self._progress, threading.get_ident()
+        progress.touch()
+        progress._waiting[thread] = progress._waiting.get(thread, 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        progress, thread = self._progress, threading.get_ident()
+        depth = progress._waiting.pop(thread) - 1
+        if depth:
+            progress._waiting[thread] = depth
+        progress.touch()
 
 
 class PeerStalls(Protocol):

@@ -50,9 +50,10 @@ class Work:
         assert self.done() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
         self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
-        with self._progress.waiting():
-            is_over = self._event.wait(limit_s)
-        if not is_over:
+        if not self.done():
+            with self._progress.waiting():
+                self._event.wait(limit_s)
+        if not self.done():
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error
