@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test sanitize lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,6 +24,9 @@ demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS
 
 test: $(READY) ## run every test (those of the lab need root)
 	$(BIN)/python -m pytest $(ARGS)
+
+sanitize: $(READY) ## the fabric's and the runtime's tests under g++'s sanitizers (ARGS="--kind address tests/fabric")
+	$(BIN)/python tests/sanitize.py $(ARGS)
 
 lint: $(READY) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .

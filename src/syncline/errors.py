@@ -88,6 +88,16 @@ class SynclineWarning(UserWarning):
     """Training goes on, but what it computes is probably not what was meant."""
 
 
+def escape_text(text: str | bytes, *, max_chars: int = 1000) -> str:
+    """Return what another process said as errors and logs may show it: in one line, printable, and bounded."""
+    known = text.decode(errors="replace") if isinstance(text, bytes) else text
+    shown = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in known[: max_chars + 1]
+    )
+    return shown if len(shown) <= max_chars else f"{shown[: max_chars - 3]}..."
+
+
 def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
     """``"ranks 1, 5 and 6"``; of many, the first few."""
     names = [str(rank) for rank in sorted(ranks)]

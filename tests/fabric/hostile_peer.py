@@ -7,8 +7,9 @@ from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.dialling import dial, read_exactly
 from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
-from syncline.fabric.handshake import Terms, derive_key
+from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.rendezvous import Member
+from syncline.fabric.shared_host import OfferTerms
 
 
 class HostilePeer:
@@ -30,6 +31,7 @@ class HostilePeer:
             key=derive_key(self.options.secret or generation.job_nonce, job_id=self.options.job_id),
             num_classes=self.options.num_classes,
         )
+        self.offer_terms = OfferTerms(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         target = generation.members[0]
         for connection_class in range(-1, self.options.num_classes):
             self.sockets[connection_class] = await dial(

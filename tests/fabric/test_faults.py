@@ -81,6 +81,9 @@ def test_a_killed_rank_is_reported_by_all_others_within_a_second(start):
     ranks = start("traffic", 3, TRAFFIC)
     for rank in ranks:
         rank.wait_for(event="ready")
+        rank.signal(signal.SIGUSR1)
+    for rank in ranks:
+        rank.wait_for(event="progress")  # they have found out by now that they can read each other's memory
     killed_s = time.monotonic()
     ranks[1].signal(signal.SIGKILL)
     for rank in (ranks[0], ranks[2]):
@@ -106,6 +109,7 @@ def test_a_stopped_rank_is_declared_dead_and_learns_it_when_it_goes_on(start):
     for peer in (0, 2):
         record = ranks[1].wait_for(event="lost", peer=peer)
         assert "closed its connections to this rank, because rank 1 sent nothing for 2." in record["text"]
+        assert "; this rank did not run for " in record["text"]
     ranks[1].wait_for(event="alone")
     assert not [record for record in ranks[0].records if record.get("peer") == 2]
 

@@ -1,15 +1,21 @@
 """Ranks of one machine copy out of each other's memory, if they can prove that it is one machine."""
 
 import os
+import struct
+import subprocess
+import sys
+import threading
 
 import loops
+import numpy as np
 import pytest
 from fabric_scenarios import Mail, Recorder, connect_all, gather
+from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, shared_host
-from syncline.fabric.frames import MEMORY_CLASS
-from syncline.fabric.shared_host import OFFER_BYTES, Offer, accept_offer, address_of, read_memory
+from syncline.fabric.frames import MEMORY_CLASS, FrameError, FrameType
+from syncline.fabric.shared_host import OFFER_BYTES, OfferTerms, address_of, read_memory
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -39,14 +45,58 @@ def bytes_by_class(fabric):
     return {c.connection_class: c.sent_bytes for c in fabric.statistics().connections if c.sent_bytes}
 
 
-def test_an_offer_is_accepted_only_with_its_token():
-    offer = Offer()
+MAKER, TAKER = (OfferTerms(rank=rank, key=b"k" * 32) for rank in range(2))
+
+
+def test_an_offer_is_accepted_by_whom_it_was_made_for_as_long_as_it_is_kept():
+    offer = MAKER.make(target=1)
     encoded = offer.encode()
     assert len(encoded) == OFFER_BYTES
-    assert accept_offer(encoded) == os.getpid()
-    assert accept_offer(encoded[:-1] + bytes([encoded[-1] ^ 1])) is None
-    assert accept_offer(bytes(OFFER_BYTES)) is None
-    assert accept_offer(b"") is None
+    assert TAKER.accept(encoded, source=0) == os.getpid()
+    del offer
+    assert TAKER.accept(encoded, source=0) is None
+
+
+def test_an_offer_that_its_sender_has_not_made_for_this_rank_breaks_the_protocol():
+    offer = MAKER.make(target=1)
+    encoded = offer.encode()
+    other_start = OfferTerms(rank=1, key=b"l" * 32)
+    for judge, source in ((MAKER, 1), (TAKER, 2), (other_start, 0), (OfferTerms(rank=3, key=b"k" * 32), 0)):
+        with pytest.raises(FrameError, match=f"a token that rank {source} has not made for rank {judge.rank}"):
+            judge.accept(encoded, source=source)
+    for damaged in (encoded[:-1] + bytes([encoded[-1] ^ 1]), bytes(OFFER_BYTES), b""):
+        with pytest.raises(FrameError, match="has not made"):
+            TAKER.accept(damaged, source=0)
+
+
+@pytest.mark.parametrize("thread_id", [os.getpid, threading.get_native_id])
+def test_a_token_that_was_brought_into_this_process_offers_nothing(thread_id):
+    """Whoever knows the secret can seal a token for himself, and send it here as a message."""
+    offer = MAKER.make(target=1)
+    brought = np.frombuffer(offer.token, dtype=np.uint8).copy()
+    ready, over, ids = threading.Event(), threading.Event(), []
+
+    def stay():
+        ids.append(thread_id())
+        ready.set()
+        over.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        payload = struct.pack("!IQ32s", ids[0], brought.ctypes.data, offer.token)
+        assert TAKER.accept(payload, source=0) is None
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_memory_that_is_not_there_is_not_accepted():
+    token = MAKER.make(target=1).token
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert TAKER.accept(struct.pack("!IQ32s", other.pid, 8, token), source=0) is None
+        other.communicate(b"\n")
 
 
 def test_memory_that_is_not_there_is_an_error():
@@ -116,3 +166,39 @@ def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(wire, monkeypatch):
         assert "its process died or was killed" in str(recorders[1].lost[0])
 
     run(scenario)
+
+
+def test_a_rank_never_copies_its_own_memory_for_a_peer_that_hands_its_offer_back():
+    async def main():
+        fabric, peer = await open_hostile()
+        recorder = Recorder()
+        fabric.set_listener(recorder)
+        try:
+            _, offer = await peer.read_until(FrameType.OFFER)
+            await peer.frame(-1, FrameType.OFFER, payload=offer)
+            await recorder.wait_until(lambda: recorder.lost)
+            text = "rank 1 (host evil) broke the protocol: it offers memory by a token that rank 1 has not made"
+            assert text in str(recorder.lost[1])
+        finally:
+            fabric.abort()
+            peer.close()
+
+    loops.run(main())
+
+
+def test_memory_is_offered_once():
+    async def main():
+        fabric, peer = await open_hostile()
+        recorder = Recorder()
+        fabric.set_listener(recorder)
+        try:
+            offer = peer.offer_terms.make(target=0)
+            for _ in range(2):
+                await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
+            await recorder.wait_until(lambda: recorder.lost)
+            assert "broke the protocol: it offers its memory twice" in str(recorder.lost[1])
+        finally:
+            fabric.abort()
+            peer.close()
+
+    loops.run(main())

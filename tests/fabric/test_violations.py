@@ -1,7 +1,11 @@
 """A peer that breaks the protocol loses its connections; it cannot make this process allocate or crash."""
 
 import asyncio
+import contextlib
 import random
+import re
+import socket
+import struct
 import tracemalloc
 
 import loops
@@ -10,6 +14,8 @@ from fabric_scenarios import Recorder
 from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
+from syncline.fabric.audience import COST_BYTES, MAX_BACKLOG_BYTES, Audience
+from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -46,6 +52,76 @@ def refused(*steps, match, **settings):
 
 def test_data_that_was_not_granted():
     refused((0, FrameType.DATA, {"tag": 5, "message_bytes": 10, "payload": b"x" * 10}), match="were not granted")
+
+
+async def read_headers(fabric, connection_class, num_headers):
+    """Wait until the fabric has read so many headers of a data connection."""
+    async with asyncio.timeout(10):
+        while True:
+            found = fabric.statistics().connections
+            if any(
+                c.connection_class == connection_class and c.overhead_bytes >= num_headers * HEADER_BYTES for c in found
+            ):
+                return
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("num_claimed", [200_000, 100_000], ids=["whole", "half"])
+def test_a_granted_chunk_on_two_connections_lands_once(num_claimed):
+    """The second claim would outlive the message, or count its bytes twice and report a message that is not whole."""
+
+    async def scenario(fabric, peer, recorder):
+        received = []
+        destination = memoryview(bytearray(200_000))
+        fabric.receive(1, 7, destination, signature=5, urgency=0, on_received=lambda: received.append(7))
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=200_000)
+        header, _ = await peer.read_until(FrameType.GRANT)
+        assert header.message_bytes == 200_000
+        payload = b"A" * num_claimed
+        frames = [
+            encode_header(FrameType.DATA, k, tag=7, signature=5, message_bytes=200_000, payload=payload) + payload
+            for k in range(2)
+        ]
+        before = {c.connection_class: c.overhead_bytes // HEADER_BYTES for c in fabric.statistics().connections}
+        await peer.send(1, frames[1][:60])
+        await read_headers(fabric, 1, before[1] + 1)
+        await peer.send(0, frames[0])
+        await recorder.wait_until(lambda: recorder.lost)
+        text = f"bytes 0 to {num_claimed} of message 0x7 are sent again while they arrive on another connection"
+        assert f"rank 1 (host evil) broke the protocol: {text}" in str(recorder.lost[1])
+        assert not received
+
+    run(scenario, num_classes=2, shares_memory=False)
+
+
+def test_an_empty_chunk_of_a_granted_message():
+    async def scenario(fabric, peer, recorder):
+        fabric.receive(1, 7, memoryview(bytearray(90_000)), signature=5, urgency=0, on_received=lambda: None)
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=90_000)
+        await peer.read_until(FrameType.GRANT)
+        await peer.frame(0, FrameType.DATA, tag=7, signature=5, message_bytes=90_000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "bytes 0 to 0 of message 0x7 were not granted" in str(recorder.lost[1])
+
+    run(scenario, shares_memory=False)
+
+
+def test_an_empty_chunk_of_a_message_that_is_copied_out_of_memory(monkeypatch):
+    begun = asyncio.Event()
+    monkeypatch.setattr(Fetcher, "add", lambda *_: begun.set())  # the copy never ends
+
+    async def scenario(fabric, peer, recorder):
+        offer = peer.offer_terms.make(target=0)
+        await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
+        await peer.read_until(FrameType.ACCEPT)
+        fabric.receive(1, 7, memoryview(bytearray(90_000)), signature=5, urgency=0, on_received=lambda: None)
+        await peer.frame(-1, FrameType.REQUEST, tag=7, signature=5, message_bytes=90_000, offset=4096)
+        await begun.wait()
+        await peer.frame(0, FrameType.DATA, tag=7, signature=5, message_bytes=90_000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "bytes 0 to 0 of message 0x7 were not granted" in str(recorder.lost[1])
+
+    run(scenario)
 
 
 def test_more_than_the_credit():
@@ -113,6 +189,32 @@ def test_a_control_frame_that_is_too_large():
     refused((-1, FrameType.CONTROL, {"payload": bytes(16_385)}), match="control frame of 16385 bytes")
 
 
+def test_control_messages_before_anybody_listens_are_kept_up_to_a_bound():
+    num_bytes = 16_384
+
+    async def main():
+        fabric, peer = await open_hostile()
+        recorder = Recorder()
+        try:
+            frame = encode_header(FrameType.CONTROL, -1, payload=bytes(num_bytes)) + bytes(num_bytes)
+            for _ in range(2 + MAX_BACKLOG_BYTES // (num_bytes + COST_BYTES) // 64):
+                with contextlib.suppress(OSError):
+                    await peer.send(-1, frame * 64)
+            with pytest.raises(PeerLostError):
+                async with asyncio.timeout(20):
+                    await fabric.wait_for_peer(fabric.peer(1), lambda: False)
+            fabric.set_listener(recorder)
+            await recorder.wait_until(lambda: recorder.lost)
+            text = "rank 1 (host evil) broke the protocol: it sent over 16 MiB of control messages to nobody yet"
+            assert str(recorder.lost[1]) == text
+            assert len(recorder.controls) <= MAX_BACKLOG_BYTES // (num_bytes + COST_BYTES)
+        finally:
+            fabric.abort()
+            peer.close()
+
+    loops.run(main())
+
+
 def test_data_after_the_end():
     refused((0, FrameType.END, {}), (0, FrameType.EAGER, {"tag": 1}), match="after its end")
 
@@ -129,9 +231,45 @@ def test_garbage_in_place_of_a_frame():
 def test_half_a_frame_and_then_nothing_is_a_silent_loss():
     async def scenario(fabric, peer, recorder):
         await peer.send(0, encode_header(FrameType.EAGER, 0, tag=1, payload=b"x" * 50)[:20])
-        peer.close()
+        peer.sockets[0].shutdown(socket.SHUT_WR)
         await recorder.wait_until(lambda: recorder.lost)
-        assert "its process died or was killed" in str(recorder.lost[1])
+        text = "rank 1 (host evil) is lost: its side closed the connection without saying goodbye"
+        assert str(recorder.lost[1]).startswith(text)
+        assert "died" not in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_a_connection_that_is_reset_does_not_mean_that_a_process_died():
+    async def scenario(fabric, peer, recorder):
+        peer.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.sockets[0].close()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert str(recorder.lost[1]).startswith("rank 1 (host evil) is lost: the connection was reset by its side, or")
+        assert "died" not in str(recorder.lost[1])
+
+    run(scenario)
+
+
+def test_a_rank_that_stood_still_does_not_blame_whoever_gave_it_up():
+    async def scenario(fabric, peer, recorder):
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        loop.time = lambda: now_s() + 60.0
+        peer.sockets[0].shutdown(socket.SHUT_WR)
+        await recorder.wait_until(lambda: recorder.lost)
+        text = r"rank 0 \(host .+\) did not run for 60\.. s \(it was stopped or suspended, .+\), and then found rank 1 "
+        assert re.match(text + r"\(host evil\) gone: it is lost: its side closed", str(recorder.lost[1]))
+
+    run(scenario)
+
+
+def test_what_a_peer_says_is_shown_in_one_line_and_bounded():
+    async def scenario(fabric, peer, recorder):
+        await peer.frame(-1, FrameType.LOST, tag=0, payload=b"says \x1b[2J\nERROR:" + b"x" * 9000)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert "because rank 0 says \\x1b[2J\\nERROR:xxx" in str(recorder.lost[1])
+        assert len(str(recorder.lost[1])) < 1200
 
     run(scenario)
 
@@ -210,3 +348,13 @@ def test_the_header_is_small():
 def test_classes_that_are_opened_before_the_last_ones_were_agreed():
     opening = (-1, FrameType.OPEN, {"payload": b"4 classes"})
     refused(opening, opening, match="opens further connections before the last ones were agreed")
+
+
+def test_empty_messages_before_anybody_listens_are_bounded_too():
+    audience = Audience()
+    num_kept = MAX_BACKLOG_BYTES // COST_BYTES
+    assert all(audience.has_room(1, 0) for _ in range(num_kept))
+    assert not audience.has_room(1, 0)
+    assert audience.has_room(2, 0)
+    audience.seat(Recorder())
+    assert audience.has_room(1, 16_384)

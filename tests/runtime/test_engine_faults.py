@@ -1,5 +1,6 @@
 """Whatever goes wrong, every rank gets an error that names who and what, and no buffer is written any more."""
 
+import asyncio
 import threading
 
 import numpy as np
@@ -141,6 +142,26 @@ def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):
     patient = communicators[1].barrier(timeout_s=60)
     errors = errors_of([impatient, patient])
     assert all("rank 2 (host memory) sent nothing" in str(error) for error in errors)
+
+
+def test_a_rank_that_did_not_run_until_its_deadline_blames_itself(in_memory):
+    communicators = in_memory(2)
+    work = communicators[0].all_reduce(view(10), FLOAT32, label="sum", timeout_s=60)
+
+    async def stand_still():
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        for away_s in (40.0, 140.0):  # half of the time is over, and then all of it
+            loop.time = lambda away_s=away_s: now_s() + away_s
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    communicators[0]._loop.run(stand_still(), 20)
+    (error,) = errors_of([work])
+    assert isinstance(error, DeadlineError)
+    assert str(error).startswith("rank 0 (host memory) did not run for 70.")
+    assert "sum (deadline 60 s) was not done before" in str(error)
+    assert "rank 1" not in str(error)
 
 
 @pytest.mark.parametrize("seed", range(3))

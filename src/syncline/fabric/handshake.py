@@ -99,6 +99,11 @@ def derive_key(secret: bytes, *, job_id: str) -> bytes:
     return hmac.digest(secret, b"syncline handshake 1\0" + job_id.encode(), "sha256")
 
 
+def derive_offer_key(key: bytes, *, epoch: int) -> bytes:
+    """Return the key by which the ranks of one start of a job seal their offers of memory."""
+    return hmac.digest(key, b"syncline memory offer 1\0" + epoch.to_bytes(8, "big"), "sha256")
+
+
 class Dialer:
     """The side that connects."""
 

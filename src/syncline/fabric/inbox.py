@@ -30,6 +30,8 @@ class Receive:
     on_received: Callable[[], None]
     granted_bytes: int = 0
     arrived_bytes: int = 0
+    is_landing: bool = False
+    """A chunk of it is arriving on some connection."""
     is_fetched: bool = False
     """It is copied out of the peer's memory, and nothing is granted."""
 
@@ -145,8 +147,12 @@ class Inbox:
             return self._begin_eager(frame)
         receive = self._arriving.get(frame.tag)
         end = frame.offset + frame.chunk_bytes
-        if receive is None or frame.offset != receive.arrived_bytes or end > receive.granted_bytes:
-            raise FrameError(f"bytes {frame.offset} to {end} of message {frame.tag:#x} were not granted")
+        what = f"bytes {frame.offset} to {end} of message {frame.tag:#x}"
+        if receive is None or not receive.arrived_bytes == frame.offset < end <= receive.granted_bytes:
+            raise FrameError(f"{what} were not granted")
+        if receive.is_landing:
+            raise FrameError(f"{what} are sent again while they arrive on another connection")
+        receive.is_landing = True
         return None if receive.destination is None else receive.destination[frame.offset : end]
 
     def end_chunk(self, frame: Frame) -> None:
@@ -155,6 +161,7 @@ class Inbox:
             self._end_eager(frame)
             return
         receive = self._arriving[frame.tag]
+        receive.is_landing = False
         receive.arrived_bytes += frame.chunk_bytes
         self._scheduler.arrived(self._peer, num_bytes=frame.chunk_bytes, urgency=receive.urgency)
         if self._scheduler.has_wishes:

@@ -19,10 +19,12 @@ from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.handshake import Terms, derive_key
+from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
+from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
+from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.fabric.wirings import open_wiring
@@ -50,6 +52,7 @@ async def connect_tcp(
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     address = resolve_address(options.address)
     options.check_exposure(address)
+    check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
         member = Member(
@@ -60,12 +63,14 @@ async def connect_tcp(
         )
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
+        key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
         fabric = TcpFabric(
             rank=rank,
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology)),
+            offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )
     except BaseException:
@@ -166,6 +171,8 @@ class _Mesh:
             if is_open or wanted == self._options:
                 return
             self._check_can_become(wanted)
+            num_more = wanted.num_classes - self._options.num_classes - 1  # the control connections are there
+            check_open_files(self._fabric.rank, num_peers=self._fabric.world_size - 1, num_classes=num_more)
             first, self._options = self._options.num_classes, wanted
             self._terms = replace(self._terms, num_classes=wanted.num_classes)
             self.acceptor.use_terms(self._terms)

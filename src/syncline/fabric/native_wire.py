@@ -36,8 +36,8 @@ __all__ = [
     "can_add",
 ]
 
-SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED = range(1, 11)
-"""Kinds of events, as ``exchange.hpp`` counts them; the first two come with whom to call."""
+SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
+"""Kinds of events, as ``exchange.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
 
@@ -249,4 +249,6 @@ class NativeWire:
 def _error_of(kind: int, number: int, text: bytes) -> Exception:
     if kind == BROKEN:
         return OSError(number, os.strerror(number)) if number else EOFError()
+    if kind == FAULT:
+        return RuntimeError(text.decode(errors="replace"))
     return DamagedFrameError(text.decode()) if number else FrameError(text.decode())

@@ -6,12 +6,15 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
+from syncline.errors import escape_text
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.shared_host import Offer, accept_offer
+from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
 from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.wire import Wiring
+
+DIED = "its process died or was killed"
 
 
 class PeerEvents(Protocol):
@@ -48,13 +51,25 @@ class PeerEvents(Protocol):
 class Peer:
     """The state of one peer, from its first connection to its end."""
 
-    def __init__(self, rank: int, host: str, *, options: FabricOptions, wiring: Wiring, events: PeerEvents) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        *,
+        options: FabricOptions,
+        wiring: Wiring,
+        offer_terms: OfferTerms,
+        events: PeerEvents,
+    ) -> None:
         self.rank = rank
         self.host = host
         self.options = options
         self._events = events
         self._sockets: dict[int, socket.socket] = {}
+        self._offer_terms = offer_terms
         self._offer: Offer | None = None
+        self._has_offered = False
+        self._pid: int | None = None
         self.is_ready = False
         """Whether the connections that a fabric begins with are there."""
         self.is_gone = False
@@ -156,12 +171,14 @@ class Peer:
             what = "is lost, as a frame was damaged" if isinstance(error, DamagedFrameError) else "broke the protocol"
             self._events.on_broken(self, f"{what}: {error}", must_tell=True)
         elif not self.is_gone:
-            self._events.on_broken(self, f"is lost: {_describe(error)}", must_tell=False)
+            is_dead = self._pid is not None and has_ended(self._pid)
+            seen = f"{DIED} ({_describe(error)})" if is_dead else _describe(error)
+            self._events.on_broken(self, f"is lost: {seen}", must_tell=False)
 
     def on_unreadable(self, error: OSError) -> None:
         """Say what became of a peer on this machine."""
         if isinstance(error, ProcessLookupError):
-            self._events.on_broken(self, "is lost: its process died or was killed", must_tell=False)
+            self._events.on_broken(self, f"is lost: {DIED}", must_tell=False)
         else:
             self._events.on_broken(self, f"is lost: {error}", must_tell=True)
 
@@ -173,7 +190,7 @@ class Peer:
         self.is_ready = True
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         if is_local:
-            self._offer = Offer()
+            self._offer = self._offer_terms.make(target=self.rank)
             self.send_frame(FrameType.OFFER, payload=self._offer.encode())
         self._events.on_ready(self)
 
@@ -184,7 +201,7 @@ class Peer:
     def _on_open(self, payload: bytes) -> None:
         if self.opening:
             raise FrameError("it opens further connections before the last ones were agreed")
-        self.opening = payload.decode(errors="replace")
+        self.opening = escape_text(payload)
         self._events.on_opening(self)
 
     def _on_opened(self, num_classes: int) -> None:
@@ -200,12 +217,16 @@ class Peer:
             FrameType.ACCEPT: lambda _tag, _payload: self._on_accept(),
             FrameType.OPEN: lambda _, payload: self._on_open(payload),
             FrameType.OPENED: lambda tag, _: self._on_opened(tag),
-            FrameType.LOST: lambda tag, payload: self._events.on_news(self, tag, payload.decode(errors="replace")),
+            FrameType.LOST: lambda tag, payload: self._events.on_news(self, tag, escape_text(payload)),
         }
 
     def _on_offer(self, payload: bytes) -> None:
-        pid = accept_offer(payload) if self._offer is not None else None
+        if self._has_offered:
+            raise FrameError("it offers its memory twice")
+        self._has_offered = True
+        pid = self._offer_terms.accept(payload, source=self.rank) if self._offer is not None else None
         if pid is not None:
+            self._pid = pid
             self.wire.let_be_read(pid)
             self.send_frame(FrameType.ACCEPT)
 
@@ -221,8 +242,11 @@ class Peer:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
-        return "connection closed: its process died or was killed"
+    """Say what was seen; why it is so is known only where the peer's process is known to have ended."""
+    if isinstance(error, EOFError):
+        return "its side closed the connection without saying goodbye; look there for how its process ended"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return "the connection was reset by its side, or between the hosts; look there for how its process ended"
     if isinstance(error, TimeoutError):
-        return "connection timed out: the network between the hosts, or the peer's machine, is down"
+        return "connection timed out: nothing acknowledges what is sent; check its machine and the network between"
     return f"connection failed: {error}"

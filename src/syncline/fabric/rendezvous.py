@@ -314,6 +314,8 @@ def _parse_hello(value: Any, rank: int) -> _Hello | None:
     host, port, nonce = value["host"], value["port"], value["nonce"]
     if value["rank"] != rank or not isinstance(host, str) or not 0 < len(host) <= MAX_NAME_LENGTH:
         return None
+    if not host.isprintable():  # errors and logs show it
+        return None
     if type(port) is not int or not 0 < port < 1 << 16 or not _is_hex(nonce, NONCE_BYTES):
         return None
     try:

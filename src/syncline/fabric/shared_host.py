@@ -8,20 +8,33 @@ order by urgency, signatures and the posted destination stay as they are.
 Whether two ranks share a machine is proved, not assumed: both ends of the control connection have the same address (so
 ranks in different network namespaces, as in the lab, go through their network), and each reads a random token out of
 the other's memory. Where the kernel refuses that (another user, a container without the right, Yama), sockets are used.
+
+An offer names a process, and whoever accepts it copies from addresses that the peer chooses. So a token is sealed for
+one direction between two ranks of one start of the job, and this process's own memory is read only where another rank
+that lives in it has made the offer: no peer can hand this rank's own offer back, or name this rank's own threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hmac
 import os
 import secrets
 import struct
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from syncline.fabric.frames import FrameError
+
+NONCE_BYTES = 16
 TOKEN_BYTES = 32
 _OFFER = struct.Struct("!IQ32s")
 OFFER_BYTES = _OFFER.size
+_NOWHERE = 8
+"""An address at which nothing lies."""
 
 
 class _IoVec(ctypes.Structure):
@@ -71,25 +84,84 @@ def read_memory(pid: int, address: int, destination: memoryview) -> None:
         done += copied
 
 
-class Offer:
-    """A token in this process's memory that a peer may read, to prove that it can."""
+def has_ended(pid: int) -> bool:
+    """Whether process ``pid``, whose memory could be read once, is known to have ended.
 
-    def __init__(self) -> None:
-        self._token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8).copy()
+    The kernel lets go of a process's memory before it closes its sockets.
+    """
+    try:
+        read_memory(pid, _NOWHERE, memoryview(bytearray(1)))
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class Offer:
+    """A token in this process's memory that one peer may read, to prove that it can."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token = np.frombuffer(token, dtype=np.uint8).copy()
+        _own_offers[self.address] = self
+
+    @property
+    def address(self) -> int:
+        """Where the token lies."""
+        return int(self._token.ctypes.data)
+
+    @property
+    def token(self) -> bytes:
+        """The token itself."""
+        return self._token.tobytes()
 
     def encode(self) -> bytes:
         """Return what the peer needs to find the token, and to know it again."""
-        return _OFFER.pack(os.getpid(), self._token.ctypes.data, self._token.tobytes())
+        return _OFFER.pack(os.getpid(), self.address, self.token)
 
 
-def accept_offer(payload: bytes) -> int | None:
-    """Return the process id of the peer that made the offer if its memory can be read, else None."""
-    if len(payload) != OFFER_BYTES:
-        return None
-    pid, address, token = _OFFER.unpack(payload)
-    found = bytearray(TOKEN_BYTES)
-    try:
-        read_memory(pid, address, memoryview(found))
-    except (OSError, ctypes.ArgumentError):
-        return None
-    return pid if secrets.compare_digest(bytes(found), token) else None
+_own_offers: WeakValueDictionary[int, Offer] = WeakValueDictionary()
+"""The offers of all ranks that live in this process, by their addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferTerms:
+    """By what one rank makes offers, and judges those of others; ``key`` comes from the job's handshake."""
+
+    rank: int
+    key: bytes
+
+    def make(self, *, target: int) -> Offer:
+        """Make the offer for rank ``target``, which holds as long as it is kept."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return Offer(nonce + self._seal(nonce, self.rank, target))
+
+    def accept(self, payload: bytes, *, source: int) -> int | None:
+        """Return the process id of rank ``source``, whose offer this is, if its memory can be read, else None.
+
+        Raises ``FrameError`` if ``source`` has not made this offer for this rank.
+        """
+        pid, address, token = _OFFER.unpack(payload) if len(payload) == OFFER_BYTES else (0, 0, b"")
+        nonce = token[:NONCE_BYTES]
+        if not secrets.compare_digest(token[NONCE_BYTES:], self._seal(nonce, source, self.rank)):
+            raise FrameError(f"it offers memory by a token that rank {source} has not made for rank {self.rank}")
+        if is_this_process(pid):
+            # Or, in a container of its own, the peer has the same number: then sockets are used, as everywhere else.
+            own = _own_offers.get(address)
+            if pid != os.getpid() or own is None or own.token != token:
+                return None
+        found = bytearray(TOKEN_BYTES)
+        try:
+            read_memory(pid, address, memoryview(found))
+        except (OSError, ctypes.ArgumentError):
+            return None
+        return pid if secrets.compare_digest(bytes(found), token) else None
+
+    def _seal(self, nonce: bytes, source: int, target: int) -> bytes:
+        direction = struct.pack("!II", source, target)
+        return hmac.digest(self.key, direction + nonce, "sha256")[: TOKEN_BYTES - NONCE_BYTES]
+
+
+def is_this_process(pid: int) -> bool:
+    """Whether ``pid`` is this process or one of its threads, whose ids the kernel takes as well."""
+    return pid == os.getpid() or Path(f"/proc/self/task/{pid}").exists()

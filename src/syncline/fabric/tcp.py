@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.audience import Audience
+from syncline.fabric.audience import MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.fitting import WindowSizes
 from syncline.fabric.frames import FrameType
@@ -29,6 +29,8 @@ from syncline.fabric.protocol import (
     ReceiveSettings,
     SendSettings,
 )
+from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics
 from syncline.fabric.wire import Wiring
 from syncline.topology.priorities import Priorities
@@ -68,6 +70,7 @@ class TcpFabric:
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
         wiring: Wiring,
+        offer_terms: OfferTerms,
         trace: TraceSink | None = None,
     ) -> None:
         self._rank = rank
@@ -78,7 +81,7 @@ class TcpFabric:
         self._binding = ThreadBinding(rank)
         self._trace = trace
         self._peers = {
-            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, events=self)
+            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, offer_terms=offer_terms, events=self)
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
@@ -97,6 +100,9 @@ class TcpFabric:
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
         wiring.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
+        self._standstill = Standstill(
+            interval_s=self._liveness.interval_s, remembered_s=options.dead_s, now_s=self._loop.time()
+        )
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
 
     def __repr__(self) -> str:
@@ -250,6 +256,12 @@ class TcpFabric:
         """Report the peer as lost, and tell the others."""
         if peer.is_gone:
             return
+        away_s = self._standstill.away_s(self._loop.time())
+        if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
+            own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
+            text = f"{own}, and then found {peer.name} gone: it {reason}"
+            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
+            return
         if must_tell:
             self._tell_peer(peer, lost=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
@@ -270,6 +282,8 @@ class TcpFabric:
         """Believe a peer that another one is lost, or that it gave up this rank."""
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
+            if away_s := self._standstill.away_s(self._loop.time()):
+                text += f"; this rank {describe_absence(away_s)}"
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
         elif lost in self._peers and not self._peers[lost].is_gone:
             other = self._peers[lost]
@@ -280,6 +294,10 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
+        if not self._audience.has_room(peer.rank, len(payload)):
+            reason = f"broke the protocol: it sent over {MAX_BACKLOG_BYTES >> 20} MiB of control messages to nobody yet"
+            self.on_broken(peer, reason, must_tell=True)
+            return
         self._audience.tell(lambda listener: listener.on_control(peer.rank, payload))
 
     def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
@@ -302,6 +320,7 @@ class TcpFabric:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
         heard = {peer.rank for peer in self._living() if peer.take_heard()}
         tick = self._liveness.tick(self._loop.time(), heard=heard)
+        self._standstill.ran(self._loop.time())
         if tick.gap_s:
             _log.warning("rank %d: the communication loop did not run for %.1f s", self._rank, tick.gap_s)
             self._note("loop stood still", gap_s=tick.gap_s)

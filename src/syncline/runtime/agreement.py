@@ -11,9 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from syncline.runtime.call import Description
-
-CallKey = tuple[int, int]
-"""Stream, and running number in it (its lowest bits, as in tags)."""
+from syncline.runtime.early import COST_BYTES, CallKey, EarlyQuota
 
 _MAX_REMEMBERED = 256
 
@@ -30,8 +28,9 @@ class Disagreement:
 class Agreement:
     """Own calls, of which the latest are remembered after their end, and descriptions that came before the own call."""
 
-    def __init__(self, predecessor: int) -> None:
+    def __init__(self, predecessor: int, quota: EarlyQuota) -> None:
         self._predecessor = predecessor
+        self._quota = quota
         self._own: OrderedDict[CallKey, Description] = OrderedDict()
         self._early: dict[CallKey, list[tuple[int, Description]]] = {}
         self._open: set[CallKey] = set()
@@ -41,16 +40,20 @@ class Agreement:
         self._own[key] = ours
         self._open.add(key)
         is_agreed = False
-        for peer, theirs in self._early.pop(key, ()):
+        early = self._early.pop(key, ())
+        for peer, theirs in early:
+            self._quota.release(peer, _cost(theirs))
+        for peer, theirs in early:
             if theirs.identity != ours.identity:
                 return False, Disagreement(peer=peer, theirs=theirs, ours=ours)
             is_agreed = is_agreed or peer == self._predecessor
         return is_agreed, None
 
     def heard(self, key: CallKey, peer: int, theirs: Description) -> tuple[bool, Disagreement | None]:
-        """Note another rank's call; returns as :meth:`made`."""
+        """Note another rank's call; returns as :meth:`made`. ControlError if it tells too much of calls to come."""
         ours = self._own.get(key)
         if ours is None:
+            self._quota.charge(peer, _cost(theirs))
             self._early.setdefault(key, []).append((peer, theirs))
             return False, None
         if theirs.identity != ours.identity:
@@ -63,3 +66,7 @@ class Agreement:
         while len(self._own) - len(self._open) > _MAX_REMEMBERED:
             oldest = next(known for known in self._own if known not in self._open)
             del self._own[oldest]
+
+
+def _cost(theirs: Description) -> int:
+    return COST_BYTES + len(theirs.identity) + len(theirs.text)

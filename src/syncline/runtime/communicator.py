@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from syncline.errors import FabricError, SynclineError
 from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
+from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.board import Seat, SeatLinks, open_together
 from syncline.runtime.call import CallSettings, CollectiveCall
@@ -93,6 +94,7 @@ class Communicator:
         The ranks find each other through ``store``, which is not needed afterwards.
         """
         topology.check_world_size(world_size)
+        check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
         loop = CommunicationLoop()
         loop.start()
         try:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from syncline.errors import escape_text
 from syncline.fabric import MAX_CONTROL_BYTES
 from syncline.runtime.call import Description
 
@@ -25,6 +26,10 @@ _HEAD = struct.Struct("<BHI")
 _LEFT = struct.Struct("<HI")
 _COUNT = struct.Struct("<I")
 _MAX_TEXT = 3000
+
+
+class ControlError(Exception):
+    """What another rank told is no control message, or not one that is allowed; the text says what it told."""
 
 
 class ControlKind(IntEnum):
@@ -54,7 +59,7 @@ def encode_description(stream: int, number: int, description: Description) -> by
 def decode_description(body: bytes) -> Description:
     """Decode the body of a DESCRIBE message."""
     identity, _, text = body.decode(errors="replace").partition("\n")
-    return Description(identity=identity, text=text)
+    return Description(identity=identity, text=escape_text(text))
 
 
 def encode_waiting(stream: int, number: int, peers: Iterable[int], what: str) -> bytes:
@@ -65,11 +70,17 @@ def encode_waiting(stream: int, number: int, peers: Iterable[int], what: str) ->
     return head + struct.pack(f"<{1 + len(numbers)}I", len(numbers), *numbers) + text
 
 
-def decode_waiting(body: bytes) -> tuple[frozenset[int], str]:
+def decode_waiting(body: bytes, world_size: int) -> tuple[frozenset[int], str]:
     """Decode the body of a WAITING message: who is waited for, and in what."""
-    (count,) = _COUNT.unpack_from(body)
-    end = _COUNT.size * (1 + count)
-    return frozenset(struct.unpack(f"<{count}I", body[_COUNT.size : end])), body[end:].decode(errors="replace")
+    try:
+        (count,) = _COUNT.unpack_from(body)
+        end = _COUNT.size * (1 + count)
+        ranks = frozenset(struct.unpack(f"<{count}I", body[_COUNT.size : end]))
+    except struct.error as error:
+        raise ControlError("of a wait that cannot be read") from error
+    if ranks and max(ranks) >= world_size:
+        raise ControlError(f"that it waits for rank {max(ranks)} of {world_size}")
+    return ranks, escape_text(body[end:], max_chars=_MAX_TEXT)
 
 
 def encode_failure(failure: Failure) -> bytes:
@@ -78,10 +89,20 @@ def encode_failure(failure: Failure) -> bytes:
     return _HEAD.pack(ControlKind.FAILED, 0, 0) + json.dumps(fields).encode()
 
 
-def decode_failure(body: bytes) -> Failure:
+def decode_failure(body: bytes, world_size: int) -> Failure:
     """Decode the body of a FAILED message."""
-    reason, text, rank, host = json.loads(body)
-    return Failure(reason=str(reason), text=str(text), rank=int(rank), host=str(host))
+    try:
+        reason, text, rank, host = json.loads(body)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ControlError("of a failure that cannot be read") from error
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ControlError(f"of a failure of a rank that is none of {world_size}")
+    return Failure(
+        reason=escape_text(str(reason)),
+        text=escape_text(str(text), max_chars=_MAX_TEXT),
+        rank=rank,
+        host=escape_text(str(host)),
+    )
 
 
 def encode_leaving(num_completed: Mapping[int, int]) -> Iterator[bytes]:
@@ -103,5 +124,8 @@ def decode_leaving(body: bytes) -> dict[int, int]:
 
 def decode_head(payload: bytes) -> tuple[ControlKind, int, int, bytes]:
     """Return kind, stream, running number and body."""
-    kind, stream, number = _HEAD.unpack_from(payload)
-    return ControlKind(kind), stream, number, payload[_HEAD.size :]
+    try:
+        kind, stream, number = _HEAD.unpack_from(payload)
+        return ControlKind(kind), stream, number, payload[_HEAD.size :]
+    except (struct.error, ValueError) as error:
+        raise ControlError(f"{len(payload)} bytes that are no control message") from error

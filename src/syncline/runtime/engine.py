@@ -11,7 +11,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from syncline.errors import ConfigurationError, SynclineError
@@ -19,17 +19,16 @@ from syncline.fabric import Fabric, PeerLeftError
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall, Done
-from syncline.runtime.agreement import Agreement, CallKey, Disagreement
+from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import CollectiveCall, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
-from syncline.runtime.control import ControlKind, Failure
+from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
-from syncline.runtime.native_walks import NativeWalker
+from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
+from syncline.runtime.native_walks import open_walker
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
-from syncline.runtime.python_walks import PythonWalker
 from syncline.runtime.stalls import find_overdue
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
-from syncline.runtime.walks import Walker
 from syncline.topology import Topology
 
 
@@ -57,10 +56,12 @@ class Engine:
         self._trace = trace if trace is not None else NullTrace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._predecessor = (fabric.rank - 1) % fabric.world_size
-        self._agreement = Agreement(self._predecessor)
+        quota = EarlyQuota()
+        self._agreement = Agreement(self._predecessor, quota)
+        self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
-        self._walker = _open_walker(
+        self._walker = open_walker(
             fabric, self._members, self._dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash
         )
         self._calls: dict[CallKey, ActiveCall] = {}
@@ -68,9 +69,6 @@ class Engine:
         self._num_submitted = 0
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
-        self._early_waiting: dict[CallKey, dict[int, frozenset[int]]] = {}
-        self._early_labels: dict[CallKey, dict[int, str]] = {}
-        """In which calls others wait that this rank has not made."""
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
@@ -168,16 +166,23 @@ class Engine:
             self._fail(failure)
 
     def on_control(self, peer: int, payload: bytes) -> None:
-        """Take what another engine tells."""
+        """Take what another engine tells; what no engine tells ends all calls, and the error says who told it."""
+        try:
+            self._take_control(peer, payload)
+        except ControlError as error:
+            text = f"{self._fabric.describe_peer(peer)} broke the protocol: it told {error}"
+            self._fail(Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer)))
+
+    def _take_control(self, peer: int, payload: bytes) -> None:
         kind, stream, number, body = control.decode_head(payload)
         key = (stream, number & NUMBER_MASK)
         if kind is ControlKind.DESCRIBE:
             is_agreed, disagreement = self._agreement.heard(key, peer, control.decode_description(body))
             self._judge(key, is_agreed, disagreement)
         elif kind is ControlKind.WAITING:
-            self._note_waiting(key, number, peer, *control.decode_waiting(body))
+            self._note_waiting(key, number, peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.FAILED:
-            failure = control.decode_failure(body)
+            failure = control.decode_failure(body, self._world_size)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
             self._fail(here, tell=False)
         else:
@@ -201,8 +206,7 @@ class Engine:
         if active is not None:
             active.awaited[peer] = awaited
         elif number >= self._next_numbers.get(key[0], 0):
-            self._early_waiting.setdefault(key, {})[peer] = awaited
-            self._early_labels.setdefault(key, {})[peer] = what
+            self._early_waits.note(key, peer, awaited, what)
 
     def _peer_leaves(self, peer: int) -> None:
         num_completed = self._completed_by[peer]
@@ -261,8 +265,7 @@ class Engine:
     def _begin(self, active: ActiveCall) -> None:
         key = (active.call.stream, active.number & NUMBER_MASK)
         self._calls[key] = active
-        active.awaited = self._early_waiting.pop(key, {})
-        self._early_labels.pop(key, None)
+        active.awaited = self._early_waits.take(key)
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
         if self._fabric.stalls.stalled:
             self._look_for_stalls()
@@ -315,9 +318,15 @@ class Engine:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
         peers = active.awaited_peers(self._predecessor)
         self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
-        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active)
+        due_s = self._clock.time() + active.call.timeout_s / 2
+        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active, due_s)
 
-    def _time_over(self, active: ActiveCall) -> None:
+    def _time_over(self, active: ActiveCall, due_s: float) -> None:
+        late_s = self._clock.time() - due_s
+        if late_s > failures.LATE_S:  # the others may have sent long ago what this rank has not read yet
+            text = failures.was_away(self._fabric.describe_peer(self._rank), late_s, active.call)
+            self._fail(Failure(reason=failures.DEADLINE, text=text, rank=self._rank, host=self._host(self._rank)))
+            return
         active.awaited[self._rank] = active.awaited_peers(self._predecessor)
         culprits = failures.find_culprits(active.awaited, self._rank)
         sentences = [self._accuse(active, peer, waiters) for peer, waiters in sorted(culprits.items())]
@@ -345,7 +354,7 @@ class Engine:
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
-        elsewhere = [labels[peer] for labels in self._early_labels.values() if peer in labels]
+        elsewhere = self._early_waits.calls_of(peer)
         still_s, whom = self._fabric.stalls.still_s(peer), self._fabric.describe_peer(peer)
         return failures.accuse(whom, silent_s, active.call, names, elsewhere, still_s=still_s)
 
@@ -379,19 +388,3 @@ class Engine:
 
     def _host(self, rank: int) -> str:
         return self._topology.host_of(rank).name if self._topology is not None else ""
-
-
-def _open_walker(
-    fabric: Fabric,
-    members: Sequence[int],
-    dataflows: Dataflows,
-    clock: Clock,
-    *,
-    max_inflight_bytes: int,
-    on_crash: Callable[[Exception], None],
-) -> Walker:
-    """Return who walks the calls of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
-    in_python = PythonWalker(fabric, dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=on_crash)
-    if fabric.exchange is None:
-        return in_python
-    return NativeWalker(fabric.exchange, members, dataflows, in_python, max_inflight_bytes=max_inflight_bytes)

@@ -20,12 +20,15 @@ from syncline.errors import (
     SynclineError,
     name_ranks,
 )
+from syncline.fabric.standstill import describe_absence
 from syncline.runtime.control import Failure
 
 if TYPE_CHECKING:
     from syncline.runtime.call import CollectiveCall
     from syncline.schedule import Schedule
 
+LATE_S = 5.0
+"""A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
 
 
@@ -76,6 +79,11 @@ def accuse(
         f"{wait_for(waiters, 'it')}"
     )
     return f"{text}, and it waits in {elsewhere[0]}, which was not called here" if elsewhere else text
+
+
+def was_away(whom: str, late_s: float, call: CollectiveCall) -> str:
+    """Say that this rank itself did not look at its clock when the time of ``call`` was over."""
+    return f"{whom} {describe_absence(late_s)}, and {call.what} (deadline {call.timeout_s:g} s) was not done before"
 
 
 def late(call: CollectiveCall, accused: list[str], *, rank: int, host: str) -> Failure:

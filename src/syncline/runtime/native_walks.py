@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncline.fabric import Fabric
 from syncline.runtime.call import CollectiveCall
+from syncline.runtime.clock import Clock
 from syncline.runtime.dataflow import Dataflow
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.python_walks import PythonWalker
 from syncline.runtime.tags import SLICE_TAGS
-from syncline.runtime.walks import Walk
+from syncline.runtime.walks import Walk, Walker
 from syncline.schedule import Layout, Schedule
 
 if TYPE_CHECKING:
@@ -161,3 +163,19 @@ class NativeWalk:
         if not self.is_over:
             self.is_over = True
             self._on_over()
+
+
+def open_walker(
+    fabric: Fabric,
+    members: Sequence[int],
+    dataflows: Dataflows,
+    clock: Clock,
+    *,
+    max_inflight_bytes: int,
+    on_crash: Callable[[Exception], None],
+) -> Walker:
+    """Return who walks the calls of an engine on ``fabric``, whose rank k is rank ``members[k]`` of the job."""
+    in_python = PythonWalker(fabric, dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=on_crash)
+    if fabric.exchange is None:
+        return in_python
+    return NativeWalker(fabric.exchange, members, dataflows, in_python, max_inflight_bytes=max_inflight_bytes)

@@ -20,6 +20,7 @@ LossHandler = Callable[[int, Exception], None]
 _ENVELOPE = struct.Struct("<BH")
 _GROUP = 0xFF
 """The first byte of an envelope; no kind of control message of an engine has it."""
+_GROUP_BYTE = bytes([_GROUP])
 MAX_EARLY_BYTES = 4 << 20
 """What one rank may tell groups that this one has not opened yet, all together; some ten thousand calls."""
 COST_BYTES = 256
@@ -79,7 +80,7 @@ class Relay:
 
     def on_control(self, peer: int, payload: bytes) -> None:
         """Hand a control message to the engine, or to its group, which may not have been opened here yet."""
-        if payload[0] != _GROUP:
+        if payload[:1] != _GROUP_BYTE or len(payload) < _ENVELOPE.size:
             self._engine.on_control(peer, payload)
             return
         _, number = _ENVELOPE.unpack_from(payload)

@@ -253,7 +253,9 @@ void Exchange::finish() {
             must_grant_ = false;
             for (const Grant& grant : scheduler->grants(now_s())) {
                 Peer& peer = this->peer(grant.peer);
-                peer.arriving.at(grant.tag).granted_bytes = grant.limit_bytes;
+                const auto found = peer.arriving.find(grant.tag);
+                if (found == peer.arriving.end()) continue;
+                found->second.granted_bytes = grant.limit_bytes;
                 Header header;
                 header.type = GRANT;
                 header.tag = grant.tag;
@@ -304,7 +306,16 @@ void Exchange::guarded_read(Connection& connection) {
         unwatch(connection);
         connection.is_deaf = true;
         tell(Event(VIOLATION, connection.peer->rank, 0, error.is_damage)).text = error.what();
+    } catch (const std::exception& error) {
+        give_up(connection, error);
     }
+}
+
+// What no rule foresees (no memory is left, a mistake of ours) costs this peer, and never the loop with all others.
+void Exchange::give_up(Connection& connection, const std::exception& error) {
+    unwatch(connection);
+    connection.is_deaf = true;
+    tell(Event(FAULT, connection.peer->rank)).text = error.what();
 }
 
 void Exchange::read(Connection& connection) {
@@ -336,7 +347,8 @@ void Exchange::read_last_words(Peer& peer) {
     try {
         read_control(peer.control);
     } catch (const SocketError&) {
-    } catch (const FrameError&) {
+    } catch (const std::exception&) {
+        peer.control.is_deaf = true;  // its frames are not to be taken twice
     }
 }
 
@@ -524,6 +536,9 @@ void Exchange::write(Connection& connection) {
                                                                : write_data(static_cast<DataConnection&>(connection));
     } catch (const SocketError& broken) {
         break_off(connection, broken.error);
+        return;
+    } catch (const std::exception& error) {
+        give_up(connection, error);
         return;
     }
     if (connection.is_watching_writer == is_done) watch(connection, !is_done);
@@ -897,17 +912,24 @@ void Exchange::match(Peer& peer, uint64_t tag) {
 uint8_t* Exchange::begin_granted(Peer& peer, const Header& frame) {
     auto found = peer.arriving.find(frame.tag);
     const uint64_t end = frame.offset + frame.chunk_bytes;
-    if (found == peer.arriving.end() || frame.offset != static_cast<uint64_t>(found->second.arrived_bytes) ||
+    if (found == peer.arriving.end() || !frame.chunk_bytes ||
+        frame.offset != static_cast<uint64_t>(found->second.arrived_bytes) ||
         end > static_cast<uint64_t>(found->second.granted_bytes))
         throw FrameError(format("bytes %llu to %llu of message %#llx were not granted", ull(frame.offset), ull(end),
                                 ull(frame.tag)));
-    const Receive& receive = found->second;
+    Receive& receive = found->second;
+    if (receive.is_landing)
+        throw FrameError(format("bytes %llu to %llu of message %#llx are sent again while they arrive on another "
+                                "connection",
+                                ull(frame.offset), ull(end), ull(frame.tag)));
+    receive.is_landing = true;
     return receive.is_cancelled ? nullptr : receive.destination.data + frame.offset;
 }
 
 void Exchange::end_granted(Peer& peer, const Header& frame) {
     auto found = peer.arriving.find(frame.tag);
     Receive& receive = found->second;
+    receive.is_landing = false;
     receive.arrived_bytes += frame.chunk_bytes;
     scheduler->arrived(peer.rank, frame.chunk_bytes, receive.urgency, now_s());
     if (scheduler->has_wishes()) must_grant_ = true;

@@ -14,6 +14,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,6 +44,7 @@ enum EventKind : int {
     ALL_CLOSED = 9,  // every connection was closed after its END
     DRAINED = 10,    // everything that was sent is with the kernel (told while `tells_drained`)
     DONE = 11,       // object: a slice's on_done
+    FAULT = 12,      // text: why this rank cannot go on with a peer
 };
 
 struct Event {
@@ -149,6 +151,7 @@ struct Receive {
     int64_t urgency = 0;
     Completion on_received;
     int64_t granted_bytes = 0, arrived_bytes = 0;
+    bool is_landing = false;  // a chunk of it is arriving on some connection
     bool is_fetched = false;
     int64_t serial = 0;  // which fetch it is
 };
@@ -337,6 +340,7 @@ class Exchange {
     void redirect(Peer& peer, uint64_t tag);
     void note_end(Connection& connection);
     void break_off(Connection& connection, int error);
+    void give_up(Connection& connection, const std::exception& error);
     void read_last_words(Peer& peer);
 
     void write(Connection& connection);

@@ -119,7 +119,7 @@ class GrantLog {
     void arrived(int64_t num_bytes, GrantWindow& window, double now_s) {
         const int64_t unknown_bytes = std::min(num_bytes, unknown_bytes_);
         unknown_bytes_ -= unknown_bytes;
-        for (int64_t rest = num_bytes - unknown_bytes; rest;) {
+        for (int64_t rest = num_bytes - unknown_bytes; rest && !grants_.empty();) {
             Noted& grant = grants_.front();
             const int64_t part_bytes = std::min(rest, grant.left_bytes);
             window.learn(part_bytes, grant.underway_bytes, now_s - grant.granted_s);

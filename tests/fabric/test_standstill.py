@@ -1,0 +1,27 @@
+"""A process that stood still knows it by its own clock."""
+
+from syncline.fabric.standstill import Standstill, describe_absence
+
+
+def test_a_loop_that_runs_was_never_away():
+    standstill = Standstill(interval_s=1.0, remembered_s=10.0, now_s=0.0)
+    for now_s in range(1, 50):
+        standstill.ran(now_s)
+        assert standstill.away_s(now_s + 2.9) == 0.0
+
+
+def test_an_absence_is_known_before_and_after_the_clock_was_looked_at_and_then_forgotten():
+    standstill = Standstill(interval_s=1.0, remembered_s=10.0, now_s=0.0)
+    standstill.ran(1.0)
+    assert standstill.away_s(61.0) == 60.0
+    standstill.ran(61.0)
+    assert standstill.away_s(61.0) == 60.0
+    for now_s in range(62, 72):
+        standstill.ran(now_s)
+    assert standstill.away_s(71.0) == 60.0
+    standstill.ran(72.0)
+    assert standstill.away_s(72.0) == 0.0
+
+
+def test_an_absence_in_words():
+    assert describe_absence(12.34).startswith("did not run for 12.3 s (it was stopped or suspended, or")

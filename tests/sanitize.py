@@ -1,0 +1,110 @@
+"""Runs tests on the compiled module as g++'s sanitizers see it: what it reads, writes and shares that is not its own.
+
+    python tests/sanitize.py [--kind address|thread] [arguments of pytest]
+
+Each kind builds the package from this tree in a temporary folder, with address and undefined-behaviour sanitizers or
+with that of threads, and runs the tests of the fabric and the runtime on it (or those that are named). Every process
+that a test starts is watched too. The interpreter is not built for it: what it allocates and never frees is its own
+affair (no check for leaks), and only compiled code of ours is looked at for races. Ends with status 1 if a test fails
+or a sanitizer reports anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "src")
+TESTS = ("tests/fabric", "tests/runtime")
+FLAGS = {"address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined", "thread": "-fsanitize=thread"}
+RUNTIMES = {"address": ("libasan.so", "libubsan.so", "libstdc++.so.6"), "thread": ("libtsan.so", "libstdc++.so.6")}
+OPTIONS = {
+    "address": {
+        "ASAN_OPTIONS": "detect_leaks=0:log_path={log}",
+        "UBSAN_OPTIONS": "print_stacktrace=1:log_path={log}",
+    },
+    "thread": {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0:exitcode=0:log_path={log}"},
+}
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Return a folder in which the package lies with a compiled module that is watched."""
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in BUILT_FROM:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, tree / name)
+    flags = f"{FLAGS[kind]} -O1 -g -fno-omit-frame-pointer"
+    environment = os.environ | {
+        "CFLAGS": flags,
+        "CXXFLAGS": flags,
+        "LDFLAGS": FLAGS[kind],
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+    }
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(tree)], env=environment, check=True)
+    (wheel,) = folder.glob("*.whl")
+    package = folder / "package"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(package)
+    if not list(package.glob("syncline/fabric/_native*.so")):
+        raise SystemExit("the compiled module could not be built; install a C++ compiler (Debian: g++)")
+    return package
+
+
+def watched(kind: str, package: Path, log: Path) -> dict[str, str]:
+    """Return the environment in which Python runs the package that is watched."""
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in RUNTIMES[kind]
+    ]
+    options = {name: text.format(log=log) for name, text in OPTIONS[kind].items()}
+    return os.environ | options | {"LD_PRELOAD": " ".join(found), "PYTHONPATH": str(package), "PYTHONMALLOC": "malloc"}
+
+
+def run(kind: str, arguments: list[str]) -> bool:
+    """Build and test one kind; return whether all is well."""
+    print(f"== {kind} sanitizer: building", flush=True)
+    with tempfile.TemporaryDirectory(prefix=f"syncline-{kind}-") as name:
+        folder = Path(name)
+        environment = watched(kind, build(kind, folder), folder / "report")
+        # Where addresses are random in more bits than it knows, the thread sanitizer does not start.
+        python = ("setarch", "-R", sys.executable)
+        where = "import syncline.fabric._native as native; print(native.__file__)"
+        seen = subprocess.run([*python, "-c", where], env=environment, capture_output=True, text=True, check=False)
+        if not seen.stdout.startswith(name):
+            raise SystemExit(f"the {kind} sanitizer does not start here: {seen.stdout}{seen.stderr}")
+        tests = () if any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments) else TESTS
+        pytest = (*python, "-m", "pytest", "-p", "no:cacheprovider", *arguments, *tests)
+        is_passed = subprocess.run(pytest, env=environment, cwd=ROOT, check=False).returncode == 0
+        reports = sorted(folder.glob("report*"))
+        for report in reports:
+            print(report.read_text(errors="replace"), flush=True)
+        print(
+            f"== {kind} sanitizer: tests {'pass' if is_passed else 'FAIL'}, {len(reports)} processes reported",
+            flush=True,
+        )
+        return is_passed and not reports
+
+
+def main() -> None:
+    """Run the kinds that were asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=list(FLAGS), action="append", help="which sanitizer (default: all)")
+    asked, arguments = parser.parse_known_args()
+    results = [run(kind, arguments) for kind in asked.kind or FLAGS]
+    raise SystemExit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
