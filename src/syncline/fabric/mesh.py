@@ -55,12 +55,8 @@ async def connect_tcp(
     check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
-        member = Member(
-            rank=rank,
-            host=topology.host_of(rank).name if topology else socket.gethostname(),
-            address=address,
-            port=listening.getsockname()[1],
-        )
+        host = topology.host_of(rank).name if topology else socket.gethostname()
+        member = Member(rank=rank, host=host, address=address, port=listening.getsockname()[1])
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
         key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
