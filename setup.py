@@ -9,10 +9,10 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "syncline.fabric._native",
-            [f"{NATIVE}/{name}.cpp" for name in ("module", "exchange", "calls", "slices")],
+            [f"{NATIVE}/{name}.cpp" for name in ("module", "exchange", "heartbeat", "calls", "slices")],
             depends=[
                 f"{NATIVE}/{name}.hpp"
-                for name in ("calls", "crc32", "exchange", "frames", "grants", "slice_order", "slices")
+                for name in ("calls", "crc32", "exchange", "frames", "grants", "heartbeat", "slice_order", "slices")
             ],
             cxx_std=17,
             optional=True,

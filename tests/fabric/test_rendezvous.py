@@ -8,7 +8,8 @@ import pytest
 
 from meeting_stores import DictStore
 from syncline.errors import RendezvousError
-from syncline.fabric.rendezvous import MAX_RECORD_BYTES, Member, Rendezvous
+from syncline.fabric.records import MAX_RECORD_BYTES
+from syncline.fabric.rendezvous import Member, Rendezvous
 
 
 def member(rank, port=None, host="h"):
@@ -118,6 +119,20 @@ def test_rank_zero_comes_last():
         one()
     assert meeting.results[0] == meeting.results[1]
     assert meeting.results[0].members[0].port == 7000
+
+
+def test_a_rank_that_dies_while_others_are_awaited_is_noticed():
+    meeting = Meeting(DictStore(), 3)
+    zero, one = meeting.start(0, timeout_s=1000.0), meeting.start(1, timeout_s=1000.0)
+    for _ in range(12):
+        zero()
+        one()
+    while 0 not in meeting.results:
+        zero()
+    assert "rank 1 came and then fell silent" in str(meeting.results[0])
+    while 1 not in meeting.results:  # it was only slow, and is told that the others went
+        one()
+    assert str(meeting.results[1]) == str(meeting.results[0])
 
 
 def test_who_did_not_come_is_named():

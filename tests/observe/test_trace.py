@@ -1,6 +1,7 @@
 """Traces: strict JSON after close, readable after a kill, bounded, and merged onto one time line."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -200,3 +201,18 @@ def test_counters_sum_per_name():
     before = counters.statistics()
     counters.add("calls", 1)
     assert before == {"wait": 0.75, "calls": 1}
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = Trace(path=path)
+    trace.instant("once", "update")
+    process = os.fork()
+    if process == 0:
+        trace.flush()
+        trace.close()
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+    trace.close()
+    names = [event["name"] for event in json.loads(path.read_text(encoding="utf-8"))]
+    assert names.count("once") == 1

@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_come_is_named(at_a_board):
     *errors, nothing = on_all(communicators, body)
     assert nothing is None
     assert [type(error) for error in errors] == [DeadlineError] * 2
-    text = r"rank 2 \(host memory\) sent nothing for 0.2 s during all_reduce, step 8 \(deadline 0.2 s\); "
+    text = r"rank 2 \(host memory\) sent nothing of all_reduce, step 8 for 0.2 s \(deadline 0.2 s\); "
     for error in errors:
         assert re.match(text + "(ranks 0 and 1 wait|rank . waits) for it", str(error))
     with pytest.raises(DeadlineError):

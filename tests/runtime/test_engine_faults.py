@@ -111,8 +111,8 @@ def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
     errors = errors_of(works)
     assert all(isinstance(error, DeadlineError) for error in errors)
     for error in errors:
-        assert "rank 2 (host memory) sent nothing for" in str(error)
-        assert "during all_reduce of bucket 4, step 118" in str(error)
+        assert "rank 2 (host memory) sent nothing of" in str(error)
+        assert "of all_reduce of bucket 4, step 118 for" in str(error)
         assert "rank 3" in str(error)
     assert_nothing_is_posted(communicators[:2])
 

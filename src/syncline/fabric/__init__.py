@@ -4,8 +4,10 @@ from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.progress import PeerStalls, Progress, StallHandler
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, PATIENT, Fabric, FabricListener, PeerLeftError
-from syncline.fabric.rendezvous import Rendezvous, Store
+from syncline.fabric.records import Store
+from syncline.fabric.rendezvous import Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
 from syncline.fabric.wirings import new_event_loop
@@ -17,6 +19,9 @@ __all__ = [
     "MAX_CONTROL_BYTES",
     "PATIENT",
     "FabricOptions",
+    "PeerStalls",
+    "Progress",
+    "StallHandler",
     "connect_tcp",
     "new_event_loop",
     "TcpFabric",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from syncline.fabric.dialling import greet
+from syncline.fabric.forks import close_in_children
 from syncline.fabric.handshake import Refusal, RefusedError, Terms
 
 MAX_UNAUTHENTICATED = 64
@@ -87,7 +88,7 @@ class Acceptor:
                 self._complain(f"cannot accept connections: {error}")
                 self._pause()
                 return
-            sock.setblocking(False)
+            close_in_children(sock).setblocking(False)
             task = self._loop.create_task(self._greet(sock))
             self._handshakes[task] = self._loop.time()
             task.add_done_callback(partial(self._finish, sock, str(address[0])))

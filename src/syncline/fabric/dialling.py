@@ -71,8 +71,11 @@ async def dial(
     address: tuple[str, int],
     connection_class: int,
 ) -> socket.socket:
-    """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses."""
-    pause_s = FIRST_PAUSE_S
+    """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
+
+    It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
+    """
+    pause_s, began_s = FIRST_PAUSE_S, asyncio.get_running_loop().time()
     while True:
         try:
             async with asyncio.timeout(options.handshake_s):
@@ -84,7 +87,13 @@ async def dial(
                 f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
                 f"{REASONS[refused.refusal]}"
             ) from refused
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            waited_s = asyncio.get_running_loop().time() - began_s
+            if isinstance(error, ConnectionRefusedError) and waited_s >= options.handshake_s:
+                raise HandshakeError(
+                    f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: nobody has "
+                    f"listened there for {waited_s:.0f} s; its process has ended, or a firewall rejects connections"
+                ) from error
             # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -32,6 +32,8 @@ class Tick:
 
     must_beat: bool
     verdicts: tuple[Suspect | Dead, ...]
+    counted_s: float
+    """How much time counts against the others since the last look."""
     gap_s: float
     """How long this process itself was away; 0.0 if it was not."""
 
@@ -78,7 +80,7 @@ class Liveness:
         must_beat = self._since_beat_s >= self._heartbeat_s
         if must_beat:
             self._since_beat_s = 0.0
-        return Tick(must_beat=must_beat, verdicts=tuple(verdicts), gap_s=gap_s)
+        return Tick(must_beat=must_beat, verdicts=tuple(verdicts), counted_s=counted_s, gap_s=gap_s)
 
     def _judge(self, peer: int, counted_s: float, *, is_heard: bool) -> Suspect | Dead | None:
         if is_heard:

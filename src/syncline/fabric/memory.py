@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.audience import Audience
 from syncline.fabric.memory_classes import MemoryClasses
+from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.topology.priorities import Priorities
@@ -136,6 +137,9 @@ class MemoryFabric:
         self._lost: dict[int, PeerLostError] = {}
         self._counters: dict[tuple[int, int], _Counters] = {}
         self._is_closed = False
+        self.progress = Progress()
+        self.stalls = Stalls(float("inf"))
+        """No heartbeats are sent in memory: whoever plays a hung rank calls ``tick``."""
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._posted)} receives, {len(self._held)} held"

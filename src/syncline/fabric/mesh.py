@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from syncline.endpoints import is_ipv6
-from syncline.errors import ConfigurationError, HandshakeError
+from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
@@ -40,24 +40,24 @@ async def connect_tcp(
     rendezvous: Rendezvous,
     topology: Topology | None = None,
     trace: TraceSink | None = None,
+    timeout_s: float | None = None,
 ) -> TcpFabric:
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
+    ``timeout_s`` is for all of it; None is ``options.connect_s``.
     Raises ``ConfigurationError`` (address, exposure without a secret), ``RendezvousError`` (who did not come),
     ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
     """
+    timeout_s = options.connect_s if timeout_s is None else timeout_s
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
     address = resolve_address(options.address)
     options.check_exposure(address)
     check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
-        member = Member(
-            rank=rank,
-            host=topology.host_of(rank).name if topology else socket.gethostname(),
-            address=address,
-            port=listening.getsockname()[1],
-        )
-        generation = await rendezvous.meet(member, world_size=world_size, timeout_s=options.connect_s)
+        host = topology.host_of(rank).name if topology else socket.gethostname()
+        member = Member(rank=rank, host=host, address=address, port=listening.getsockname()[1])
+        generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
         key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
         fabric = TcpFabric(
@@ -72,13 +72,35 @@ async def connect_tcp(
     except BaseException:
         listening.close()
         raise
+    # Who came late must still have the time for a handshake.
+    left_s = max(deadline_s - asyncio.get_running_loop().time(), options.handshake_s)
     mesh = _Mesh(fabric, listening, generation, options, topology)
     try:
-        await mesh.connect()
+        await _unless_told(mesh.connect(left_s), rendezvous)
     except BaseException:
         fabric.abort()
         raise
     return fabric
+
+
+async def _unless_told(connecting: Coroutine[Any, Any, None], rendezvous: Rendezvous) -> None:
+    """Connect, unless some rank is gone or says that it cannot; say so to the others if it is this one."""
+    watch = asyncio.create_task(rendezvous.watch())
+    work = asyncio.create_task(connecting)
+    try:
+        await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and (error := watch.exception()) is not None:
+            raise error
+        await work
+        await rendezvous.rest()
+    except FabricError as error:
+        if not watch.done():
+            await rendezvous.give_up(str(error))
+        raise
+    finally:
+        for task in (watch, work):
+            task.cancel()
+        await asyncio.gather(watch, work, return_exceptions=True)
 
 
 def _check_one_family(members: Sequence[Member]) -> None:
@@ -129,13 +151,11 @@ class _Mesh:
         )
         fabric.use_mesh(self)
 
-    async def connect(self) -> None:
+    async def connect(self, timeout_s: float) -> None:
         """Wait until every connection is there; raise a clear error if not."""
         classes = range(CONTROL_CLASS, self._options.num_classes)
         dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
-        await self._run(
-            *dials, self._fabric.wait_connected(), timeout_s=self._options.connect_s, describe=self._describe_missing
-        )
+        await self._run(*dials, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing)
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
         """Open what is missing of the classes of ``priorities``, and mark all; nothing happens if they are there."""

@@ -67,6 +67,10 @@ class NativeWiring:
         """Grant with these sizes from now on."""
         self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
 
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter."""
+        self.exchange.keep_beating(interval_s=interval_s, limit_s=limit_s)
+
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""
         self._on_drained = on_drained
@@ -147,6 +151,11 @@ class NativeWire:
     def num_pending(self) -> int:
         """Number of receives that are posted and not finished."""
         return self._exchange.num_pending(self._peer)
+
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried."""
+        return self._exchange.progress(self._peer)
 
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""

@@ -30,6 +30,11 @@ class FabricOptions:
     heartbeat_s: float = 1.0
     suspect_s: float = 3.0
     dead_s: float = 10.0
+    stall_s: float = 300.0
+    """A rank whose training thread makes no call for this long is stalled, though its process lives."""
+    held_s: float = 300.0
+    """How long a foreign call may hold the interpreter's lock before this rank falls silent, where wires are compiled;
+    else it falls silent at once."""
     handshake_s: float = 5.0
     connect_s: float = 60.0
     close_s: float = 10.0
@@ -75,8 +80,11 @@ class FabricOptions:
 
     @property
     def send_s(self) -> float:
-        """How long a peer may leave sent bytes unacknowledged (``TCP_USER_TIMEOUT``): a backstop, far above dead_s."""
-        return 3 * self.dead_s
+        """How long a peer may leave sent bytes unacknowledged (``TCP_USER_TIMEOUT``): a backstop, far above dead_s.
+
+        A peer whose interpreter is held does not read either.
+        """
+        return max(3 * self.dead_s, self.held_s)
 
     def check_exposure(self, address: str) -> None:
         """Refuse to listen on ``address`` where strangers could reach it and nothing would stop them."""
@@ -98,7 +106,7 @@ class FabricOptions:
             raise ConfigurationError("job_id must not be empty; give each job its own name")
 
     def _check_times(self) -> None:
-        for name in ("heartbeat_s", "suspect_s", "dead_s", "handshake_s", "connect_s", "close_s"):
+        for name in ("heartbeat_s", "suspect_s", "dead_s", "stall_s", "held_s", "handshake_s", "connect_s", "close_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)}")
         if not self.heartbeat_s < self.suspect_s <= self.dead_s:

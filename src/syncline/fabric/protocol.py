@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from syncline.errors import PeerLostError
+from syncline.fabric.progress import PeerStalls, Progress
 from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
 
@@ -92,6 +93,14 @@ class Fabric(Protocol):
 
         It numbers ranks as the job does.
         """
+
+    @property
+    def progress(self) -> Progress:
+        """What this rank's training threads have begun; the fabric tells the others, with its heartbeats."""
+
+    @property
+    def stalls(self) -> PeerStalls:
+        """What the others have told of theirs."""
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""

@@ -53,6 +53,9 @@ class PythonWiring:
         for wire in self._wires.values():
             wire.outbox.on_drained = on_drained
 
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Nothing: a thread of Python's stands still as well when somebody holds the interpreter."""
+
     def close(self) -> None:
         """Copy nothing any more; the connections are closed with their wires."""
         self.fetcher.close()
@@ -73,6 +76,7 @@ class PythonWire:
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
         self._is_closed = False
+        self.progress = 0
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
         self.inbox = Inbox(
             peer,
@@ -97,7 +101,7 @@ class PythonWire:
             FrameType.DISCARD: lambda frame: self.outbox.on_discard(frame.tag),
             FrameType.CREDIT: lambda frame: self.outbox.on_credit(frame.message_bytes),
             FrameType.FETCHED: lambda frame: self.outbox.on_fetched(frame.tag),
-            FrameType.HEARTBEAT: lambda _: None,
+            FrameType.HEARTBEAT: self._on_heartbeat,
         }
 
     def __repr__(self) -> str:
@@ -249,6 +253,9 @@ class PythonWire:
             handler(frame)
         else:
             self._events.on_frame(FrameType(frame.type), frame.tag, payload)
+
+    def _on_heartbeat(self, frame: Frame) -> None:
+        self.progress = frame.tag
 
     def _on_end(self) -> None:
         assert self._control is not None

@@ -12,37 +12,29 @@ Records are JSON of at most 64 KiB each, checked field by field; what does not f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from syncline.errors import RendezvousError, name_ranks
+from syncline.errors import HandshakeError, RendezvousError, name_ranks
+from syncline.fabric.on_thread import on_thread
+from syncline.fabric.presence import Presence
+from syncline.fabric.records import MAX_RECORD_BYTES, Store, StoreRecords
 
-MAX_RECORD_BYTES = 64 << 10
 NONCE_BYTES = 16
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.25
+SILENCE_S = 10.0
+LINGER_S = 1.0
+"""Rank 0 stays for so long after it told why it gives up; the others look four times."""
+ANSWER_MARGIN_S = 1.0
 MAX_NAME_LENGTH = 255
-
-
-class Store(Protocol):
-    """A key-value store that all ranks reach; the calls may block and are made in a worker thread."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write ``value``, over what was there."""
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value, as soon as there is one; ``TimeoutError`` if there is none in time.
-
-        The rendezvous asks only for what is there now (``timeout_s`` is 0.0): whoever then waits for an answer of the
-        store itself must not raise ``TimeoutError`` because that takes a while.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,27 +75,64 @@ class Rendezvous:
         pause: Callable[[float], object] = time.sleep,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._prefix = f"syncline/{job_id}"
+        self._records = StoreRecords(store, job_id=job_id)
         self._token = token
         self._pause = pause
         self._now_s = now_s
+        self._attempt: _Attempt | None = None
+        self._presence: Presence | None = None
 
-    async def meet(self, member: Member, *, world_size: int, timeout_s: float) -> Generation:
-        """Wait for all ranks without blocking the loop; :class:`RendezvousError` says who did not come."""
+    async def meet(
+        self, member: Member, *, world_size: int, timeout_s: float, silence_s: float = SILENCE_S
+    ) -> Generation:
+        """Wait for all ranks without blocking the loop; :class:`RendezvousError` says who did not come, or is gone."""
         stop = threading.Event()
-        loop = asyncio.get_running_loop()
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-rendezvous")
-        try:
-            return await loop.run_in_executor(
-                executor, lambda: self.meet_blocking(member, world_size=world_size, timeout_s=timeout_s, stop=stop)
+
+        def meet() -> Generation:
+            return self.meet_blocking(
+                member, world_size=world_size, timeout_s=timeout_s, silence_s=silence_s, stop=stop
             )
-        finally:
-            stop.set()
-            executor.shutdown(wait=True)
+
+        try:
+            async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
+                return await on_thread(meet, stop)
+        except TimeoutError:
+            raise RendezvousError(
+                f"rank {member.rank} (host {member.host}): the store through which the ranks meet did not answer "
+                f"within {timeout_s:.0f} s; check that rank 0's process, or whatever serves MASTER_ADDR and "
+                "MASTER_PORT, is running and not stopped"
+            ) from None
+
+    async def watch(self) -> None:
+        """After the meeting, until cancelled: raise :class:`HandshakeError` if a rank gives up, or is gone.
+
+        Returns if the store is gone: rank 0 may have what it needs.
+        """
+        stop = threading.Event()
+        await on_thread(lambda: self._watch_blocking(stop), stop)
+
+    async def give_up(self, reason: str) -> None:
+        """Tell the others why this rank does not connect; returns when they had the time to read it."""
+        stop = threading.Event()
+        with contextlib.suppress(TimeoutError, RendezvousError):
+            async with asyncio.timeout(2 * LINGER_S):
+                await on_thread(lambda: self._give_up_blocking(reason), stop)
+
+    async def rest(self) -> None:
+        """Tell the others that this rank is connected to all of them."""
+        assert self._presence is not None, "there was a meeting"
+        with contextlib.suppress(TimeoutError, RendezvousError):
+            async with asyncio.timeout(LINGER_S):
+                await on_thread(self._presence.rest, threading.Event())
 
     def meet_blocking(
-        self, member: Member, *, world_size: int, timeout_s: float, stop: threading.Event | None = None
+        self,
+        member: Member,
+        *,
+        world_size: int,
+        timeout_s: float,
+        silence_s: float = SILENCE_S,
+        stop: threading.Event | None = None,
     ) -> Generation:
         """Wait for all ranks."""
         attempt = _Attempt(
@@ -113,13 +142,19 @@ class Rendezvous:
             deadline_s=self._now_s() + timeout_s,
             stop=stop or threading.Event(),
         )
-        self._set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": attempt.nonce})
+        self._attempt = attempt
+        self._presence = Presence(self._records, member.rank, attempt.nonce, silence_s=silence_s, now_s=self._now_s)
+        self._records.set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": attempt.nonce})
         lead = self._lead if member.rank == 0 else self._follow
         pause_s = FIRST_PAUSE_S
         while True:
             generation = lead(attempt)
             if generation is not None:
+                self._presence.vouch(range(world_size))
                 return generation
+            trouble = self._look(attempt)
+            if trouble is not None:
+                raise RendezvousError(trouble)
             if attempt.stop.is_set() or self._now_s() >= attempt.deadline_s:
                 raise RendezvousError(
                     f"rank {member.rank} (host {member.host}) waited {timeout_s:.0f} s for the others: "
@@ -128,11 +163,44 @@ class Rendezvous:
             self._pause(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
+    def _watch_blocking(self, stop: threading.Event) -> None:
+        assert self._attempt is not None, "there was a meeting"
+        while not stop.is_set():
+            try:
+                trouble = self._look(self._attempt)
+            except RendezvousError:
+                return
+            if trouble is not None:
+                raise HandshakeError(trouble)
+            stop.wait(LONGEST_PAUSE_S)
+
+    def _give_up_blocking(self, reason: str) -> None:
+        assert self._attempt is not None, "there was a meeting"
+        assert self._presence is not None, "there was a meeting"
+        self._presence.tell(reason, {rank: hello.nonce for rank, hello in self._attempt.hellos.items()})
+        if self._attempt.member.rank == 0:
+            self._pause(LINGER_S)  # with this process its store may end
+
+    def _look(self, attempt: _Attempt) -> str | None:
+        """Show that this rank is there; return why the job cannot begin, if somebody found out. Rank 0 tells all."""
+        assert self._presence is not None, "there is a meeting"
+        watched = attempt.hellos if attempt.member.rank == 0 else (0,)
+        gone = self._presence.beat(rank for rank in watched if rank != attempt.member.rank)
+        trouble = self._presence.heard()
+        if trouble is None and gone:
+            trouble = (
+                f"{name_ranks(gone)} came and then fell silent before all were connected: look at the output of "
+                f"{'that rank' if len(gone) == 1 else 'those ranks'} (died, killed or stopped)"
+            )
+        if trouble is not None and attempt.member.rank == 0:
+            self._give_up_blocking(trouble)
+        return trouble
+
     def _lead(self, attempt: _Attempt) -> Generation | None:
         """Rank 0: publish who is there whenever it changes; say go when all have acknowledged."""
         missing: list[int] = []
         for rank in range(attempt.world_size):
-            hello = _parse_hello(self._get(f"hello/{rank}"), rank)
+            hello = _parse_hello(self._records.get(f"hello/{rank}"), rank)
             if hello is None:
                 missing.append(rank)
             elif attempt.hellos.get(rank) != hello:
@@ -146,12 +214,12 @@ class Rendezvous:
         waiting = [
             rank
             for rank in range(1, attempt.world_size)
-            if self._get(f"ack/{rank}") != {"epoch": attempt.epoch, "nonce": attempt.hellos[rank].nonce}
+            if self._records.get(f"ack/{rank}") != {"epoch": attempt.epoch, "nonce": attempt.hellos[rank].nonce}
         ]
         if waiting:
             attempt.waits_for = f"{name_ranks(waiting)} did not acknowledge (processes of an earlier attempt are gone)"
             return None
-        self._set("go", {"epoch": attempt.epoch})
+        self._records.set("go", {"epoch": attempt.epoch})
         return attempt.generation()
 
     def _publish(self, attempt: _Attempt) -> None:
@@ -160,8 +228,8 @@ class Rendezvous:
         attempt.job_nonce = self._token(32)
         parts = _pack([{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()])
         for place, part in enumerate(parts):
-            self._set(f"record/{attempt.epoch}/{place}", part)
-        self._set(
+            self._records.set(f"record/{attempt.epoch}/{place}", part)
+        self._records.set(
             "record",
             {
                 "epoch": attempt.epoch,
@@ -174,7 +242,7 @@ class Rendezvous:
     def _follow(self, attempt: _Attempt) -> Generation | None:
         """Every other rank: acknowledge the newest record that holds this attempt's nonce; wait for its go."""
         attempt.waits_for = "rank 0 published no record that includes this rank"
-        record = self._get("record")
+        record = self._records.get("record")
         if not isinstance(record, dict) or not _is_record(record):
             return None
         if record["world_size"] != attempt.world_size:
@@ -186,14 +254,14 @@ class Rendezvous:
         if record["epoch"] != attempt.epoch and not self._read_record(attempt, record):
             return None
         attempt.waits_for = "rank 0 did not say go (some rank did not acknowledge yet)"
-        if self._get("go") != {"epoch": attempt.epoch}:
+        if self._records.get("go") != {"epoch": attempt.epoch}:
             return None
         return attempt.generation()
 
     def _read_record(self, attempt: _Attempt, record: dict[str, Any]) -> bool:
         hellos: dict[int, _Hello] = {}
         for place in range(record["num_parts"]):
-            part = self._get(f"record/{record['epoch']}/{place}")
+            part = self._records.get(f"record/{record['epoch']}/{place}")
             if not isinstance(part, list):
                 return False
             for entry in part:
@@ -205,31 +273,8 @@ class Rendezvous:
         if len(hellos) != attempt.world_size or own is None or own.nonce != attempt.nonce:
             return False
         attempt.hellos, attempt.epoch, attempt.job_nonce = hellos, record["epoch"], record["job_nonce"]
-        self._set(f"ack/{attempt.member.rank}", {"epoch": attempt.epoch, "nonce": attempt.nonce})
+        self._records.set(f"ack/{attempt.member.rank}", {"epoch": attempt.epoch, "nonce": attempt.nonce})
         return True
-
-    def _set(self, key: str, value: object) -> None:
-        text = json.dumps(value, separators=(",", ":")).encode()
-        assert len(text) <= MAX_RECORD_BYTES, f"record {key} has {len(text)} bytes"
-        try:
-            self._store.set(f"{self._prefix}/{key}", text)
-        except Exception as error:
-            raise _store_failed(error) from error
-
-    def _get(self, key: str) -> Any:
-        """Return what a key holds now, None if it holds nothing that can be used."""
-        try:
-            text = self._store.get(f"{self._prefix}/{key}", 0.0)
-        except TimeoutError:
-            return None
-        except Exception as error:
-            raise _store_failed(error) from error
-        if len(text) > MAX_RECORD_BYTES:
-            return None
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,13 +301,6 @@ class _Attempt:
             job_nonce=bytes.fromhex(self.job_nonce),
             members=tuple(hello.member for hello in self.sorted_hellos()),
         )
-
-
-def _store_failed(error: Exception) -> RendezvousError:
-    return RendezvousError(
-        f"the store through which the ranks meet failed ({type(error).__name__}: {error}); check that rank 0's "
-        "process, or whatever serves MASTER_ADDR and MASTER_PORT, is running and can be reached"
-    )
 
 
 def _member_to_json(member: Member) -> dict[str, object]:

@@ -10,6 +10,7 @@ import psutil
 
 from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError
+from syncline.fabric.forks import close_in_children
 from syncline.fabric.options import FabricOptions
 
 BACKLOG = 1024
@@ -85,7 +86,7 @@ def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
 
 def _open(address: str, options: FabricOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    sock = close_in_children(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
     # Buffer sizes count only if they are set before the connection is made.
     for name, num_bytes in (
         (socket.SO_SNDBUF, options.send_buffer_bytes),

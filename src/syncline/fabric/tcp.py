@@ -21,6 +21,7 @@ from syncline.fabric.frames import FrameType
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
+from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     MAX_CONTROL_BYTES,
     FabricListener,
@@ -96,6 +97,9 @@ class TcpFabric:
             dead_s=options.dead_s,
             now_s=self._loop.time(),
         )
+        self.progress = Progress()
+        self.stalls = Stalls(options.stall_s)
+        wiring.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
         self._standstill = Standstill(
             interval_s=self._liveness.interval_s, remembered_s=options.dead_s, now_s=self._loop.time()
         )
@@ -322,7 +326,7 @@ class TcpFabric:
             self._note("loop stood still", gap_s=tick.gap_s)
         if tick.must_beat:
             for peer in self._living():
-                peer.send_frame(FrameType.HEARTBEAT)
+                peer.send_frame(FrameType.HEARTBEAT, tag=self.progress.value)
         for verdict in tick.verdicts:
             peer = self._peers[verdict.peer]
             if isinstance(verdict, Suspect):
@@ -330,6 +334,7 @@ class TcpFabric:
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
             else:
                 self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
+        self.stalls.tick(tick.counted_s, {peer.rank: peer.wire.progress for peer in self._living()})
 
     def _lose(self, peer: Peer, error: PeerLostError) -> None:
         if peer.is_gone:

@@ -65,6 +65,10 @@ class Wire(Protocol):
     def num_pending(self) -> int:
         """Number of receives that are posted and not finished."""
 
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
+
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""
 
@@ -120,6 +124,9 @@ class Wiring(Protocol):
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
+
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``, where that is compiled."""
 
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""

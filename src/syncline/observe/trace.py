@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -53,6 +54,7 @@ class Trace:
         self._lock = threading.Lock()
         self._anchor = (time.monotonic_ns(), time.time_ns())
         self._path = Path(path) if path is not None else None
+        self._process = os.getpid()
         if self._path is not None:
             self._path.write_text(self._head(), encoding="utf-8")
             atexit.register(self.close)
@@ -90,7 +92,12 @@ class Trace:
         Path(path).write_text(text, encoding="utf-8")
 
     def close(self) -> None:
-        """Write what is left and complete the file; what is recorded later is dropped."""
+        """Write what is left and complete the file; what is recorded later is dropped.
+
+        Nothing happens in a forked child, where the interpreter's end calls this too: the file is its parent's.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._write_out()
             self._num_left = 0
@@ -117,6 +124,8 @@ class Trace:
 
     def _append(self, text: str) -> None:
         assert self._path is not None
+        if os.getpid() != self._process:
+            return
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text)

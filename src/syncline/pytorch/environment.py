@@ -1,4 +1,4 @@
-"""What the environment says about this process: the variables that torchrun and ``syncline run`` set, checked once."""
+"""What the environment says about this process: the variables of launchers and Syncline's own, checked once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from syncline.endpoints import without_brackets
+from syncline.endpoints import MAX_PORT, without_brackets
 from syncline.errors import ConfigurationError
+from syncline.pytorch.launchers import find_place, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +40,22 @@ class Environment:
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read and check the variables; :class:`ConfigurationError` names the one that is wrong."""
     values = os.environ if variables is None else variables
-    rank, world_size = _number(values, "RANK", 0), _number(values, "WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"RANK must be from 0 to WORLD_SIZE - 1, but they are {rank} and {world_size}; "
-            "start the ranks with `syncline run` or torchrun"
-        )
+    place = find_place(values)
     port = values.get("MASTER_PORT")
-    if world_size > 1 and not (values.get("MASTER_ADDR") and port):
+    if place.world_size > 1 and not (values.get("MASTER_ADDR") and port):
         raise ConfigurationError(
-            f"WORLD_SIZE is {world_size}, but MASTER_ADDR or MASTER_PORT is not set; use `syncline run`"
+            f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; set both, alike for all "
+            "ranks, to the host of rank 0 and a free port there, or use `syncline run`"
         )
+    master_port = whole_number(values, "MASTER_PORT", 0) if port else None
+    if place.world_size > 1 and master_port is not None and not 0 < master_port <= MAX_PORT:
+        raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {master_port}")
     trace = values.get("SYNCLINE_TRACE")
     return Environment(
-        rank=rank,
-        world_size=world_size,
+        rank=place.rank,
+        world_size=place.world_size,
         master_address=without_brackets(values.get("MASTER_ADDR", "")) or None,
-        master_port=_number(values, "MASTER_PORT", 0) if port else None,
+        master_port=master_port,
         uses_agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
         topology=values.get("SYNCLINE_TOPOLOGY") or None,
@@ -90,16 +90,6 @@ def own_address(master_address: str | None) -> str | None:
                 "that the other ranks reach"
             ) from error
         return str(probe.getsockname()[0])
-
-
-def _number(values: Mapping[str, str], name: str, default: int) -> int:
-    text = values.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
 
 
 def _switch(values: Mapping[str, str], name: str) -> bool:

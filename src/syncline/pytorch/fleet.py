@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
@@ -16,16 +17,19 @@ import torch
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
 from syncline.pytorch.environment import Environment, own_address, read_environment
+from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.pytorch.registry import clear_current_fleet, current_fleet, has_current_fleet, set_current_fleet
 from syncline.pytorch.stores import LocalStore, TorchStore, open_store
+from syncline.pytorch.told_once import tell_once
 from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
-from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
 
+HANDSHAKE_S = 5.0
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
@@ -184,8 +188,11 @@ class Fleet:
     def close(self, *, is_failing: bool = False) -> None:
         """Finish what models have under way, say goodbye and release everything; a second call does nothing.
 
-        With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release.
+        With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release. In a
+        forked child, which ends with the same exit functions, nothing happens.
         """
+        if self.communicator.is_of_parent:
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -213,7 +220,10 @@ def init(
     topology: str | Path | Topology | None = None,
     *,
     secret: bytes | str | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float | None = None,
+    connect_timeout: float | None = None,
+    silence: float | None = None,
+    stall: float | None = None,
     insecure: bool = False,
     trace: str | Path | Trace | None = None,
 ) -> Fleet:
@@ -221,9 +231,15 @@ def init(
 
     ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else
     one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
-    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``timeout``: seconds that a collective
-    may take. ``trace``: where this rank writes its trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of
-    the other ranks, so ``insecure`` without a secret excludes them.
+    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``trace``: where this rank writes its
+    trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of the other ranks, so ``insecure`` without a secret
+    excludes them.
+
+    Seconds, alike on all ranks; None takes the variable, else the default. ``timeout`` (``SYNCLINE_TIMEOUT``, 300): how
+    long a collective may take, and so how long a rank may validate or save by itself while the others wait.
+    ``connect_timeout`` (``SYNCLINE_CONNECT_TIMEOUT``, 60): how long this call waits for the other ranks. ``silence``
+    (``SYNCLINE_SILENCE``, 10): from when on a rank without a sign of life is lost. ``stall`` (``SYNCLINE_STALL``, as
+    ``timeout``): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
@@ -232,13 +248,12 @@ def init(
         raise ConfigurationError(
             f"syncline.init() was called twice; {current_fleet()!r} is open: use it, or close() it"
         )
-    if not timeout > 0:
-        raise ConfigurationError(f"timeout must be a positive number of seconds, not {timeout}")
+    limits = choose_limits(connect_timeout=connect_timeout, silence=silence, timeout=timeout, stall=stall)
     environment = read_environment()
     shape = _topology(topology, environment)
-    options = _fabric_options(environment, secret=secret, insecure=insecure)
+    options = _fabric_options(environment, limits, secret=secret, insecure=insecure)
     recorder = _trace(trace, environment, shape)
-    communicator = _connect(environment, shape, options, recorder, timeout_s=timeout)
+    communicator = _connect(environment, shape, options, recorder, timeout_s=limits.timeout_s)
     fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
@@ -267,26 +282,38 @@ def _topology(given: str | Path | Topology | None, environment: Environment) -> 
     return topology
 
 
-def _fabric_options(environment: Environment, *, secret: bytes | str | None, insecure: bool) -> FabricOptions:
+def _fabric_options(
+    environment: Environment, limits: Limits, *, secret: bytes | str | None, insecure: bool
+) -> FabricOptions:
     given = secret.encode() if isinstance(secret, str) else secret
     address = environment.interface
     if address is None and environment.world_size > 1:
         address = own_address(environment.master_address)
-    return FabricOptions(
+    options = FabricOptions(
         job_id=environment.job_id,
         secret=given or environment.secret,
         insecure=insecure,
-        address=address,
+        address=resolve_address(address),
         binds_thread=environment.binds_thread,
+        heartbeat_s=limits.heartbeat_s,
+        suspect_s=0.3 * limits.silence_s,
+        dead_s=limits.silence_s,
+        stall_s=limits.stall_s,
+        held_s=limits.timeout_s,
+        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
+        connect_s=limits.connect_timeout_s,
     )
+    try:
+        options.check_exposure(options.address or "127.0.0.1")
+    except ConfigurationError as error:
+        tell_once(error, rank=environment.rank)
+        raise
+    return options
 
 
 def _is_exposed(options: FabricOptions) -> bool:
     """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    try:
-        return options.insecure and options.address is not None and not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface, or of this machine
-        return True
+    return options.insecure and options.address is not None and not ip_address(options.address).is_loopback
 
 
 def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:
@@ -302,7 +329,10 @@ def _connect(
     environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None, *, timeout_s: float
 ) -> Communicator:
     """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    store: TorchStore | LocalStore = open_store(environment, timeout_s=options.connect_s)
+    began_s = time.monotonic()
+    assert options.address is not None, "resolved when the options were made"
+    store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
+    left_s = max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
     loop = CommunicationLoop()
     loop.start()
     try:
@@ -313,8 +343,9 @@ def _connect(
             rendezvous=Rendezvous(store, job_id=options.job_id),
             topology=topology,
             trace=trace,
+            timeout_s=left_s,
         )
-        fabric = loop.run(connecting, 2 * options.connect_s + CONNECT_MARGIN_S)
+        fabric = loop.run(connecting, left_s + CONNECT_MARGIN_S)
         return Communicator(loop, fabric, topology, trace=trace, timeout_s=timeout_s, on_close=loop.stop)
     except BaseException:
         loop.stop()

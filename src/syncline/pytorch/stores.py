@@ -1,8 +1,18 @@
-"""The stores through which ranks find each other: torch's TCPStore, used for the meeting and dropped after it."""
+"""The stores through which ranks find each other: torch's TCPStore, used for the meeting and dropped after it.
+
+Rank 0's store listens on one address, that of MASTER_ADDR or else the one that its fabric uses, and never on all.
+Opening a TCPStore blocks for as long as whatever accepts there stays silent, so it happens on a thread of its own,
+which is left behind at the deadline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import ipaddress
+import socket
+import threading
+import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,10 +20,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import RendezvousError
+from syncline.fabric import FabricOptions
 from syncline.pytorch.environment import Environment
 
 ANSWER_S = 30.0
 """How long the store may take to answer."""
+PROBE_S = 1.0
+BACKLOG = 1024
 
 
 class TorchStore:
@@ -55,10 +68,11 @@ class LocalStore:
         return self._values[key]
 
 
-def open_store(environment: Environment, *, timeout_s: float) -> TorchStore | LocalStore:
+def open_store(environment: Environment, options: FabricOptions, *, address: str) -> TorchStore | LocalStore:
     """Open the store of the job: the agent's, that of torch.distributed, or one that rank 0 serves.
 
-    Whoever holds the result keeps the store open; dropping it closes it.
+    ``address`` is the one on which this rank's fabric listens. Whoever holds the result keeps the store open; dropping
+    it closes it. :class:`RendezvousError` at the latest after ``options.connect_s``.
     """
     if environment.world_size == 1:
         return LocalStore()
@@ -66,24 +80,96 @@ def open_store(environment: Environment, *, timeout_s: float) -> TorchStore | Lo
         return TorchStore(PrefixStore("syncline", dist.distributed_c10d._get_default_store()))
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
-    serves = environment.rank == 0 and not environment.uses_agent_store
     host, port = environment.master_address, environment.master_port
-    return TorchStore(_open(lambda: _tcp_store(host, port, serves=serves, timeout_s=timeout_s), host, port))
+    listening = None
+    if environment.rank == 0 and not environment.uses_agent_store:
+        listening = _listen(host, port, options, address=address)
+        host = listening.getsockname()[0]  # rank 0 dials itself where it listens, whatever the name means elsewhere
+    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s))
 
 
-def _tcp_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Store:
-    store = TCPStore(
-        host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), multi_tenant=False
+def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> socket.socket:
+    """Listen where MASTER_ADDR leads, if that is this machine; else, behind a service's address, on ``address``."""
+    named = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    if ipaddress.ip_address(named).is_loopback and not ipaddress.ip_address(address).is_loopback:
+        named = address  # a host's own name often means loopback on the host itself, and there alone
+    try:
+        return _listen_on(named, port, options)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or named == address:
+            raise _cannot_listen(named, port, error) from error
+    try:
+        return _listen_on(address, port, options)
+    except OSError as error:
+        raise _cannot_listen(address, port, error) from error
+
+
+def _listen_on(address: str, port: int, options: FabricOptions) -> socket.socket:
+    options.check_exposure(address)
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the next start need not wait for the last one
+        sock.bind((address, port))
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
+    return RendezvousError(
+        f"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT {format_endpoint(address, port)}: {error.strerror}; "
+        "give all ranks a MASTER_PORT that no other program on rank 0's host uses"
     )
-    store.set_timeout(timedelta(seconds=ANSWER_S))
+
+
+def _open_in_time(host: str, port: int, listening: socket.socket | None, *, timeout_s: float) -> Store:
+    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``."""
+    opened: Future[Store] = Future()
+
+    def open_it() -> None:
+        try:
+            opened.set_result(_tcp_store(host, port, listening, timeout_s=timeout_s))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=open_it, name="syncline-store", daemon=True).start()
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        return opened.result(timeout_s)
+    except TimeoutError:
+        reason = f"nothing that accepts connections there speaks as a store within {timeout_s:g} s"
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        reason = str(error).splitlines()[0]
+    if time.monotonic() >= deadline_s and _accepts(host, port):
+        reason = (
+            f"something accepts connections there, but did not answer as a store within {timeout_s:g} s: another "
+            "program holds the port, or rank 0's process is stopped"
+        )
+    raise RendezvousError(
+        f"The store at MASTER_ADDR:MASTER_PORT {format_endpoint(host, port)} cannot be opened: {reason}; check that "
+        "rank 0 runs, that the port is free there, and that this host reaches it"
+    )
+
+
+def _tcp_store(host: str, port: int, listening: socket.socket | None, *, timeout_s: float) -> Store:
+    store = TCPStore(
+        host,
+        port,
+        is_master=listening is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=False,
+        master_listen_fd=None if listening is None else listening.detach(),  # the store closes it
+    )
+    store.set_timeout(timedelta(seconds=min(ANSWER_S, timeout_s)))
     return store
 
 
-def _open(make: Callable[[], Store], host: str, port: int) -> Store:
+def _accepts(host: str, port: int) -> bool:
     try:
-        return make()
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
-        raise RendezvousError(
-            f"The store at MASTER_ADDR:MASTER_PORT {format_endpoint(host, port)} cannot be opened: {error}; check that "
-            "rank 0 runs, that the port is free there, and that this host reaches it"
-        ) from error
+        with socket.create_connection((host, port), timeout=PROBE_S):
+            return True
+    except OSError:
+        return False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Unpack
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import Fabric, FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.board import Seat, SeatLinks, open_together
@@ -63,6 +64,8 @@ class Communicator:
         self.timeout_s = timeout_s
         self._loop = loop
         self._fabric = fabric
+        self.progress = fabric.progress
+        """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self._waits = Counters()
         self._classes: dict[int, tuple[int, ...]] = {}
@@ -119,6 +122,11 @@ class Communicator:
         self.close()
 
     @property
+    def is_of_parent(self) -> bool:
+        """Whether this is a forked child of the rank, where all of this may be looked at but not used."""
+        return self._loop.is_of_parent
+
+    @property
     def failure(self) -> SynclineError | None:
         """The error that every call ends with from now on; None as long as all is well."""
         return self._engine.failure_error()
@@ -126,6 +134,11 @@ class Communicator:
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
+
+    @property
+    def stalls(self) -> PeerStalls:
+        """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""
+        return self._fabric.stalls
 
     @property
     def slice_bytes(self) -> int:
@@ -141,9 +154,14 @@ class Communicator:
 
         With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
         """
-        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop)
+        self._loop.check_process()  # what is made in shared memory needs no loop
+        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
+        is_awaited = is_awaited and not self._loop.is_current()
+        if not self._loop.is_current():
+            self.progress.touch()
         if self._seat is not None and call.stream == 0:
-            self._seat.submit(call, work, is_awaited=is_awaited and not self._loop.is_current())
+            with self.progress.waiting() if is_awaited else nullcontext():
+                self._seat.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
             self._start(call, work)
@@ -200,6 +218,7 @@ class Communicator:
                 crash=lambda error: self._loop.call_soon(self._engine.crash, error),
                 describe_rank=self._fabric.describe_peer,
                 host_of=lambda rank: self.topology.host_of(rank).name,
+                stalls=self._fabric.stalls,
             )
             self._seat = Seat(board, links, trace=self.trace)
             self._relay.handlers.append(self._seat.on_lost)
@@ -229,6 +248,7 @@ class Communicator:
 
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
+        self.progress.touch()
         self._waits.add(phase, seconds)
 
     def statistics(self) -> FleetStatistics:
@@ -238,8 +258,11 @@ class Communicator:
         return self._loop.run(self._take_statistics(), CLOSE_S)
 
     def close(self) -> None:
-        """Say goodbye and release everything; calls that are under way fail. A second call does nothing."""
-        if self._is_closed:
+        """Say goodbye and release everything; calls that are under way fail. A second call does nothing.
+
+        Nor does a call in a forked child, to which nothing belongs.
+        """
+        if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:
@@ -250,7 +273,7 @@ class Communicator:
 
     def abort(self) -> None:
         """Release everything at once; the other ranks see this one as lost. A second call does nothing."""
-        if self._is_closed:
+        if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:

@@ -21,12 +21,13 @@ from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall, Done
 from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import CollectiveCall, Describer, trace_call
-from syncline.runtime.clock import Clock
+from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
 from syncline.runtime.native_walks import open_walker
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
+from syncline.runtime.stalls import find_overdue
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
 from syncline.topology import Topology
 
@@ -72,6 +73,8 @@ class Engine:
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
+        self._stall_timer: Timer | None = None
+        fabric.stalls.watch(self._on_stall)
         fabric.set_listener(self)
 
     def __repr__(self) -> str:
@@ -264,6 +267,8 @@ class Engine:
         self._calls[key] = active
         active.awaited = self._early_waits.take(key)
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
+        if self._fabric.stalls.stalled:
+            self._look_for_stalls()
         if self._world_size > 1:
             payload = control.encode_description(active.call.stream, active.number, active.description)
             self._fabric.send_control((self._rank + 1) % self._world_size, payload)
@@ -328,17 +333,38 @@ class Engine:
         rank = min(culprits, default=self._rank)
         self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
 
+    def _on_stall(self, _peer: int, is_stalled: bool) -> None:
+        if is_stalled:
+            self._look_for_stalls()
+
+    def _look_for_stalls(self) -> None:
+        """End the calls if one has waited too long for a stalled rank; else look again when one will have."""
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        stalls = self._fabric.stalls
+        overdue = find_overdue(self._calls.values(), stalls, self._predecessor, now_s=self._clock.time())
+        if overdue is not None and overdue.in_s <= 0:
+            sentences = [self._accuse(overdue.active, peer, [self._rank]) for peer in overdue.peers]
+            rank = overdue.peers[0]
+            self._fail(failures.late(overdue.active.call, sentences, rank=rank, host=self._host(rank)))
+        elif overdue is not None:
+            self._stall_timer = self._clock.call_later(overdue.in_s, self._look_for_stalls)
+
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
         silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
         elsewhere = self._early_waits.calls_of(peer)
-        return failures.accuse(self._fabric.describe_peer(peer), silent_s, active.call, names, elsewhere)
+        still_s, whom = self._fabric.stalls.still_s(peer), self._fabric.describe_peer(peer)
+        return failures.accuse(whom, silent_s, active.call, names, elsewhere, still_s=still_s)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""
         if self._failure is not None:
             return
         self._failure = failure
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         if tell:
             self._tell_all(control.encode_failure(failure))
         self._trace.instant(f"failed: {failure.reason}", "communication", text=failure.text)

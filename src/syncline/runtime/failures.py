@@ -55,11 +55,27 @@ def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[i
 
 
 def accuse(
-    whom: str, silent_s: float, call: CollectiveCall, waiters: Collection[int], elsewhere: Sequence[str] = ()
+    whom: str,
+    silent_s: float,
+    call: CollectiveCall,
+    waiters: Collection[int],
+    elsewhere: Sequence[str] = (),
+    *,
+    still_s: float,
 ) -> str:
-    """Say that a rank did not do its part of ``call``, who waits for it, and in which other call it waits itself."""
+    """Say that a rank did not do its part of ``call``, who waits for it, and in which other call it waits itself.
+
+    ``still_s`` is for how long its training thread is known to have done nothing with others. Heartbeats come all the
+    time: what was silent is the call, not the rank.
+    """
+    if still_s >= silent_s / 2 and not elsewhere:
+        return (
+            f"{whom} lives, but its training thread has made no call for {still_s:.1f} s, during {call.what} (deadline "
+            f"{call.timeout_s:g} s); {wait_for(waiters, 'it')}; look where it is (py-spy dump --pid), or raise timeout "
+            "and stall of syncline.init() if it may compute for so long"
+        )
     text = (
-        f"{whom} sent nothing for {silent_s:.1f} s during {call.what} (deadline {call.timeout_s:g} s); "
+        f"{whom} sent nothing of {call.what} for {silent_s:.1f} s (deadline {call.timeout_s:g} s); "
         f"{wait_for(waiters, 'it')}"
     )
     return f"{text}, and it waits in {elsewhere[0]}, which was not called here" if elsewhere else text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import Fabric, FabricListener
+from syncline.fabric.progress import MemberStalls
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
@@ -42,6 +43,8 @@ class GroupFabric:
         self._fabric = fabric
         self._relay = relay
         self._listener: FabricListener | None = None
+        self.progress = fabric.progress
+        self.stalls = MemberStalls(fabric.stalls, self.members)
 
     @property
     def is_one_machine(self) -> bool:
@@ -99,10 +102,12 @@ class GroupFabric:
 
     async def close(self) -> None:
         """Listen no more."""
+        self.stalls.close()
         self._relay.remove_group(self)
 
     def abort(self) -> None:
         """Listen no more."""
+        self.stalls.close()
         self._relay.remove_group(self)
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:

@@ -7,11 +7,12 @@ whole communicator: it is handed to ``on_crash``, never only logged, so that no 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from syncline.errors import DeadlineError, FabricClosedError
+from syncline.errors import DeadlineError, FabricClosedError, FabricError
 from syncline.fabric import new_event_loop
 from syncline.runtime.time_slices import ask_for_short_slices, stand_back
 
@@ -25,6 +26,7 @@ class CommunicationLoop:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._crash_handlers: list[Callable[[BaseException], None]] = []
 
     def __repr__(self) -> str:
@@ -45,6 +47,20 @@ class CommunicationLoop:
         """Whether the thread is there to run things."""
         return self._thread is not None and self._thread.is_alive() and self._loop is not None
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that the loop belongs to; the thread did not come along."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise :class:`FabricError` in a forked child."""
+        if self.is_of_parent:
+            raise FabricError(
+                f"Only the process that called syncline.init() may talk to the other ranks: that is process "
+                f"{self._process}, and this is {os.getpid()}, forked from it; use fleet, model and optimizer "
+                "there alone (a DataLoader's workers only load)"
+            )
+
     def is_current(self) -> bool:
         """Whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
@@ -61,6 +77,7 @@ class CommunicationLoop:
     @property
     def clock(self) -> asyncio.AbstractEventLoop:
         """The asyncio loop itself, for what lives on it."""
+        self.check_process()
         if self._loop is None:
             raise FabricClosedError(f"The communication loop {self._name!r} is stopped; start a new communicator")
         return self._loop
@@ -77,7 +94,7 @@ class CommunicationLoop:
         assert not self.is_current(), "the communication loop cannot wait for itself"
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.clock)
-        except (FabricClosedError, RuntimeError):
+        except (FabricError, RuntimeError):
             coroutine.close()
             raise
         try:
@@ -93,7 +110,7 @@ class CommunicationLoop:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop and its thread; a second call does nothing."""
         loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
+        if loop is None or thread is None or self.is_of_parent:
             return
         if thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)

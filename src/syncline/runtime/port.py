@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from syncline.fabric import Fabric
+from syncline.fabric import Fabric, PeerStalls, StallHandler
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import LossHandler, Relay
 from syncline.topology.priorities import MAX_CLASSES
@@ -46,6 +46,7 @@ class Port:
         self._to_self: dict[int, _Sent] = {}
         self._awaited: set[tuple[int, int]] = set()
         self._on_lost: LossHandler | None = None
+        self._on_stall: StallHandler | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -54,11 +55,24 @@ class Port:
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Run ``function`` on the loop's thread, in the order of the calls; from any thread."""
+        if not self._loop.is_current():
+            self._fabric.progress.touch()
         self._loop.call_soon(function, *arguments)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run ``coroutine`` on the loop and wait for it; from any other thread."""
-        return self._loop.run(coroutine, timeout_s)
+        with self._fabric.progress.waiting():
+            return self._loop.run(coroutine, timeout_s)
+
+    @property
+    def stalls(self) -> PeerStalls:
+        """Which ranks live, but do not train, as far as is known here."""
+        return self._fabric.stalls
+
+    def watch_stalls(self, on_stall: StallHandler) -> None:
+        """Tell ``on_stall`` on the loop's thread of every rank that stalls or moves again, until this is closed."""
+        self._on_stall = on_stall
+        self._fabric.stalls.watch(on_stall)
 
     def stand_back(self) -> None:
         """Let messages wait for a core while threads compute, also those of others on this loop: no step waits."""
@@ -138,6 +152,8 @@ class Port:
         self._is_closed = True
         if self._on_lost in self._relay.handlers:
             self._relay.handlers.remove(self._on_lost)
+        if self._on_stall is not None:
+            self._fabric.stalls.unwatch(self._on_stall)
         for peer, tag in self._awaited:
             self._fabric.cancel(peer, tag)
         self._awaited.clear()

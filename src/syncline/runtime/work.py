@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from syncline.errors import DeadlineError
+from syncline.fabric import Progress
 from syncline.runtime.loop import CommunicationLoop
 
 GRACE_S = 30.0
@@ -15,15 +16,18 @@ GRACE_S = 30.0
 class Work:
     """A collective under way, or done; any thread may wait for it.
 
-    ``loop`` is where it ends and where callbacks run.
+    ``loop`` is where it ends and where callbacks run; ``progress`` is told of threads that wait.
     """
 
-    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_timeout_s", "label")
+    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_progress", "_timeout_s", "label")
 
-    def __init__(self, label: str, *, timeout_s: float, loop: CommunicationLoop) -> None:
+    def __init__(
+        self, label: str, *, timeout_s: float, loop: CommunicationLoop, progress: Progress | None = None
+    ) -> None:
         self.label = label
         self._timeout_s = timeout_s
         self._loop = loop
+        self._progress = progress or Progress()
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], None]] = []
@@ -44,8 +48,12 @@ class Work:
         the call itself may take.
         """
         assert self.done() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
+        self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
-        if not self._event.wait(limit_s):
+        if not self.done():
+            with self._progress.waiting():
+                self._event.wait(limit_s)
+        if not self.done():
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error

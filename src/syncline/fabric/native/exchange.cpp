@@ -72,6 +72,7 @@ Exchange::~Exchange() { close(); }
 
 void Exchange::close() {
     if (epoll_fd_ < 0) return;
+    heartbeat.stop();
     for (auto& [rank, peer] : peers_) {
         close_peer(rank);
         for (auto& [tag, receive] : peer->posted) drop(receive);
@@ -123,6 +124,7 @@ void Exchange::start(int rank, int connection_class) {
     if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, connection.fd, &event) < 0)
         throw std::system_error(errno, std::generic_category(), "epoll_ctl");
     connection.is_watched = true;
+    if (connection_class == CONTROL_CLASS) heartbeat.add(connection.fd);
     schedule_write(connection);
 }
 
@@ -145,6 +147,7 @@ void Exchange::close_peer(int rank) {
     Peer& peer = this->peer(rank);
     if (peer.is_gone) return;
     peer.is_gone = true;
+    if (peer.control.fd >= 0) heartbeat.remove(peer.control.fd);
     peer.each_connection([&](Connection& connection) {
         unwatch(connection);
         connection.is_closed = true;
@@ -409,6 +412,7 @@ void Exchange::take_frame(ControlConnection& connection, const Header& frame, co
             on_fetched(peer.rank, frame.tag);
             break;
         case HEARTBEAT:
+            peer.progress = frame.tag;
             break;
         case END:
             note_end(connection);
@@ -541,6 +545,9 @@ void Exchange::write(Connection& connection) {
 }
 
 bool Exchange::write_control(ControlConnection& connection) {
+    Heartbeat::Turn turn(heartbeat, connection.fd);
+    if (!turn.finish_beat()) return false;
+    turn.leave(false);
     while (connection.num_queue_sent < connection.queue.size()) {
         const ssize_t num_bytes = ::send(connection.fd, connection.queue.data() + connection.num_queue_sent,
                                          connection.queue.size() - connection.num_queue_sent, MSG_NOSIGNAL);
@@ -553,6 +560,7 @@ bool Exchange::write_control(ControlConnection& connection) {
     }
     connection.queue.clear();
     connection.num_queue_sent = 0;
+    turn.leave(true);
     return true;
 }
 
@@ -668,6 +676,7 @@ void Exchange::send_frame(int rank, uint8_t type, uint64_t tag, uint64_t message
     header.type = type;
     header.tag = tag;
     header.message_bytes = message_bytes;
+    if (type == HEARTBEAT) heartbeat.renew(header);
     send_header(peer(rank), header, payload.data(), static_cast<uint32_t>(payload.size()));
 }
 

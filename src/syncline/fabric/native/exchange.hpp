@@ -25,6 +25,7 @@
 
 #include "frames.hpp"
 #include "grants.hpp"
+#include "heartbeat.hpp"
 
 namespace syncline {
 
@@ -230,6 +231,7 @@ struct Peer {
 
     int rank;
     bool is_gone = false;
+    uint64_t progress = 0;  // what its last heartbeat carried
     double heard_s = 0;  // when its last message for a listener arrived
     ControlConnection control;
     std::vector<std::unique_ptr<DataConnection>> data;
@@ -269,6 +271,7 @@ class Exchange {
     Exchange& operator=(const Exchange&) = delete;
 
     std::shared_ptr<GrantScheduler> scheduler;
+    Heartbeat heartbeat;
     bool tells_drained = false;
     bool is_served = false;  // `wait` grants and writes what was asked for, and looks for events
 

@@ -331,6 +331,10 @@ PYBIND11_MODULE(_native, module) {
                  return std::tuple(peer.sent_fetched_bytes, peer.num_sent_fetched, peer.fetched_bytes, peer.num_fetched);
              })
         .def("heard_s", &Exchange::heard_s, "peer"_a)
+        .def("keep_beating",
+             [](Exchange& self, double interval_s, double limit_s) { self.heartbeat.start(interval_s, limit_s); },
+             py::kw_only(), "interval_s"_a, "limit_s"_a)
+        .def("progress", [](Exchange& self, int peer) { return self.peer(peer).progress; }, "peer"_a)
         .def("num_unsent", [](Exchange& self, int peer) { return self.peer(peer).num_unsent; })
         .def("num_pending", [](Exchange& self, int peer) { return num_pending(self.peer(peer)); })
         .def("unexpected_bytes", [](Exchange& self, int peer) { return self.peer(peer).unexpected_bytes; });

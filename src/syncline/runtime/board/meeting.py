@@ -68,8 +68,12 @@ def meet(
     deadline_s: float,
     now_s: Callable[[], float],
     is_troubled: Callable[[], bool],
+    is_stalled: Callable[[int], bool] = lambda _: False,
 ) -> Outcome:
-    """Wait for ``others`` in call ``number``, which this rank has put up; ``deadline_s`` by the clock ``now_s``."""
+    """Wait for ``others`` in call ``number``, which this rank has put up; ``deadline_s`` by the clock ``now_s``.
+
+    A rank that ``is_stalled`` is late at once.
+    """
     begun = 2 * number
     for rank in others:
         while (seen := slots.progress(rank)) < begun:
@@ -77,7 +81,7 @@ def meet(
             if is_troubled() and slots.progress(rank) < begun:
                 return Outcome.TROUBLED
             left_s = deadline_s - now_s()
-            if left_s <= 0:
+            if left_s <= 0 or is_stalled(rank):
                 return Outcome.LATE
             slots.wait(rank, seen, min(left_s, LOOK_S))
         if not slots.has_card(rank, number, signature):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import failures
 from syncline.runtime.board.exchange import Exchange, Part, Parts
@@ -29,6 +30,8 @@ class SeatLinks:
     crash: Callable[[Exception], None]
     describe_rank: Callable[[int], str]
     host_of: Callable[[int], str]
+    stalls: PeerStalls
+    """Which ranks do not train, though they live."""
 
 
 class Seat:
@@ -98,7 +101,7 @@ class Seat:
         return part
 
     def _meet(self, number: int, call: CollectiveCall, work: Work, part: Part) -> None:
-        start_ns, start_s = self._trace.now_ns(), time.monotonic()
+        start_ns, start_s, stalls = self._trace.now_ns(), time.monotonic(), self._links.stalls
         exchange = part.exchange
         exchange.put(call, self._board.payload(self._board.rank, number))
         self._board.put_up(number, part.signature)
@@ -111,6 +114,7 @@ class Seat:
             deadline_s=start_s + call.timeout_s,
             now_s=time.monotonic,
             is_troubled=self._is_troubled,
+            is_stalled=lambda rank: rank in stalls.stalled and time.monotonic() - start_s >= stalls.limit_s,
         )
         if outcome is Outcome.MET and self._take(number, call, exchange):
             self._count(call, exchange)
@@ -118,7 +122,7 @@ class Seat:
             work.finish(None)
             return
         if outcome is Outcome.LATE:
-            self._links.give_up(self._late(number, call))
+            self._links.give_up(self._late(number, call, time.monotonic() - start_s))
         self._num_skipped -= 1
         self._hand_over(call, work)
 
@@ -149,10 +153,15 @@ class Seat:
     def _is_troubled(self) -> bool:
         return self._has_lost or self._links.has_failed()
 
-    def _late(self, number: int, call: CollectiveCall) -> Failure:
+    def _late(self, number: int, call: CollectiveCall, waited_s: float) -> Failure:
         absent = missing(self._board, self._others, number)
         present = [rank for rank in range(self._board.world_size) if rank not in absent]
-        accused = [failures.accuse(self._links.describe_rank(rank), call.timeout_s, call, present) for rank in absent]
+        accused = [
+            failures.accuse(
+                self._links.describe_rank(rank), waited_s, call, present, still_s=self._links.stalls.still_s(rank)
+            )
+            for rank in absent
+        ]
         rank = min(absent, default=self._board.rank)
         return failures.late(call, accused, rank=rank, host=self._links.host_of(rank))
 

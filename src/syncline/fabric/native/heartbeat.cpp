@@ -1,0 +1,128 @@
+// What `heartbeat.hpp` declares.
+#include "heartbeat.hpp"
+
+#include <errno.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <chrono>
+
+namespace syncline {
+
+namespace {
+
+constexpr double LATE = 1.5;  // intervals after which the loop is late
+
+double now_s() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+std::string encode(Header frame) {
+    frame.type = HEARTBEAT;
+    seal(frame, nullptr, 0);
+    return std::string(reinterpret_cast<const char*>(&frame), HEADER_BYTES);
+}
+
+}  // namespace
+
+void Heartbeat::start(double interval_s, double limit_s) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (thread_.joinable()) return;
+    interval_s_ = interval_s;
+    limit_s_ = limit_s;
+    renewed_s_ = now_s();
+    if (frame_.empty()) frame_ = encode(Header{});
+    process_ = getpid();
+    // Signals are for Python's threads: a new thread inherits what is blocked.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread(&Heartbeat::run, this);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Heartbeat::stop() {
+    if (!thread_.joinable()) return;
+    if (is_of_parent()) {  // the thread did not come along
+        thread_.detach();
+        return;
+    }
+    {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        is_stopping_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+}
+
+// In a forked child the mutex may be locked for ever, by a thread that is not there.
+bool Heartbeat::is_of_parent() const { return process_ && process_ != getpid(); }
+
+void Heartbeat::add(int fd) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    lines_[fd] = Line();
+}
+
+void Heartbeat::remove(int fd) {
+    if (is_of_parent()) return;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    lines_.erase(fd);
+}
+
+void Heartbeat::renew(Header frame) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    frame_ = encode(frame);
+    renewed_s_ = now_s();
+}
+
+void Heartbeat::run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!is_stopping_) {
+        changed_.wait_for(lock, std::chrono::duration<double>(interval_s_));
+        const double late_s = now_s() - renewed_s_;
+        if (!is_stopping_ && late_s >= LATE * interval_s_ && late_s <= limit_s_) beat();
+    }
+}
+
+void Heartbeat::beat() {
+    for (auto& [fd, line] : lines_) {
+        if (!line.is_whole) continue;
+        if (line.rest.empty()) {
+            line.rest = frame_;
+            const ssize_t num_bytes = ::send(fd, line.rest.data(), line.rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+            line.rest.erase(0, num_bytes > 0 ? static_cast<size_t>(num_bytes) : line.rest.size());
+        } else {
+            send_rest(fd, line.rest);
+        }
+    }
+}
+
+bool Heartbeat::send_rest(int fd, std::string& rest) {
+    while (!rest.empty()) {
+        const ssize_t num_bytes = ::send(fd, rest.data(), rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (num_bytes >= 0)
+            rest.erase(0, static_cast<size_t>(num_bytes));
+        else if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+            return false;
+        else
+            return true;  // the loop will find the same error
+    }
+    return true;
+}
+
+Heartbeat::Turn::Turn(Heartbeat& heartbeat, int fd) : guard_(heartbeat.mutex_), fd_(fd) {
+    const auto found = heartbeat.lines_.find(fd);
+    line_ = found == heartbeat.lines_.end() ? nullptr : &found->second;
+}
+
+bool Heartbeat::Turn::finish_beat() { return !line_ || send_rest(fd_, line_->rest); }
+
+void Heartbeat::Turn::leave(bool is_whole) {
+    if (line_) line_->is_whole = is_whole;
+}
+
+}  // namespace syncline

@@ -1,0 +1,72 @@
+// A thread that says "this process lives" while the communication loop cannot: somebody holds the interpreter's lock.
+//
+// The loop sends heartbeats itself, and tells this thread what they carry. If the loop has not done so for one and a
+// half intervals, the thread repeats the last one on every control connection, for as long as `limit_s`: after that,
+// silence is what a loop that never comes back deserves. The thread never touches Python. A stopped process stops it too.
+//
+// Frames are never mixed. Whoever writes to a control connection holds the mutex, and the thread writes only where the
+// loop's last frame is whole; of its own frame the loop first sends what the kernel did not take.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "frames.hpp"
+
+namespace syncline {
+
+class Heartbeat {
+    struct Line {
+        std::string rest;      // of a heartbeat of which the kernel took a part
+        bool is_whole = true;  // the loop's last frame is with the kernel, or none of it
+    };
+
+   public:
+    Heartbeat() = default;
+    ~Heartbeat() { stop(); }
+    Heartbeat(const Heartbeat&) = delete;
+    Heartbeat& operator=(const Heartbeat&) = delete;
+
+    void start(double interval_s, double limit_s);
+    void stop();
+    void add(int fd);
+    void remove(int fd);
+    // The loop runs, and sends `frame` itself.
+    void renew(Header frame);
+
+    // While it lives, nobody else writes to control connections; `is_whole` says how the loop leaves this one.
+    class Turn {
+       public:
+        Turn(Heartbeat& heartbeat, int fd);
+        // Write what is left of a heartbeat; false if the kernel takes no more now.
+        bool finish_beat();
+        void leave(bool is_whole);
+
+       private:
+        std::lock_guard<std::mutex> guard_;
+        int fd_;
+        Line* line_;
+    };
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::map<int, Line> lines_;
+    std::string frame_;
+    double interval_s_ = 0, limit_s_ = 0, renewed_s_ = 0;
+    bool is_stopping_ = false;
+    pid_t process_ = 0;
+    std::thread thread_;
+
+    bool is_of_parent() const;
+    void run();
+    void beat();
+    static bool send_rest(int fd, std::string& rest);
+};
+
+}  // namespace syncline

@@ -1,0 +1,94 @@
+"""The thread that beats while the loop cannot: it repeats, it never mixes frames, it ends."""
+
+import math
+import socket
+import time
+
+import pytest
+
+from syncline.fabric.frames import CONTROL_CLASS, HEADER_BYTES, FrameType
+from wires import WIRES
+
+FRAME = 3
+"""The kind of event for a control frame, as ``exchange.hpp`` counts them."""
+PATIENCE_S = 60.0
+
+
+def make_exchange():
+    from syncline.fabric._native import Exchange, GrantScheduler
+    from syncline.fabric.grant_window import GrantWindow
+
+    window = GrantWindow(1000, least_bytes=None, bytes_per_s=math.inf)
+    return Exchange(GrantScheduler(window=window, quantum_bytes=1000))
+
+
+def connect(exchange, sock, peer=1):
+    sock.setblocking(False)
+    exchange.add_peer(peer, eager_bytes=100, credit_bytes=10_000)
+    exchange.attach_control(peer, sock.fileno())
+    exchange.start(peer, CONTROL_CLASS)
+
+
+def read_until(exchange, is_enough, also=lambda: None):
+    """Poll until it is enough; return the frames that came."""
+    deadline_s, frames = time.monotonic() + PATIENCE_S, []
+    while not is_enough(frames):
+        assert time.monotonic() < deadline_s, f"{len(frames)} frames"
+        also()
+        exchange.poll()
+        while (event := exchange.next_event()) is not None:
+            kind, _, tag, number, _, text, _ = event
+            assert kind == FRAME, event
+            frames.append((number, tag, text))
+        exchange.finish()
+    return frames
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    sender, receiver = make_exchange(), make_exchange()
+    connect(sender, ours)
+    connect(receiver, theirs)
+    yield sender, receiver, ours, theirs
+    for exchange in (sender, receiver):
+        exchange.close_peer(1)
+        exchange.close()
+    ours.close()
+    theirs.close()
+
+
+if "native" in WIRES:
+
+    def test_the_last_heartbeat_is_repeated_while_nobody_serves_the_exchange(pair):
+        sender, receiver, _, _ = pair
+        sender.send_frame(1, FrameType.HEARTBEAT, tag=42)
+        sender.finish()
+        read_until(receiver, lambda _: receiver.progress(1) == 42)
+        receiver.take_heard(1)
+        sender.keep_beating(interval_s=0.001, limit_s=PATIENCE_S)
+        for _ in range(3):
+            read_until(receiver, lambda _: receiver.take_heard(1))
+        assert receiver.progress(1) == 42
+
+    def test_frames_are_never_mixed(pair):
+        """A slow reader, frames larger than the kernel takes at once, and a thread that beats all the time."""
+        sender, receiver, ours, theirs = pair
+        for sock in (ours, theirs):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sender.keep_beating(interval_s=0.0002, limit_s=PATIENCE_S)
+        num_bytes, num_bursts, burst = 16_000, 40, 5
+
+        def num_beats(frames):
+            return (receiver.counters(1)[0][-2] - len(frames) * (HEADER_BYTES + num_bytes)) // HEADER_BYTES
+
+        frames = []
+        for _ in range(num_bursts):
+            first, beats_before = len(frames), num_beats(frames)
+            for place in range(first, first + burst):
+                sender.send_frame(1, FrameType.CONTROL, tag=place, payload=bytes([place % 251]) * num_bytes)
+                sender.finish()
+            frames += read_until(receiver, lambda found: len(found) == burst, sender.poll)
+            read_until(receiver, lambda _, seen=tuple(frames), before=beats_before: num_beats(seen) > before)
+        expected = [(FrameType.CONTROL, place, bytes([place % 251]) * num_bytes) for place in range(num_bursts * burst)]
+        assert frames == expected

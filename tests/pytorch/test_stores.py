@@ -1,0 +1,97 @@
+"""The store through which ranks meet: where it listens, and that nobody waits for one beyond the deadline."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rank_scripts import run_script
+from syncline.errors import ConfigurationError, RendezvousError
+from syncline.fabric import FabricOptions
+from syncline.pytorch.environment import read_environment
+from syncline.pytorch.stores import LocalStore, _listen, open_store
+
+SCRIPT = Path(__file__).with_name("fleet_process.py")
+ELSEWHERE = "192.0.2.7"
+"""An address that no machine has (RFC 5737)."""
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """Give the port of a program that lets the kernel accept, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock.getsockname()[1]
+
+
+def environment(rank: int, port: int):
+    return read_environment(
+        {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def test_one_rank_needs_no_store() -> None:
+    assert isinstance(open_store(read_environment({}), FabricOptions(), address="127.0.0.1"), LocalStore)
+
+
+def test_who_never_answers_is_waited_for_until_the_deadline(silent: int) -> None:
+    with pytest.raises(RendezvousError, match=r"something accepts connections there, but did not answer as a store"):
+        open_store(environment(1, silent), FabricOptions(connect_s=0.5), address="127.0.0.1")
+
+
+def test_nobody_there_is_told_at_the_deadline() -> None:
+    with pytest.raises(RendezvousError, match=r"MASTER_ADDR:MASTER_PORT .* cannot be opened"):
+        open_store(environment(1, free_port()), FabricOptions(connect_s=0.5), address="127.0.0.1")
+
+
+def test_rank_0_says_at_once_that_its_port_is_taken(silent: int) -> None:
+    with pytest.raises(RendezvousError, match=r"rank 0 cannot serve the store at .*: Address already in use"):
+        open_store(environment(0, silent), FabricOptions(), address="127.0.0.1")
+
+
+def test_the_store_is_served_on_one_address_alone() -> None:
+    port = free_port()
+    store = open_store(environment(0, port), FabricOptions(), address="127.0.0.1")
+    store.set("key", b"value")
+    other = open_store(environment(1, port), FabricOptions(), address="127.0.0.1")
+    assert other.get("key", 0.0) == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)
+
+
+def test_a_name_of_another_machine_leads_to_the_address_of_the_fabric() -> None:
+    """Behind the virtual address of a service, rank 0 has another one."""
+    with _listen(ELSEWHERE, 0, FabricOptions(insecure=True), address="127.0.0.1") as sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_loopback_name_does_not_hide_rank_0_from_the_others() -> None:
+    with pytest.raises(RendezvousError, match=f"rank 0 cannot serve the store at .*{ELSEWHERE}"):
+        _listen("127.0.0.1", 0, FabricOptions(secret=b"s" * 32), address=ELSEWHERE)
+
+
+def test_without_a_secret_the_store_is_not_shown_to_other_machines() -> None:
+    with pytest.raises(ConfigurationError, match=f"address {ELSEWHERE} can be reached from other machines"):
+        _listen(ELSEWHERE, 0, FabricOptions(), address="127.0.0.1")
+
+
+def test_all_ranks_end_when_the_port_is_a_silent_programs(silent: int) -> None:
+    extra = {"MASTER_PORT": str(silent), "SYNCLINE_CONNECT_TIMEOUT": "1"}
+    for status, output in run_script(SCRIPT, 3, "addresses", extra=extra):
+        assert status == 1
+        assert "RendezvousError" in output.splitlines()[-1], output
+
+
+def test_a_missing_secret_is_one_line_for_the_job() -> None:
+    (first, told), *others = run_script(SCRIPT, 3, "addresses", extra={"SYNCLINE_INTERFACE": ELSEWHERE})
+    assert first == 1
+    assert len(told.splitlines()) == 1
+    assert "SYNCLINE_SECRET_FILE" in told
+    assert others == [(1, "")] * 2
