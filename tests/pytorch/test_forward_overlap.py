@@ -104,6 +104,29 @@ def test_the_all_gather_runs_under_the_forward_pass(run_fleets: Any) -> None:
         torch.testing.assert_close(output, reference(batch))
 
 
+def test_a_step_that_waits_for_others_is_not_taken_for_a_hung_thread(run_fleets: Any) -> None:
+    may_gather = threading.Event()
+
+    def body(fleet: Fleet) -> None:
+        plain = _layers()
+        model, optimizer = distribute(plain, _optimizer(plain), Sharded(bucket_bytes=1), fleet=fleet)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.clip_grad_norm_(math.inf)
+        if fleet.rank == 0:
+            waiting = fleet.communicator.progress.waiting
+
+            def tell() -> Any:
+                may_gather.set()
+                return waiting()
+
+            fleet.communicator.progress.waiting = tell  # type: ignore[method-assign]
+        else:
+            assert may_gather.wait(DEADLINE_S), "rank 0 does not say that it waits"
+        optimizer.step()
+
+    run_fleets(2, body, timeout_s=DEADLINE_S)
+
+
 def test_no_gather_is_over_when_step_returns(run_fleets: Any) -> None:
     may_step = threading.Event()
 

@@ -167,7 +167,8 @@ class ShardedUpdater(Updater):
         wanted = tuple(buckets)
         if not self._ready.is_final(wanted):
             start_ns = self.channel.trace.now_ns()
-            self._ready.wait(wanted, self.channel.timeout_s)
+            with self.channel.communicator.progress.waiting():
+                self._ready.wait(wanted, self.channel.timeout_s)
             self.channel.note_wait("forward", start_ns)
 
     def synchronize(self) -> None:
