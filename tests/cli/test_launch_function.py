@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -37,8 +36,7 @@ def fail(rank, folder):
     """Fail on one rank, after all have come; the others wait for ever."""
     own = int(os.environ["RANK"])
     (Path(folder) / f"{own}.pid").write_text(str(os.getpid()))
-    while len(list(Path(folder).glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
+    syncline.init().barrier()
     if own != rank:
         signal.pause()
     raise ValueError("planted")
