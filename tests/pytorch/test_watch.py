@@ -244,3 +244,21 @@ def test_tensors_without_memory_are_not_compared(run_fleets: Any) -> None:
         return torch.func.vmap(model)(batch(0))
 
     assert run_fleets(1, body)[0].shape == (3, 3)
+
+
+@by_rule
+def test_a_norm_that_is_refused_says_where_it_began(rule: UpdateRule, run_fleets: Any) -> None:
+    models = copies(Poisoned().double(), 3)
+
+    def body(fleet: Fleet) -> list[str]:
+        model = models[fleet.rank]
+        model.factor = float("nan") if fleet.rank == 1 else 1.0  # type: ignore[assignment]
+        _, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        model(torch.full((2, 6), fleet.rank + 1.0).double()).sum().backward()
+        with pytest.raises((UpdateError, RuntimeError)) as caught:
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        optimizer.zero_grad()
+        return caught.value.__notes__
+
+    for (note,) in run_fleets(3, body):
+        assert re.match(r"NaN or infinity began in the gradients of rank 1 at step 1, first in parameter 'first", note)

@@ -181,7 +181,14 @@ class Training:
         """Scale the combined gradients to a norm of at most ``max_norm``; return what it was."""
         if self._joining is not None:
             self._joining.announce_clip(max_norm, norm_type)
-        return self.updater.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        try:
+            return self.updater.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        except (UpdateError, RuntimeError) as error:  # torch's own, where ranks have whole gradients
+            if error_if_nonfinite and (
+                origin := self._watch.origin(self._collector.report, self.updater.iteration + 1)
+            ):
+                error.add_note(origin)
+            raise
 
     def synchronize(self) -> None:
         """Wait until parameters and buffers are final on this rank; raises what went wrong in the meantime."""

@@ -106,6 +106,14 @@ class StepWatch:
             self._told_batches.append(tuple(int(digest) for digest in digests[0]))
             self._warn_of_equal_batches()
 
+    def origin(self, report: PendingReport | None, number: int) -> str:
+        """Say where NaN or infinity began in the gradients that ``report`` tells of; empty if on no rank."""
+        if report is None:
+            return ""
+        if not report.is_done:
+            report.work.wait()
+        return self._origin([int(place) for _, place, *_ in report.notes], number)
+
     @property
     def _compares_batches(self) -> bool:
         return self._num_told < _NUM_BATCHES and len(self._ranks) > 1
@@ -125,20 +133,26 @@ class StepWatch:
         )
 
     def _warn_of_nonfinite(self, places: Sequence[int], number: int) -> None:
-        began = {rank: place for rank, place in zip(self._ranks, places, strict=True) if place}
+        began = [rank for rank, place in zip(self._ranks, places, strict=True) if place]
         if not began or self._has_warned:
             return
         self._has_warned = True
-        first = min(began)
         if self._rank in {*began, self._ranks[0]}:
-            others = f" ({name_ranks(began)} have some)" if len(began) > 1 else ""
             warnings.warn(
-                f"NaN or infinity began in the gradients of rank {first} at step {number}, first in parameter "
-                f"{self._names[began[first] - 1]!r}{others}; the step was made with it, as in DDP. Look at that rank's "
-                "batch and loss; torch.autograd.set_detect_anomaly(True) finds the operation",
+                f"{self._origin(places, number)}; the step was made with it, as in DDP. Look at that rank's batch and "
+                "loss; torch.autograd.set_detect_anomaly(True) finds the operation",
                 SynclineWarning,
                 stacklevel=2,
             )
+
+    def _origin(self, places: Sequence[int], number: int) -> str:
+        began = {rank: place for rank, place in zip(self._ranks, places, strict=True) if place}
+        if not began:
+            return ""
+        first = min(began)
+        others = f" ({name_ranks(began)} have some)" if len(began) > 1 else ""
+        name = self._names[began[first] - 1]
+        return f"NaN or infinity began in the gradients of rank {first} at step {number}, first in parameter {name!r}{others}"
 
     def _warn_of_equal_batches(self) -> None:
         if len(self._told_batches) < _NUM_BATCHES or self._rank != self._ranks[0]:
