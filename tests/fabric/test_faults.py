@@ -1,6 +1,7 @@
 """Ranks in processes of their own that are killed, stopped and continued."""
 
 import json
+import re
 import selectors
 import signal
 import subprocess
@@ -77,39 +78,40 @@ def start(tmp_path):
         rank.end()
 
 
-def test_a_killed_rank_is_reported_by_all_others_within_a_second(start):
-    ranks = start("traffic", 3, TRAFFIC)
+def test_a_killed_rank_is_reported_by_all_others_without_a_wait_for_its_silence(start):
+    ranks = start("traffic", 3, TRAFFIC, dead_s=600.0)
     for rank in ranks:
         rank.wait_for(event="ready")
         rank.signal(signal.SIGUSR1)
     for rank in ranks:
         rank.wait_for(event="progress")  # they have found out by now that they can read each other's memory
-    killed_s = time.monotonic()
     ranks[1].signal(signal.SIGKILL)
     for rank in (ranks[0], ranks[2]):
         record = rank.wait_for(event="lost", peer=1)
-        assert time.monotonic() - killed_s < 1.0
         assert record["kind"] == "PeerLostError"
         assert record["text"].startswith("rank 1 (host ")
         assert "its process died or was killed" in record["text"]
 
 
+def silence_s(record):
+    """Return the seconds of silence that a record tells."""
+    return float(re.search(r"sent nothing for (\d+\.\d+) s", record["text"])[1])
+
+
 def test_a_stopped_rank_is_declared_dead_and_learns_it_when_it_goes_on(start):
-    ranks = start("traffic", 3, TRAFFIC, heartbeat_s=0.2, suspect_s=0.6, dead_s=2.0)
+    ranks = start("traffic", 3, TRAFFIC, heartbeat_s=0.2, suspect_s=0.6, dead_s=4.0)
     for rank in ranks:
         rank.wait_for(event="ready")
-    stopped_s = time.monotonic()
     ranks[1].signal(signal.SIGSTOP)
     for rank in (ranks[0], ranks[2]):
         record = rank.wait_for(event="lost", peer=1)
-        assert 1.5 < time.monotonic() - stopped_s < 4.0
         assert "rank 1 (host " in record["text"]
-        assert "sent nothing for 2." in record["text"]
+        assert silence_s(record) >= 4.0
     ranks[1].signal(signal.SIGCONT)
     for peer in (0, 2):
         record = ranks[1].wait_for(event="lost", peer=peer)
-        assert "closed its connections to this rank, because rank 1 sent nothing for 2." in record["text"]
-        assert "; this rank did not run for " in record["text"]
+        # whether the other's reason or the reset that follows it is read first, is the kernel's choice
+        assert re.search(r"(this rank|rank 1 \(host .*\)) did not run for \d", record["text"])
     ranks[1].wait_for(event="alone")
     assert not [record for record in ranks[0].records if record.get("peer") == 2]
 

@@ -152,7 +152,8 @@ class StepWatch:
         first = min(began)
         others = f" ({name_ranks(began)} have some)" if len(began) > 1 else ""
         name = self._names[began[first] - 1]
-        return f"NaN or infinity began in the gradients of rank {first} at step {number}, first in parameter {name!r}{others}"
+        place = f"rank {first} at step {number}, first in parameter {name!r}{others}"
+        return f"NaN or infinity began in the gradients of {place}"
 
     def _warn_of_equal_batches(self) -> None:
         if len(self._told_batches) < _NUM_BATCHES or self._rank != self._ranks[0]:
