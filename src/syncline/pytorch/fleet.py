@@ -313,7 +313,12 @@ def _fabric_options(
 
 def _is_exposed(options: FabricOptions) -> bool:
     """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    return options.insecure and options.address is not None and not ip_address(options.address).is_loopback
+    if not options.insecure or options.address is None:
+        return False
+    try:
+        return not ip_address(options.address).is_loopback
+    except ValueError:  # the name of an interface or host, which may be any
+        return True
 
 
 def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:
