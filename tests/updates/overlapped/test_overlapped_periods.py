@@ -37,6 +37,31 @@ def test_a_period_ends_with_the_exact_weighted_mean_and_the_same_hash() -> None:
     assert torch.allclose(results[0][1], mean, rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.parametrize(("num_ranks", "options"), [(3, {}), (3, {"quorum": 2}), (4, {"servers": "dedicated:1"})])
+def test_a_period_that_is_ended_early_counts_the_steps_that_were_made(num_ranks: int, options: dict) -> None:
+    """All make 10 steps, then 3 of another period, rank 1 one more: the fleet is where the furthest has come."""
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped(period=64, max_staleness=None, bucket_bytes=128, **options))
+        counts = []
+        for num_steps in (10, 3 + (fleet.rank == 1)):
+            for step in range(num_steps):
+                one_step(model, optimizer, fleet.rank, step)
+            optimizer.end_period()
+            counts.append(optimizer.iteration)
+        one_step(model, optimizer, fleet.rank, 0)
+        return [*counts, optimizer.iteration]
+
+    results = run_fleets(num_ranks, body, accept=SystemExit)[:3]
+    first, second, third = results[0]
+    assert all(result == results[0] for result in results if "quorum" not in options)
+    assert all(result[:2] == [first, second] for result in results)
+    if "quorum" not in options:
+        assert [first, second, third] == [10, 14, 15]
+    assert 10 <= first <= 30  # with M < N a worker that is behind leaves numbers out
+    assert first + 4 <= second <= first + 10
+
+
 class Pace:
     """Lets a slow rank make one step for each ``factor`` of the others'; nobody sleeps."""
 

@@ -34,6 +34,8 @@ class End:
     weight: float
     """Samples that the worker used in the whole period."""
     place: int
+    iteration: int = 0
+    """The worker's iteration since the start of the training."""
     is_last: bool = True
     """Whether no more parts follow."""
 
@@ -68,6 +70,8 @@ class Hello:
     worker: int
     period: int
     place: int
+    iteration: int = 0
+    """The fleet's iteration at the start of ``period``."""
 
 
 ServerEvent = Push | End | Stop | Replied | Lost | Hello
@@ -138,6 +142,8 @@ class ReplyAverage:
     part: int
     is_last: bool = False
     """Whether the period's start is now whole."""
+    iteration: int = 0
+    """The furthest iteration of a worker in the average: where the next period begins for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

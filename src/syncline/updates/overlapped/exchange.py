@@ -57,6 +57,8 @@ class Exchange:
         self.terms = terms
         self.clock = PeriodClock(terms.period)
         self.counts = ExchangeCounts()
+        self._ended_iterations = 0
+        """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
         self.lost: dict[int, str] = {}
         self._port = port
         self._max_staleness = max_staleness
@@ -134,13 +136,13 @@ class Exchange:
         if self._recorder is not None:
             self._recorder.note_end()
         for link, values in zip(self.links, parts, strict=True):
-            link.end(values, weight=self.clock.num_samples)
+            link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
         self._wait("period", lambda: all(link.has_average() for link in self.links))
         averaged = [
             [link.take_average(part, out=out) for part, out in enumerate(values)]
             for link, values in zip(self.links, parts, strict=True)
         ]
-        self._begin_period()
+        self._begin_period(max(link.start_iteration for link in self.links))
         return averaged
 
     def end_together(self, mean: TreeMean) -> None:
@@ -150,7 +152,8 @@ class Exchange:
             link.stop()
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
         try:
-            ends = mean.apply(num_samples=self.clock.num_samples, dropped=self._port.run(self._dropped(), DRAIN_S))
+            dropped = self._port.run(self._dropped(), DRAIN_S)
+            ends = mean.apply(num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped)
         except PeerLostError as error:
             self._port.call_soon(self._on_lost, error.rank, error)
             with self._changed:
@@ -164,16 +167,22 @@ class Exchange:
             self._recorder.note_end()
             if self._port.rank == 0:
                 self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
-        self._begin_period()
+        self._begin_period(ends.iteration)
 
     async def _dropped(self) -> list[int]:
         """Count, for each rank, what the shards here have dropped."""
         shards = self.hosted.values()
         return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.terms.workers]
 
-    def _begin_period(self) -> None:
+    @property
+    def iteration(self) -> int:
+        """The fleet's iteration since the start of the training, as far as this worker has come."""
+        return self._ended_iterations + self.clock.iteration
+
+    def _begin_period(self, iteration: int) -> None:
         for link in self.links:
             link.begin_period()
+        self._ended_iterations = iteration
         self.clock.begin_period()
         self.counts.num_periods += 1
 

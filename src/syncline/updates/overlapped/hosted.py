@@ -182,7 +182,12 @@ class HostedShard:
         message = self._outgoing(reply.worker)
         dropped = tuple(self.machine.dropped(rank) for rank in range(self._terms.world_size))
         header = DownHeader(
-            kind=Kind.AVERAGE, period=reply.period, closed=reply.part, is_last=reply.is_last, dropped=dropped
+            kind=Kind.AVERAGE,
+            period=reply.period,
+            closed=reply.part,
+            clock=reply.iteration,
+            is_last=reply.is_last,
+            dropped=dropped,
         )
         header.encode(message.memory)
         message.values_as(self.bucket.dtype).copy_(self._averages[reply.part])
@@ -258,8 +263,13 @@ def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
             place=place,
         )
     if header.kind is Kind.END:
-        is_last = header.turn == header.iteration
         return End(
-            worker=worker, period=header.period, part=header.turn, weight=header.weight, place=place, is_last=is_last
+            worker=worker,
+            period=header.period,
+            part=header.turn,
+            weight=header.weight,
+            place=place,
+            iteration=header.iteration,
+            is_last=header.turn == header.last_part,
         )
-    return Hello(worker=worker, period=header.period, place=place)
+    return Hello(worker=worker, period=header.period, place=place, iteration=header.iteration)

@@ -66,6 +66,8 @@ class WorkerLink:
         self._pulls = PullBuffers(bucket, terms)
         self._start = bucket.make_up() if terms.keeps_start else None
         self._start_period = 0
+        self.start_iteration = 0
+        """The fleet's iteration at the start of the newest period that this worker knows the start of."""
         self._up_number = self._down_number = 0
         self._question = Question()
 
@@ -126,14 +128,19 @@ class WorkerLink:
         self._note(Redo(runs=tuple(runs)))
         return [(self._places[place].values, count) for place, count in runs]
 
-    def end(self, parts: Sequence[torch.Tensor], *, weight: float) -> None:
-        """Send what the period ends with, to be averaged."""
+    def end(self, parts: Sequence[torch.Tensor], *, iteration: int, weight: float) -> None:
+        """Send what the period ends with, to be averaged; ``iteration`` counts since the start of the training."""
         self._ends += [self.bucket.make_up() for _ in parts[len(self._ends) :]]
         del self._ends[len(parts) :]
         for part, (message, values) in enumerate(zip(self._ends, parts, strict=True)):
             message.values.copy_(values)
             header = UpHeader(
-                kind=Kind.END, period=self.machine.period, turn=part, iteration=len(parts) - 1, weight=weight
+                kind=Kind.END,
+                period=self.machine.period,
+                turn=part,
+                iteration=iteration,
+                last_part=len(parts) - 1,
+                weight=weight,
             )
             header.encode(message.memory)
         with self._changed:
@@ -263,7 +270,8 @@ class WorkerLink:
             self._changed.notify_all()
         self.on_room()
         if self._start is not None:
-            UpHeader(kind=Kind.HELLO, period=self._start_period).encode(self._start.memory)
+            hello = UpHeader(kind=Kind.HELLO, period=self._start_period, iteration=self.start_iteration)
+            hello.encode(self._start.memory)
             self._transmit(self._start, self.epoch)
         for message in self._ends if is_waiting else ():
             self._transmit(message, self.epoch)
@@ -316,6 +324,8 @@ class WorkerLink:
         if header.period != self.machine.period or not self._has_ended:
             self._pulls.drop_landed()
             return
+        if header.closed == 0:
+            self.start_iteration = header.clock
         if header.closed == 0 and self._start is not None:
             self._start.values.copy_(message.values_as(self.bucket.dtype))
             self._start_period = header.period + 1

@@ -207,8 +207,11 @@ class OverlappedUpdater(WholeUpdater):
 
     @property
     def iteration(self) -> int:
-        """Iterations of the fleet since the start: all ranks reach a number at about the same time."""
-        return self.exchange.counts.num_periods * self.exchange.terms.period + self.exchange.clock.iteration
+        """Iterations of the fleet since the start: all ranks reach a number at about the same time.
+
+        A period that was ended early counts the iterations of the worker that came furthest in it.
+        """
+        return self.exchange.iteration
 
     @property
     def is_at_period_start(self) -> bool:

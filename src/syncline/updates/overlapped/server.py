@@ -245,7 +245,7 @@ class ServerShard:
         account = self._accounts[end.worker]
         account.final_turn = account.last_turn
         self._last_part = end.part if end.is_last else end.part + 1
-        ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=0, place=end.place)
+        ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
         return self._advance() + self._average(end.part)
 
     def _average(self, part: int) -> list[ServerInstruction]:
@@ -259,8 +259,9 @@ class ServerShard:
             *self._release(contributions),
         ]
         self._ends[part] = {}
+        reached = max(one.iteration for one in contributions)
         for worker in self.alive:
-            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last)
+            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last, iteration=reached)
             self._accounts[worker].due.append(reply)
         if is_last:
             instructions += self._begin_period(self.period + 1)
@@ -326,7 +327,9 @@ class ServerShard:
             start = Contribution(worker=newest.worker, weight=1.0, iteration=0, place=newest.place)
             instructions = [Average(period=newest.period - 1, part=0, contributions=(start,))]
         for worker in behind:
-            reply = ReplyAverage(worker=worker, period=newest.period - 1, part=0, is_last=True)
+            reply = ReplyAverage(
+                worker=worker, period=newest.period - 1, part=0, is_last=True, iteration=newest.iteration
+            )
             self._accounts[worker].due.append(reply)
         releases = [Release(worker=hello.worker, place=hello.place) for hello in greetings.values()]
         return [*instructions, *releases, *self._succeed(newest.period)]

@@ -30,6 +30,8 @@ class Ends:
     """What all ranks said of the period's end, in rank order."""
 
     num_samples: tuple[float, ...]
+    iteration: int
+    """The furthest that a rank has come since the start of the training."""
     last_waits_s: tuple[float, ...]
     """How long each waited for the others when the period before this one ended: the last to come, hardly."""
     dropped: tuple[int, ...]
@@ -55,24 +57,25 @@ class TreeMean:
         for start, bucket in zip(self._starts, self._buckets, strict=True):
             start.copy_(bucket.parameters)
 
-    def apply(self, *, num_samples: float, dropped: Sequence[int]) -> Ends:
+    def apply(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
         """Replace the parameters by their mean; ``dropped`` counts, for each rank, what the servers here dropped.
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
         moves = [largest_move(bucket.parameters, start) for bucket, start in self._pairs()]
         start_s = time.monotonic()
-        rows = self._tell([num_samples, self._last_wait_s, *map(float, dropped), *moves])
+        rows = self._tell([num_samples, iteration, self._last_wait_s, *map(float, dropped), *moves])
         self._last_wait_s = time.monotonic() - start_s
         num_ranks = self._control.world_size
-        told_moves = rows[:, 2 + num_ranks :]
+        told_moves = rows[:, 3 + num_ranks :]
         self._check_finite(told_moves)
         share = shares(rows[:, 0].tolist())[self._control.rank]
         self._sum(share, told_moves)
         return Ends(
             num_samples=tuple(rows[:, 0].tolist()),
-            last_waits_s=tuple(rows[:, 1].tolist()),
-            dropped=tuple(int(count) for count in rows[:, 2 : 2 + num_ranks].sum(0)),
+            iteration=int(rows[:, 1].max()),
+            last_waits_s=tuple(rows[:, 2].tolist()),
+            dropped=tuple(int(count) for count in rows[:, 3 : 3 + num_ranks].sum(0)),
         )
 
     def _pairs(self) -> list[tuple[Bucket, torch.Tensor]]:

@@ -52,31 +52,36 @@ def tag(stream: int, lane: Lane, number: int, *, epoch: int) -> int:
 class UpHeader:
     """In front of what a worker sends.
 
-    Of an END, ``turn`` is the part and ``iteration`` the last part; HELLO has but a period.
+    Of a PUSH, ``iteration`` counts within the period, of END and HELLO since the start of the training. Of an END,
+    ``turn`` is the part.
     """
 
     kind: Kind
     period: int
     turn: int = 0
     iteration: int = 0
+    last_part: int = 0
     weight: float = 0.0
 
     SIZE_BYTES = ALIGNMENT_BYTES
 
     def encode(self, into: memoryview) -> None:
         """Write the header at the beginning of ``into``."""
-        _UP.pack_into(into, 0, self.kind, self.period, self.turn, self.iteration, 0, self.weight)
+        _UP.pack_into(into, 0, self.kind, self.period, self.turn, self.iteration, self.last_part, self.weight)
 
     @classmethod
     def decode(cls, message: memoryview) -> UpHeader:
         """Read the header of ``message``."""
-        kind, period, turn, iteration, _, weight = _UP.unpack_from(message)
-        return cls(kind=Kind(kind), period=period, turn=turn, iteration=iteration, weight=weight)
+        kind, period, turn, iteration, last_part, weight = _UP.unpack_from(message)
+        return cls(kind=Kind(kind), period=period, turn=turn, iteration=iteration, last_part=last_part, weight=weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownHeader:
-    """In front of what a server sends. Of an AVERAGE, ``closed`` is the part."""
+    """In front of what a server sends.
+
+    Of an AVERAGE, ``closed`` is the part, and ``clock`` the iteration since the start of the training.
+    """
 
     kind: Kind
     period: int
