@@ -116,7 +116,8 @@ class PhasedTrainer:
         """Make a training step on this pair's batch; return the loss of the batch, on both ranks.
 
         Both ranks of a pair call it with the same batch; ``inputs`` are used where :attr:`needs_inputs`, ``targets``
-        where :attr:`needs_targets`. Updates go on when it returns; the next step waits for what it needs of them.
+        where :attr:`needs_targets`, and may be None elsewhere. What both were given is compared by a checksum; if it
+        differs, both raise :class:`UpdateError`. Updates go on when it returns; the next step waits for what it needs of them.
         Raises what went wrong: :class:`PeerLostError`, :class:`DeadlineError`, :class:`StorageError` with who, or
         what a stage itself raises, after which no further step can be made.
         """

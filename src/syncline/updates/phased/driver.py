@@ -17,6 +17,7 @@ import torch
 
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.fabric import PeerLeftError
+from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.link import PairLink
 from syncline.updates.phased.messages import Message
 from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
@@ -77,6 +78,13 @@ class PairDriver:
             stream=setting.stream,
             on_message=self._on_message,
             trace=self._trace,
+        )
+        self._batches = BatchCheck(
+            setting.port,
+            partner=setting.partner,
+            stream=setting.stream,
+            on_equal=self._wake,
+            on_mismatch=self.fail,
         )
 
     def __repr__(self) -> str:
@@ -171,6 +179,7 @@ class PairDriver:
         current = CurrentPass(
             kind=kind, number=self._num_passes, inputs=inputs, targets=targets, num_samples=num_samples
         )
+        self._batches.begin(self._num_passes, kind, inputs, targets)
         self._work.begin(current)
         with self._changed:
             self._pass = current
@@ -185,16 +194,21 @@ class PairDriver:
             def can_go_on() -> bool:
                 nonlocal last
                 last = self._phases.awaited() or last
-                return self._failure is not None or self._next is not None or self._phases.is_idle
+                return self._failure is not None or self._can_compute() or self._phases.is_idle
 
             is_over = self._changed.wait_for(lambda: can_go_on() or self._is_left_alone(), self._timeout_s)
             self.raise_failure()
-            phase, self._next = self._next, None
-            if phase is None and not self._phases.is_idle:
+            if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
+            phase, self._next = self._next, None
         if last:
             self._note_wait(last[0], start_ns)
         return phase
+
+    def _can_compute(self) -> bool:
+        """Whether a phase is to be computed; on what the partner sent, only when it was given the same batch."""
+        is_first = self._next == Phase(Kind.FORWARD, 0)
+        return self._next is not None and (is_first or self._batches.num_compared == self._num_passes)
 
     def _is_left_alone(self) -> bool:
         self._check_message()
@@ -221,7 +235,7 @@ class PairDriver:
                 host=self._left.host,
             )
         limit = f"within {self._timeout_s:g} s"
-        if "input" in reasons:
+        if "input" in reasons or self._next is not None:
             return DeadlineError(f"{self._partner} sent nothing for the {phase} {limit}; it is far behind, or hangs")
         what = "read" if "parameters" in reasons else "updated and stored"
         return DeadlineError(f"Stage {phase and phase.stage} was not {what} {limit} ({self._shelf.storage.place})")
@@ -273,7 +287,13 @@ class PairDriver:
                 self._obey(self._phases.arrived(message.phase))
             self._changed.notify_all()
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def _on_lost(self, peer: int, error: Exception) -> None:
+        if peer == self._setting.partner:
+            self._batches.partner_is_lost()
         if not isinstance(error, PeerLeftError):
             self.fail(error)
         elif peer == self._setting.partner:
