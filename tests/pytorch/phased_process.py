@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def train_with_trace() -> None:
         for step in make_batches(2, 1):
             trainer.step(*step[0])
     assert {thread.name for thread in threading.enumerate()} == before
-    assert not Path(trainer._setting.storage.place).exists()
+    assert not list(Path(trainer._setting.storage.place).glob("syncline-*"))
 
 
 def die() -> None:
@@ -76,6 +78,20 @@ def die() -> None:
         print(f"told of rank {error.rank}", flush=True)
 
 
+def die_at_once() -> None:
+    """Each rank kills itself, as the kernel does where memory is short, while stages lie in temporary files."""
+    tempfile.tempdir = sys.argv[2]
+    fleet = syncline.init()
+    trainer = syncline.phase(make_stages(NUM_STAGES), adam, loss=squared)
+    for step in make_batches(2, 1):
+        trainer.step(*step[0])
+    storage = trainer._setting.storage
+    trainer.synchronize()
+    _, notes = storage.read(f"stage-{fleet.rank:04d}.parameters")
+    print(f"stored in step {notes['step']} at {storage.place}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train, "trace": train_with_trace, "die": die}[sys.argv[1]]()
+    {"train": train, "trace": train_with_trace, "die": die, "kill": die_at_once}[sys.argv[1]]()

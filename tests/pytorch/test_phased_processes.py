@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def test_a_death_is_told_to_the_partner_and_the_other_pair_and_every_file_is_who
     for path in files:
         _, notes = Folder(path.parent).read(path.name.removesuffix(".safetensors"))
         assert int(notes["step"]) in range(3, 6)
+
+
+def test_a_killed_rank_leaves_no_temporary_storage(tmp_path: Path) -> None:
+    for status, output in run_script(SCRIPT, 2, "kill", str(tmp_path)):
+        assert status == -signal.SIGKILL, output
+        assert f"stored in step 2 at {tmp_path}" in output
+    assert not list(tmp_path.iterdir())

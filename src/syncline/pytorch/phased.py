@@ -23,7 +23,7 @@ from syncline.updates.phased.phases import Pass
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.shelf import parameters_name
 from syncline.updates.phased.statistics import PhasedStatistics
-from syncline.updates.phased.storage import Folder, Storage
+from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 
 
 def phase(
@@ -49,9 +49,9 @@ def phase(
     the ranks that hold its stage alone, so that no process ever holds the whole model; seed the generator in it. All
     pairs go on from the first pair's values. ``make_optimizer`` gets the parameters of this rank's stages and returns
     an optimizer (which ones can be used: see ``align`` of :class:`Sharded`). ``loss(output, targets)`` returns the mean
-    over the samples. ``storage``: a folder in which each rank has one of its own, which stays; None is a temporary one.
-    ``stages_in_memory``: how many stages have memory at once on each rank. ``samples`` gets the inputs and returns
-    their number (default: the first dimension of the first tensor).
+    over the samples. ``storage``: a folder in which each rank has one of its own, which stays; None is temporary files
+    that are gone when the process ends, however it does. ``stages_in_memory``: how many stages have memory at once on
+    each rank. ``samples`` gets the inputs and returns their number (default: the first dimension of the first tensor).
 
     Raises :class:`ConfigurationError` (an odd number of ranks ...), :class:`UpdateError`, :class:`StorageError`.
     """
@@ -117,9 +117,9 @@ class PhasedTrainer:
 
         Both ranks of a pair call it with the same batch; ``inputs`` are used where :attr:`needs_inputs`, ``targets``
         where :attr:`needs_targets`, and may be None elsewhere. What both were given is compared by a checksum; if it
-        differs, both raise :class:`UpdateError`. Updates go on when it returns; the next step waits for what it needs of them.
-        Raises what went wrong: :class:`PeerLostError`, :class:`DeadlineError`, :class:`StorageError` with who, or
-        what a stage itself raises, after which no further step can be made.
+        differs, both raise :class:`UpdateError`. Updates go on when it returns; the next step waits for what it needs
+        of them. Raises what went wrong: :class:`PeerLostError`, :class:`DeadlineError`, :class:`StorageError` with who,
+        or what a stage itself raises, after which no further step can be made.
         """
         self._check_open()
         if self.needs_targets and targets is None:
@@ -216,7 +216,7 @@ def _options(align: str, *, bucket_bytes: int, slice_bytes: int | None, max_stag
 
 def _storage(given: str | Path | Storage | None, rank: int) -> Storage:
     if given is None:
-        return Folder(None)
+        return TemporaryFiles()
     if isinstance(given, str | Path):
         return Folder(Path(given) / f"rank-{rank:04d}")
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from syncline.updates.phased.messages import HEADER_BYTES, Message, decode
 from syncline.updates.phased.phases import Kind, Pass, Phase
 from syncline.updates.phased.rooms import Rooms
 from syncline.updates.phased.state_file import ShardState, read_state
-from syncline.updates.phased.storage import Folder
+from syncline.updates.phased.storage import Folder, TemporaryFiles
 from syncline.updates.piece import Segment
 
 TENSORS = {
@@ -103,13 +104,58 @@ def test_types_that_the_format_does_not_know(tmp_path: Path) -> None:
         Folder(tmp_path).write("stage", {"weight": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
-def test_a_temporary_folder_ends_with_its_use() -> None:
-    folder = Folder(None)
-    folder.write("stage", TENSORS, {})
-    place = Path(folder.place)
-    assert place.exists()
-    folder.close()
-    assert not place.exists()
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("has_nameless", [True, False])
+def test_temporary_files_have_no_name(temporary: Path, has_nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the file system can open them so, or they are unlinked at once."""
+    if not has_nameless:
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # what a kernel that does not know it makes of it
+    files = TemporaryFiles()
+    assert files.place == str(temporary)
+    for step in ("1", "2"):
+        files.write("stage", TENSORS, {"step": step})
+        files.write("state", {}, {})
+        assert not list(temporary.iterdir())
+    into = {name: torch.zeros_like(TENSORS[name]) for name in ("half", "weight")}
+    assert files.read_into("stage", into) == 3 * 5 * 8 + 7 * 2
+    assert all(torch.equal(value, TENSORS[name]) for name, value in into.items())
+    for _ in range(2):
+        read, notes = files.read("stage")
+        assert notes == {"step": "2"}
+        assert all(torch.equal(read[name], value) for name, value in TENSORS.items())
+    with pytest.raises(StorageError, match=r"'weight' .* it belongs to another model"):
+        files.read_into("state", {"weight": torch.zeros(2)})
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    files.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 2
+    with pytest.raises(StorageError, match="the storage is closed"):
+        files.read("stage")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.ENOSPC, "The storage is full: .*make room"), (errno.EMFILE, "ulimit -n")]
+)
+def test_what_stops_a_temporary_file(
+    number: int, message: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    files = TemporaryFiles()
+    files.write("stage", {"weight": torch.ones(4)}, {})
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(storage_module, "_write_all", stop)
+    with pytest.raises(StorageError, match=message):
+        files.write("stage", {"weight": torch.zeros(4)}, {})
+    assert files.read("stage")[0]["weight"].tolist() == [1.0] * 4
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    files.close()
 
 
 def slot(position: int, start: int, stop: int) -> Slot:

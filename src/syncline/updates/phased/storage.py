@@ -1,11 +1,12 @@
-"""Where stages are while they have no memory: a folder of safetensors files, one for each name.
+"""Where stages are while they have no memory: safetensors files, one for each name, in a folder or without a name.
 
 The files are written and read here, in the published format (8 bytes of header length, a JSON header, the elements), so
 that elements go straight between a file and the memory where they are used: no copy, no mapped page, and an error of
 the disk is an error here. Any library that knows the format opens them.
 
 A file is written beside the old one and then takes its place, so whoever looks finds one of them whole. Nothing is
-forced to the platter: this storage survives the end of a process, not that of the machine.
+forced to the platter: a folder survives the end of a process, not that of the machine. Temporary files survive neither:
+they have no name in the file system, so that the kernel frees them with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -67,23 +69,17 @@ class Storage(Protocol):
 
 
 class Folder:
-    """A folder of files. ``path`` is made if need be, and stays; None is a temporary one that :meth:`close` removes."""
+    """A folder of files, which is made if need be, and stays."""
 
-    def __init__(self, path: str | Path | None) -> None:
-        self._is_temporary = path is None
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
         try:
-            if path is None:
-                self._path = Path(tempfile.mkdtemp(prefix="syncline-phased-"))
-            else:
-                self._path = Path(path)
-                self._path.mkdir(parents=True, exist_ok=True)
+            self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(
-                f"The folder {path or tempfile.gettempdir()} cannot be made for stages: {error}"
-            ) from error
+            raise StorageError(f"The folder {path} cannot be made for stages: {error}") from error
 
     def __repr__(self) -> str:
-        return f"<Folder {self._path}{' (temporary)' if self._is_temporary else ''}>"
+        return f"<Folder {self._path}>"
 
     @property
     def place(self) -> str:
@@ -94,80 +90,170 @@ class Folder:
         """Write a file beside the old one, and let it take its place."""
         path = self._file(name)
         beside = path.with_suffix(".new")
-        header = _encode_header(tensors, notes)
-        num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
         try:
-            with FileIO(beside, "wb") as file:
-                for memory in (memoryview(header), *map(bytes_of, tensors.values())):
-                    _write_all(file, memory)
-            beside.replace(path)
-        except OSError as error:
+            with _write_errors(path, self._path, tensors), FileIO(beside, "wb") as file:
+                num_bytes = _write_file(file, tensors, notes)
+                beside.replace(path)
+        except StorageError:
             with contextlib.suppress(OSError):
                 beside.unlink()
-            raise self._write_error(path, num_bytes, error) from error
+            raise
         return num_bytes
 
     def read_into(self, name: str, tensors: Tensors) -> int:
         """Read a file into memory that is there."""
-        num_bytes = 0
-        with self._open(name) as (file, entries, start):
-            for key, tensor in tensors.items():
-                entry = entries.get(key)
-                if (
-                    entry is None
-                    or _DTYPES.get(entry["dtype"]) is not tensor.dtype
-                    or entry["shape"] != [*tensor.shape]
-                ):
-                    found = "nothing" if entry is None else f"{entry['dtype']} of shape {entry['shape']}"
-                    raise StorageError(
-                        f"{self._file(name)} should hold {key!r} as {tensor.dtype} of shape {[*tensor.shape]}, not "
-                        f"{found}; it belongs to another model"
-                    )
-                file.seek(start + entry["data_offsets"][0])
-                _read_all(file, bytes_of(tensor))
-                num_bytes += tensor.nbytes
-        return num_bytes
+        path = self._file(name)
+        with _read_errors(path), FileIO(path, "rb") as file:
+            return _read_file_into(file, path, tensors)
 
     def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Read a whole file."""
-        found: dict[str, torch.Tensor] = {}
-        with self._open(name) as (file, entries, start):
-            notes = entries.pop("__metadata__", {})
-            for key, entry in entries.items():
-                found[key] = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
-                file.seek(start + entry["data_offsets"][0])
-                _read_all(file, bytes_of(found[key]))
-        return found, notes
+        path = self._file(name)
+        with _read_errors(path), FileIO(path, "rb") as file:
+            return _read_file(file)
 
     def close(self) -> None:
-        """Remove the folder, if it is a temporary one."""
-        if self._is_temporary:
-            shutil.rmtree(self._path, ignore_errors=True)
+        """Leave it as it is: the user named it."""
 
     def _file(self, name: str) -> Path:
         return self._path / (name + SUFFIX)
 
-    @contextlib.contextmanager
-    def _open(self, name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202 - a file, its entries, where elements begin
-        path = self._file(name)
-        try:
-            with FileIO(path, "rb") as file:
-                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-                length = min(length, _MAX_HEADER_BYTES)  # of garbage no more is read than of the longest header
-                yield file, json.loads(file.read(length)), _LENGTH_BYTES + length
-        except (OSError, ValueError, KeyError) as error:
-            raise StorageError(
-                f"{path} cannot be read: {error}; a running job's storage must not be changed or removed by others"
-            ) from error
 
-    def _write_error(self, path: Path, num_bytes: int, error: OSError) -> StorageError:
+class TemporaryFiles:
+    """Files without a name where temporary files go; each takes a file descriptor, and is gone with the process."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.gettempdir())
+        self._files: dict[str, FileIO] = {}
+
+    def __repr__(self) -> str:
+        return f"<TemporaryFiles: {len(self._files)} in {self._folder}>"
+
+    @property
+    def place(self) -> str:
+        """The folder of the file system that they take room of."""
+        return str(self._folder)
+
+    def write(self, name: str, tensors: Tensors, notes: Mapping[str, str]) -> int:
+        """Write a file that takes the place of the old one."""
+        with _write_errors(self._file(name), self._folder, tensors):
+            file = _open_nameless(self._folder)
+            try:
+                num_bytes = _write_file(file, tensors, notes)
+            except BaseException:
+                file.close()
+                raise
+        old = self._files.get(name)
+        self._files[name] = file
+        if old is not None:
+            old.close()
+        return num_bytes
+
+    def read_into(self, name: str, tensors: Tensors) -> int:
+        """Read a file into memory that is there."""
+        path = self._file(name)
+        with _read_errors(path):
+            return _read_file_into(self._found(name), path, tensors)
+
+    def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Read a whole file."""
+        with _read_errors(self._file(name)):
+            return _read_file(self._found(name))
+
+    def close(self) -> None:
+        """Free them all."""
+        files, self._files = self._files, {}
+        for file in files.values():
+            file.close()
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"(temporary) {name}{SUFFIX}"
+
+    def _found(self, name: str) -> FileIO:
+        file = self._files.get(name)
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, "it was never written, or the storage is closed")
+        file.seek(0)
+        return file
+
+
+def _open_nameless(folder: Path) -> FileIO:
+    """Open a new file that no folder lists, for reading and writing."""
+    with contextlib.suppress(OSError):  # not every file system can
+        return FileIO(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "w+b")
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    Path(path).unlink()
+    return FileIO(descriptor, "w+b")
+
+
+def _write_file(file: FileIO, tensors: Tensors, notes: Mapping[str, str]) -> int:
+    header = _encode_header(tensors, notes)
+    for memory in (memoryview(header), *map(bytes_of, tensors.values())):
+        _write_all(file, memory)
+    return len(header) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _read_entries(file: FileIO) -> tuple[dict[str, Any], int]:
+    """Return the entries of a file's header, and where its elements begin."""
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    length = min(length, _MAX_HEADER_BYTES)  # of garbage no more is read than of the longest header
+    return json.loads(file.read(length)), _LENGTH_BYTES + length
+
+
+def _read_file_into(file: FileIO, path: Path, tensors: Tensors) -> int:
+    entries, start = _read_entries(file)
+    for key, tensor in tensors.items():
+        entry = entries.get(key)
+        if entry is None or _DTYPES.get(entry["dtype"]) is not tensor.dtype or entry["shape"] != [*tensor.shape]:
+            found = "nothing" if entry is None else f"{entry['dtype']} of shape {entry['shape']}"
+            raise StorageError(
+                f"{path} should hold {key!r} as {tensor.dtype} of shape {[*tensor.shape]}, not {found}; it belongs to "
+                "another model"
+            )
+        file.seek(start + entry["data_offsets"][0])
+        _read_all(file, bytes_of(tensor))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _read_file(file: FileIO) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    found: dict[str, torch.Tensor] = {}
+    entries, start = _read_entries(file)
+    notes = entries.pop("__metadata__", {})
+    for key, entry in entries.items():
+        found[key] = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+        file.seek(start + entry["data_offsets"][0])
+        _read_all(file, bytes_of(found[key]))
+    return found, notes
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}; a running job's storage must not be changed or removed by others"
+        ) from error
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path, folder: Path, tensors: Tensors) -> Iterator[None]:
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        yield
+    except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(self._path).free
-            return StorageError(
+            free = shutil.disk_usage(folder).free
+            raise StorageError(
                 f"The storage is full: {path} takes {num_bytes} bytes and as many again while it is replaced, but "
                 f"{free} are free ({error.strerror}); make room, or name another folder with storage=..."
-            )
-        return StorageError(f"{path} cannot be written ({num_bytes} bytes): {error}")
+            ) from error
+        if error.errno == errno.EMFILE:
+            raise StorageError(
+                f"{path} cannot be opened ({error.strerror}): each temporary file takes a file descriptor, two for a "
+                "stage; raise the limit (ulimit -n), or name a folder with storage=..."
+            ) from error
+        raise StorageError(f"{path} cannot be written ({num_bytes} bytes): {error}") from error
 
 
 def _encode_header(tensors: Tensors, notes: Mapping[str, str]) -> bytes:
