@@ -67,9 +67,10 @@ def test_batches_without_data_step_on_nothing_and_are_not_counted() -> None:
     assert gradients_of(period.bring(None)) == [1.0, 1.0]
     last = period.end(None, vector(3.0, 3.0))
     assert [sum(pair) for pair in zip(gradients_of(step), gradients_of(last), strict=True)] == [3.0, 3.0]
-    assert gradients_of(period.step_on(vector(0.0, 0.0))) == [2.0, 2.0]
+    assert period.step_on(None) is None
     period.bring(None)
     assert period.end(None, None) is None
+    assert gradients_of(period.step_on(vector(0.0, 0.0))) == [2.0, 2.0]
 
 
 def test_a_parameter_that_only_other_clusters_use_is_forecast_too() -> None:
@@ -82,6 +83,32 @@ def test_a_parameter_that_only_other_clusters_use_is_forecast_too() -> None:
     assert gradients_of(step) == [1.0, 4.0]
     assert (step.presence > 0).tolist() == [True, True]
     assert mine.presence.tolist() == [1.0, 0.0]
+
+
+def test_a_forecast_is_taken_back_where_no_other_cluster_is_left() -> None:
+    """The mean of all is the own one then: the steps of the period add up to it, and so do those that follow."""
+    period = Period(forecast_weight=1.0)
+    for _ in range(3):
+        period.step_on(vector(1.0, 1.0))
+    period.bring(vector(1.0, 1.0))
+    period.end(vector(1.0, 1.0), vector(0.0, 8.0, present=(0.0, 1.0)))  # -1 and +1 a batch from now on
+    own = (vector(1.0, 0.0, present=(1.0, 0.0)) for _ in range(3))
+    steps = [gradients_of(period.step_on(mean)) for mean in own]
+    assert steps == [[0.0, 1.0]] * 3
+    last = vector(1.0, 0.0, present=(1.0, 0.0))
+    period.bring(last)
+    taken_back = period.end(last, None)
+    assert gradients_of(taken_back) == [4.0, -3.0]
+    assert (taken_back.presence > 0).tolist() == [True, True]
+    assert gradients_of(period.step_on(vector(1.0, 1.0))) == [1.0, 1.0]
+
+
+def test_a_forecast_is_taken_back_in_a_last_batch_without_data() -> None:
+    period = Period(forecast_weight=1.0)
+    end_one(period)
+    assert gradients_of(period.step_on(vector(1.0, 1.0))) == [2.5, -1.0]
+    period.bring(None)
+    assert gradients_of(period.end(None, None)) == [-1.5, 2.0]
 
 
 def test_another_cluster_forecasts_nothing() -> None:

@@ -9,6 +9,8 @@ own mean tells what is new, the period before how the mean of all clusters diffe
 different data keep to the common way within a period too, and not only at its end. These are the control variates of
 SCAFFOLD (Karimireddy et al., 2020), made of what is exchanged anyway: no traffic, and one more vector.
 The weight w below 1 is for where clusters are many or their rate is high: a forecast as a whole may then swing up.
+Where no other cluster is left, the exchange has no result: what was forecast in the period is taken back, and nothing
+is forecast any more.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Period:
         brought, num_means = self._brought, self._num_means
         self._brought, self._num_means = None, 0
         if result is None:
-            return mean
+            return self._take_back(mean, num_means)
         difference = result.copy() if brought is None else result.copy().add(brought, factor=-1.0)
         step_on = difference.copy() if mean is None else difference.copy().add(mean)
         if self._forecast is not None:
@@ -55,6 +57,18 @@ class Period:
     def forget(self) -> None:
         """Forecast nothing in the next period: the cluster is another one."""
         self._forecast = None
+
+    def _take_back(self, mean: Vector | None, num_means: int) -> Vector | None:
+        """Return the last step of a period in which the own means turned out to be those of all."""
+        forecast = self._forecast
+        if forecast is None or not num_means:
+            return mean  # without any data nothing was forecast, and other clusters may be there
+        self._forecast = None
+        step_on = forecast.copy().scale(-float(num_means - (mean is not None)))
+        if mean is not None:
+            step_on.add(mean)
+        step_on.presence.copy_(forecast.presence if mean is None else forecast.presence + mean.presence)
+        return step_on
 
     def _take(self, mean: Vector | None) -> None:
         if mean is not None:
