@@ -351,4 +351,4 @@ def frozen(value: object) -> object:
     return value
 
 
-_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "job", "_ranks"}
+_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "job", "ranks"}

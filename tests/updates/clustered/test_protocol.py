@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -266,6 +267,47 @@ def test_a_rank_that_is_cut_off_stops() -> None:
         world.players[other].node.lose(0)
     assert world.players[0].stop is not None
     assert "2 of 6 ranks are in reach, fewer than the quorum of 0.5" in world.players[0].stop
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> None:
+    choose = random.Random(seed)
+    world = World(((0, 1), (2, 3, 4), (5,)), AGENDA, num_entries=20, quorum=0.5)
+    for _ in range(choose.randint(0, 60)):
+        world.happen(choose.choice(world.choices()))
+    low = (0, *choose.sample(range(1, 6), 2))
+    high = tuple(rank for rank in range(6) if rank not in low)
+    across = [*itertools.product(low, high), *itertools.product(high, low)]
+    world.unseen_losses.update(across)
+
+    def cut() -> None:
+        for pair in across:
+            world.mail.pop(pair, None)
+
+    world.settle(choose, before_each=cut)
+    assert world.live() == sorted(low)
+    for rank in low:
+        assert len(world.players[rank].applied) == 20
+    reasons = [world.players[rank].stop for rank in high]
+    assert all("ranks are in reach" in reason for reason in reasons)
+    assert any("3 of 6 ranks are in reach, without rank 0: of two halves" in reason for reason in reasons)
+
+
+def test_with_a_smaller_quorum_both_halves_may_go_on() -> None:
+    world = World(CLUSTERS, AGENDA, num_entries=20, quorum=0.3)
+    for other in (0, 1, 2):
+        world.players[5].node.lose(other)
+    assert world.players[5].node.stopped is None
+
+
+def test_who_left_by_himself_is_not_waited_for_in_another_half() -> None:
+    world = World(((0,), (1,)), AGENDA, num_entries=8, quorum=0.5)
+    world.settle()
+    world.perform(0, world.players[0].node.depart())
+    world.settle()
+    world.kill(0)
+    world.settle()
+    assert world.live() == [1]
 
 
 def test_messages_of_old_terms_are_refused() -> None:

@@ -26,13 +26,17 @@ from syncline.updates.clustered.messages import (
 from syncline.updates.clustered.server import Server
 from syncline.updates.clustered.view import View
 
+HALF = 0.5
+"""The smallest quorum of which no two parts of a job both go on."""
+
 
 class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself. ``shares_results`` says that an exchange's result is the same for all
-    clusters, so that one who has it can give it to the others.
+    stops, instead of training on by itself. With a quorum of a half, so does one that sees exactly half of them without
+    the lowest: of two halves that lost sight of each other, one goes on. ``shares_results`` says that an exchange's
+    result is the same for all clusters, so that one who has it can give it to the others.
     """
 
     def __init__(
@@ -147,18 +151,30 @@ class Node:
         self.view.dead |= news
         for rank in sorted(news):  # one who lives after all learns that the job goes on without it
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
-        num_live = len(self.view.live())
-        if num_live < self._quorum * self.view.world_size:
-            self._stop(
-                f"{num_live} of {self.view.world_size} ranks are in reach, fewer than the quorum of {self._quorum:g}; "
-                "start the job again with those that live, or allow a smaller quorum"
-            )
+        shortage = self._shortage()
+        if shortage is not None:
+            self._stop(f"{shortage}; start the job again with those that live, or allow a smaller quorum")
             return False
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
             server.refresh()
             self._gather(server)
         return True
+
+    def _shortage(self) -> str | None:
+        """Say why those who live are too few, if they are."""
+        live, world_size = self.view.live(), self.view.world_size
+        in_reach = f"{len(live)} of {world_size} ranks are in reach"
+        if len(live) < self._quorum * world_size:
+            return f"{in_reach}, fewer than the quorum of {self._quorum:g}"
+        gone = self.departed & self.view.dead  # they ended their training, so they do not go on elsewhere
+        lowest = min(rank for rank in self.view.ranks if rank not in gone)
+        if self._quorum >= HALF and 2 * len(live) == world_size and lowest not in live:
+            return (
+                f"{in_reach}, without rank {lowest}: of two halves that lose sight of each other, only the one with "
+                "the lowest rank goes on"
+            )
+        return None
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason

@@ -21,20 +21,20 @@ class View:
         self.dead: set[int] = set()
         self.job = job
         self.last_known_term: float = 0 if reclusters else math.inf
-        self._ranks = frozenset(rank for ranks in clusters for rank in ranks)
+        self.ranks = frozenset(rank for ranks in clusters for rank in ranks)
         self._divisions = [Division.of(0, clusters)]
 
     @property
     def world_size(self) -> int:
         """Number of ranks that the job began with."""
-        return len(self._ranks)
+        return len(self.ranks)
 
     def divide(self, term: int, clusters: Sequence[Sequence[int]]) -> None:
         """Note the clusters of ``term``, the first that is not known; none: as before."""
         assert term == self.last_known_term + 1
         self.last_known_term = term
         if clusters:
-            assert self._ranks == {rank for ranks in clusters for rank in ranks}
+            assert self.ranks == {rank for ranks in clusters for rank in ranks}
             self._divisions = [*self._divisions[-1:], Division.of(term, clusters)]
 
     def clusters(self, term: int) -> Clusters:
@@ -51,11 +51,11 @@ class View:
 
     def is_member(self, rank: int) -> bool:
         """Whether ``rank`` is one of the job's."""
-        return rank in self._ranks
+        return rank in self.ranks
 
     def live(self) -> tuple[int, ...]:
         """Return all ranks that are not known to be dead."""
-        return tuple(rank for rank in sorted(self._ranks) if rank not in self.dead)
+        return tuple(rank for rank in sorted(self.ranks) if rank not in self.dead)
 
     def live_members(self, term: int) -> tuple[int, ...]:
         """Return those of this rank's cluster in a term."""
