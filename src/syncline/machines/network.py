@@ -48,6 +48,21 @@ class NetworkReading:
         return cls(echoes_s=echoes_s, rates=rates)
 
 
+def among(readings: Sequence[NetworkReading], places: Sequence[int]) -> list[NetworkReading]:
+    """Return what the hosts at these places measured: echoes of one another, numbered anew in that order, and rates.
+
+    A rate tells of a host's own link, whoever was at the other end.
+    """
+    number_of = {place: number for number, place in enumerate(places)}
+    return [
+        NetworkReading(
+            echoes_s={number_of[other]: echo_s for other, echo_s in reading.echoes_s.items() if other in number_of},
+            rates=reading.rates,
+        )
+        for reading in (readings[place] for place in places)
+    ]
+
+
 def rotation(num_hosts: int, *, max_tries: int = MAX_TRIES) -> tuple[int, ...]:
     """Return by how many places each host looks on, one try after the other: in each, all send and all receive.
 

@@ -5,8 +5,10 @@ What the topology file says goes before what was measured; what was measured lat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from syncline.machines.clustering import Clustering, cluster_vectors
 from syncline.machines.features import (
@@ -21,7 +23,7 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
-from syncline.machines.network import NetworkReading, latencies_of, uplinks_of
+from syncline.machines.network import NetworkReading, among, latencies_of, uplinks_of
 from syncline.topology import Topology
 
 
@@ -52,14 +54,24 @@ class Survey:
         }
         return tuple(name for name, is_told in has.items() if not is_told and (self.use is None or name in self.use))
 
-    def table(self, newer: Mapping[str, Features] | None = None) -> FeatureTable:
-        """Return the features as columns; ``newer`` is what hosts measured since."""
+    def table(
+        self, newer: Mapping[str, Features] | None = None, *, hosts: Collection[str] | None = None
+    ) -> FeatureTable:
+        """Return the features as columns; ``newer`` is what hosts measured since; ``hosts`` those that are compared."""
+        compared = [place for place, host in enumerate(self.topology.hosts) if hosts is None or host.name in hosts]
+        network = among(self.network, compared) if self.network else []
+        told_of_all = list(topology_features(self.topology).items())
         merged: dict[str, Features] = {}
-        uplinks = uplinks_of(self.network) or [None] * len(self.topology.hosts)
-        for uplink, (host, told) in zip(uplinks, topology_features(self.topology).items(), strict=True):
+        uplinks = uplinks_of(network) or [None] * len(compared)
+        for uplink, place in zip(uplinks, compared, strict=True):
+            host, told = told_of_all[place]
             own: dict[str, Feature] = {} if uplink is None else {UPLINK: uplink}
             merged[host] = own | dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | told
-        latencies_s = self._latencies()
+        told_latencies_s = topology_latencies(self.topology)
+        if told_latencies_s is not None:
+            latencies_s: Floats | None = told_latencies_s[np.ix_(compared, compared)]
+        else:
+            latencies_s = latencies_of(network) if network else None
         says_nothing = {name for name in LATER if not any(name in features for features in merged.values())}
         if self.network and latencies_s is None:
             says_nothing.add(LATENCY)
@@ -74,7 +86,3 @@ class Survey:
         """Return the features and the clusters that they make."""
         table = self.table()
         return table, cluster_vectors(table.vectors, num_clusters=num_clusters, seed=seed)
-
-    def _latencies(self) -> Floats | None:
-        told = topology_latencies(self.topology)
-        return told if told is not None or not self.network else latencies_of(self.network)

@@ -18,7 +18,7 @@ from syncline.machines.network import NetworkReading
 from syncline.machines.reading import read_machine
 from syncline.machines.survey import Survey
 from syncline.runtime.communicator import Communicator
-from syncline.topology import Topology
+from syncline.topology import Host
 from syncline.updates.clustered.sounding import sound_network
 from syncline.updates.control import ControlStream
 
@@ -70,14 +70,12 @@ def group(survey: Survey, *, clusters: Literal["auto"] | int = "auto", seed: int
     table, clustering = survey.divide(num_clusters=None if isinstance(clusters, str) else clusters, seed=seed)
     shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
     _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
-    return ranks_of(survey.topology, clustering.clusters)
+    return ranks_of(survey.topology.hosts, clustering.clusters)
 
 
-def ranks_of(topology: Topology, clusters: Sequence[Sequence[int]]) -> Clusters:
-    """Return the ranks of clusters that are given as hosts, by their place in the topology."""
-    return tuple(
-        tuple(sorted(rank.rank for host in hosts for rank in topology.hosts[host].ranks)) for hosts in clusters
-    )
+def ranks_of(hosts: Sequence[Host], clusters: Sequence[Sequence[int]]) -> Clusters:
+    """Return the ranks of clusters that are given by their hosts' places in ``hosts``."""
+    return tuple(tuple(sorted(rank.rank for place in places for rank in hosts[place].ranks)) for places in clusters)
 
 
 def check_clusters(clusters: Sequence[Sequence[int]], world_size: int) -> Clusters:

@@ -7,7 +7,7 @@ The protocol hands readings to the servers and makes one server's proposal part 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
@@ -29,8 +29,12 @@ class Regrouping:
     num_clusters: int | None
     seed: int
 
-    def propose(self, clusters: Clusters, readings: Mapping[int, Reading]) -> Proposal:
-        """Return the clusters that the ranks' readings make, if they are clearly better than ``clusters``."""
+    def propose(self, clusters: Clusters, readings: Mapping[int, Reading], *, living: Collection[int]) -> Proposal:
+        """Return the clusters that the ranks' readings make, if they are clearly better than ``clusters``.
+
+        Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
+        """
+        readings = {rank: reading for rank, reading in readings.items() if rank in living}
         told = {rank: dict(reading) for rank, reading in readings.items()}
         state = tuple(sorted({name for reading in told.values() for name in reading["state"]}))
         if not told or not can_move(state):
@@ -38,16 +42,17 @@ class Regrouping:
         topology = self.survey.topology
         newer = self._of_hosts({rank: dict(reading["features"]) for rank, reading in told.items()})
         cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
-        labels = [cluster_of[host.ranks[0].rank] for host in topology.hosts]
-        table = self.survey.table(newer)
+        hosts = [host for host in topology.hosts if any(rank.rank in living for rank in host.ranks)]
+        labels = [cluster_of[host.ranks[0].rank] for host in hosts]
         try:
+            table = self.survey.table(newer, hosts=[host.name for host in hosts])
             found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
         except ConfigurationError as error:  # what divided the machines at the start may not divide them now
             _log.warning("clusters stay as they are: %s", error)
             return NO_PROPOSAL
         if found is None:
             return NO_PROPOSAL
-        proposed = keep_numbers(ranks_of(topology, found.clusters), clusters)
+        proposed = _with_the_dead(keep_numbers(ranks_of(hosts, found.clusters), clusters), cluster_of)
         _log.info("new clusters: ranks %s in place of %s (%s)", proposed, clusters, found.reason)
         return Proposal(clusters=proposed, state=state)
 
@@ -58,6 +63,16 @@ class Regrouping:
             for host in self.survey.topology.hosts
         }
         return {name: readings[0] for name, readings in told.items() if readings}
+
+
+def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Clusters:
+    """Return ``clusters`` with the ranks that are in none: the protocol knows each rank's cluster, dead or not."""
+    placed = {rank for ranks in clusters for rank in ranks}
+    ranks_of_cluster = [list(ranks) for ranks in clusters]
+    for rank, number in cluster_of.items():
+        if rank not in placed:
+            ranks_of_cluster[number if number < len(clusters) else 0].append(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in ranks_of_cluster)
 
 
 def reading_of(features: Mapping[str, Feature], state: Sequence[str]) -> Reading:

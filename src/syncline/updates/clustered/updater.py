@@ -206,7 +206,8 @@ class ClusteredUpdater(WholeUpdater):
             return NO_PROPOSAL
         start_s = time.monotonic()
         readings = self._driver.readings()
-        proposal = self._regrouping.propose(self.clusters, readings) if readings else NO_PROPOSAL
+        living = self._driver.living
+        proposal = self._regrouping.propose(self.clusters, readings, living=living) if readings else NO_PROPOSAL
         if self._pace is not None:
             self._pace.waited(time.monotonic() - start_s)  # this too is for others
         return proposal
