@@ -1,4 +1,5 @@
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,15 +7,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from syncline.machines.nvml import LIBRARY, Gpu, read_gpu
+from syncline.machines import reading
+from syncline.machines.limits import Limits, is_in_memory
+from syncline.machines.nvml import LIBRARY, Gpu, find_gpu, read_gpu
 from syncline.machines.reading import clock_of_cpuinfo, probe_disk, read_machine, read_moment
 
 
 def test_the_real_machine_is_read(tmp_path: Path) -> None:
     features = read_machine(probe_directory=tmp_path)
-    assert features["memory_bytes"] == psutil.virtual_memory().total
-    assert features["disk_bytes_per_s"] > 0
-    assert features["cpu_cores"] >= 1
+    assert 0 < features["memory_bytes"] <= psutil.virtual_memory().total
+    assert ("disk_bytes_per_s" in features) is not is_in_memory(tmp_path)
+    assert 0 < features["cpu_cores"] <= len(os.sched_getaffinity(0))
     assert all(value > 0 for value in features.values())
     assert list(tmp_path.iterdir()) == []
 
@@ -27,6 +30,23 @@ def test_what_changes_is_read_each_period() -> None:
 
 def test_a_disk_that_cannot_be_written_has_no_rate(tmp_path: Path) -> None:
     assert probe_disk(tmp_path / "missing") == 0
+
+
+def test_a_folder_in_memory_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "is_in_memory", lambda folder: False)
+    assert probe_disk(tmp_path) > 0
+    monkeypatch.setattr(reading, "is_in_memory", lambda folder: folder == tmp_path)
+    assert probe_disk(tmp_path) == 0
+    monkeypatch.chdir(tmp_path)
+    assert "disk_bytes_per_s" not in read_machine()
+
+
+def test_what_control_groups_leave_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(cores=0.25, memory_bytes=1 << 20, available_bytes=1 << 19)
+    monkeypatch.setattr(reading, "read_limits", lambda: limits)
+    features = read_machine()
+    assert (features["cpu_cores"], features["memory_bytes"]) == (0.25, 1 << 20)
+    assert read_moment()["available_memory_bytes"] == 1 << 19
 
 
 def test_clock_of_cpuinfo() -> None:
@@ -53,6 +73,11 @@ class FakeLibrary:
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, device: object) -> int:  # noqa: N802
+        self.asked_for: int | bytes = index.value
+        return self.result("handle")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: object) -> int:  # noqa: N802
+        self.asked_for = uuid
         return self.result("handle")
 
     def nvmlDeviceGetMaxClockInfo(self, device: object, kind: ctypes.c_int, clock: object) -> int:  # noqa: N802
@@ -104,6 +129,37 @@ def test_gpu_is_read_in_each_period_while_it_is_open(broken: str, expected: dict
     assert gpu.read_moment() == {}
 
 
+@pytest.mark.parametrize(("which", "asked_for"), [(0, 0), (5, 5), ("GPU-8932f937", b"GPU-8932f937")])
+def test_the_gpu_that_was_named_is_read(which: int | str, asked_for: int | bytes) -> None:
+    library = FakeLibrary()
+    assert read_gpu(which, load=lambda name: library)["gpu_hz"] == 1.98e9
+    assert library.asked_for == asked_for
+
+
+def test_where_no_gpu_may_be_used_none_is_read() -> None:
+    assert read_gpu(None, load=lambda name: FakeLibrary()) == {}
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "environment", "expected"),
+    [
+        (None, {}, 0),
+        (None, {"LOCAL_RANK": "3"}, 3),
+        (1, {"LOCAL_RANK": "3"}, 1),
+        (None, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4, 6"}, 6),
+        (None, {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "5"}, 5),
+        (0, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, 4),
+        (0, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,1"}, "GPU-8932f937"),
+        (None, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "2,-1,3"}, 2),
+        (None, {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (None, {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (2, {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+    ],
+)
+def test_the_gpu_of_a_process(ordinal: int | None, environment: dict[str, str], expected: int | str | None) -> None:
+    assert find_gpu(ordinal, environment) == expected
+
+
 def test_no_library_no_gpu() -> None:
     def load(name: str) -> None:
         assert name == LIBRARY
@@ -113,7 +169,7 @@ def test_no_library_no_gpu() -> None:
     assert Gpu(load=load).read_moment() == {}
 
 
-@pytest.mark.parametrize("module", ["features", "clustering", "reading", "nvml"])
+@pytest.mark.parametrize("module", ["features", "clustering", "reading", "nvml", "limits"])
 def test_imports_without_torch(module: str) -> None:
     probe = f"import sys, syncline.machines.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0

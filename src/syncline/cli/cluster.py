@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -95,7 +94,7 @@ def _parse_weights(texts: list[str]) -> dict[str, float]:
 def _print_here() -> None:
     from syncline.machines.reading import read_machine
 
-    pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine(probe_directory=Path.cwd()).items())
+    pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine().items())
     print(f"features: {{{pairs}}}")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 LIBRARY = "libnvidia-ml.so.1"
 _CLOCK_SM = 1
@@ -18,20 +19,49 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+def find_gpu(ordinal: int | None = None, environment: Mapping[str, str] | None = None) -> int | str | None:
+    """Return the index or the UUID of a GPU as the library knows it; None if this process may use none.
+
+    ``ordinal`` is its number among this process's CUDA devices (default: LOCAL_RANK, around those that there are, or
+    0), which CUDA_VISIBLE_DEVICES names. Without that list it is taken to be the index: so CUDA numbers them too, where
+    all GPUs are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    """
+    known = os.environ if environment is None else environment
+    local_rank = known.get("LOCAL_RANK", "")
+    number = ordinal if ordinal is not None else int(local_rank) if local_rank.isdecimal() else 0
+    listed = known.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return number
+    names: list[str] = []
+    for name in map(str.strip, listed.split(",")):
+        if not name or name.startswith("-"):  # what stands behind what is no device does not count
+            break
+        names.append(name)
+    if not names or (ordinal is not None and ordinal >= len(names)):
+        return None
+    chosen = names[number % len(names)]
+    return int(chosen) if chosen.isdecimal() else chosen
+
+
 class Gpu:
     """A GPU, as far as the library tells of it; nothing where there is none. To be closed."""
 
-    def __init__(self, index: int = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> None:
+    def __init__(self, which: int | str | None = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> None:
         self._library: ctypes.CDLL | None = None
         self._device = ctypes.c_void_p()
         self._has_device = False
+        if which is None:
+            return
         try:
             library = load(LIBRARY)
         except OSError:
             return
         if library.nvmlInit_v2() == 0:
             self._library = library
-            found = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(self._device))
+            if isinstance(which, str):
+                found = library.nvmlDeviceGetHandleByUUID(which.encode(), ctypes.byref(self._device))
+            else:
+                found = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(which), ctypes.byref(self._device))
             self._has_device = found == 0
 
     def read_kind(self) -> dict[str, float]:
@@ -63,7 +93,7 @@ class Gpu:
         return {name: float(getattr(memory, part)) for name, part in parts.items()} if is_told else {}
 
 
-def read_gpu(index: int = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> dict[str, float]:
+def read_gpu(which: int | str | None = 0, *, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> dict[str, float]:
     """Return the kind of a GPU, or nothing where there is none."""
-    with contextlib.closing(Gpu(index, load=load)) as gpu:
+    with contextlib.closing(Gpu(which, load=load)) as gpu:
         return gpu.read_kind()

@@ -12,32 +12,39 @@ from pathlib import Path
 
 import psutil
 
-from syncline.machines.nvml import Gpu, read_gpu
+from syncline.machines.limits import is_in_memory, read_limits, usable_cores
+from syncline.machines.nvml import Gpu, find_gpu, read_gpu
 
 PROBE_BYTES = 8 * 1024 * 1024
 PROBE_S = 0.25
 _MHZ = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
 
 
-def read_machine(*, probe_directory: Path | None = None, gpu_index: int = 0) -> dict[str, float]:
+def read_machine(*, probe_directory: Path | None = None, gpu: int | None = None) -> dict[str, float]:
     """Return what can be read here: CPU clock and cores, memory, GPU clock and memory, and the disk's write rate.
 
-    ``probe_directory`` is where the disk is tried (default: where temporary files go). A feature that this machine
-    does not tell is left out.
+    Cores and memory are those that this process may use. ``probe_directory`` is where the disk is tried (default: the
+    working directory); of a folder in memory no rate is told. ``gpu`` is the number that this process's CUDA devices
+    have (default: see :func:`.nvml.find_gpu`). A feature that this machine does not tell is left out.
     """
-    features = {"cpu_hz": _cpu_hz(), "cpu_cores": float(psutil.cpu_count() or 1)}
-    features["memory_bytes"] = float(psutil.virtual_memory().total)
-    features["disk_bytes_per_s"] = probe_disk(probe_directory or Path(tempfile.gettempdir()))
-    features |= read_gpu(gpu_index)
+    limits = read_limits()
+    total_bytes = psutil.virtual_memory().total
+    features = {"cpu_hz": _cpu_hz(), "cpu_cores": usable_cores(limits)}
+    features["memory_bytes"] = float(min(total_bytes, limits.memory_bytes or total_bytes))
+    features["disk_bytes_per_s"] = probe_disk(probe_directory or Path.cwd())
+    features |= read_gpu(find_gpu(gpu))
     return {name: value for name, value in features.items() if value > 0}
 
 
 def read_moment(gpu: Gpu | None = None) -> dict[str, float]:
     """Return what changes from one period to the next and costs little to read: clocks and free memory."""
     clock = psutil.cpu_freq()
+    available, limits = psutil.virtual_memory().available, read_limits()
     moment = {
         "cpu_hz": float(clock.current) * 1e6 if clock is not None else _cpu_hz(),
-        "available_memory_bytes": float(psutil.virtual_memory().available),
+        "available_memory_bytes": float(
+            available if limits.available_bytes is None else min(available, limits.available_bytes)
+        ),
     }
     moment |= {} if gpu is None else gpu.read_moment()
     return {name: value for name, value in moment.items() if value > 0}
@@ -60,12 +67,16 @@ def clock_of_cpuinfo(text: str) -> float:
 
 
 def probe_disk(directory: Path, *, num_bytes: int = PROBE_BYTES, limit_s: float = PROBE_S) -> float:
-    """Write and sync at most ``num_bytes`` for about ``limit_s``; return bytes per second, 0 if it cannot be written.
+    """Write and sync at most ``num_bytes`` for about ``limit_s``; return bytes per second.
+
+    0 if it cannot be written, or lies in memory.
 
     Each block is synced, so that it is the disk that is measured and not the memory before it.
     """
     block = os.urandom(1024 * 1024)
     try:
+        if is_in_memory(directory):
+            return 0.0
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             return _write_blocks(file.fileno(), [block] * max(1, num_bytes // len(block)), limit_s)
     except OSError:

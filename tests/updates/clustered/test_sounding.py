@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from syncline.machines.reading import read_machine
 from syncline.machines.survey import Survey
 from syncline.topology import Topology
 from syncline.updates.clustered import sounding
@@ -21,7 +22,7 @@ TWO_ON_EACH = Topology.parse(
 def survey_of(fleet, wanted: Survey) -> Survey:
     streams = fleet.reserve_streams(2)
     control = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
-    return measure_hosts(control, fleet.communicator, wanted, stream=streams[1], measures=True)
+    return measure_hosts(control, fleet.communicator, wanted, stream=streams[1], read=read_machine)
 
 
 @pytest.mark.parametrize("topology", [Topology.flat(5), TWO_ON_EACH], ids=["flat", "two ranks on each host"])

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from syncline.errors import ConfigurationError
 from syncline.machines.features import LATENCY, UPLINK
 from syncline.machines.network import NetworkReading
-from syncline.machines.reading import read_machine
 from syncline.machines.survey import Survey
 from syncline.runtime.communicator import Communicator
 from syncline.topology import Host
@@ -29,17 +28,22 @@ ClusterChoice = Literal["auto"] | int | Sequence[Sequence[int]]
 
 
 def measure_hosts(
-    control: ControlStream, communicator: Communicator, wanted: Survey, *, stream: int, measures: bool
+    control: ControlStream,
+    communicator: Communicator,
+    wanted: Survey,
+    *,
+    stream: int,
+    read: Callable[[], Mapping[str, float]] | None,
 ) -> Survey:
     """Return ``wanted`` with what all hosts measure, the same on every rank; every rank calls it.
 
-    Without ``measures`` nothing is measured.
+    ``read`` returns the features of the machine that it is called on; without it nothing is measured.
     """
     topology = wanted.topology
-    if not measures:
+    if read is None:
         return wanted
     is_first_of_host = topology.host_of(control.rank).ranks[0].rank == control.rank
-    gathered = control.exchange(read_machine() if is_first_of_host else {}, "features of the machines")
+    gathered = control.exchange(dict(read()) if is_first_of_host else {}, "features of the machines")
     measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
     network: Sequence[NetworkReading] = ()
     if wanted.lacks:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
-from syncline.machines.nvml import Gpu
+from syncline.machines.nvml import Gpu, find_gpu
 from syncline.machines.reading import read_moment
 
 
@@ -17,10 +17,10 @@ class Pace:
     it is not taken in the first period, when much is done for the first time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gpu: int | None = None) -> None:
         self._clock = clock
         self._history = FeatureHistory()
-        self._gpu = Gpu()
+        self._gpu = Gpu(find_gpu(gpu))
         self._began_s: float | None = None
         self._waited_s = 0.0
         self._is_warm = False

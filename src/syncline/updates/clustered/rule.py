@@ -28,7 +28,8 @@ class Clustered:
     a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows), how
     many, or the ranks of each. ``features``: the features that count (default: all); ``weights``: how much (default:
     1 each); ``measures``: whether each machine reads its own, beside what the topology says, and measures latencies and
-    uplinks, when the training starts, where the topology does not say them.
+    uplinks, when the training starts, where the topology does not say them. ``probe_folder``: where the disk's rate is
+    tried (default: the working directory; of a folder in memory nothing is told).
 
     ``exchange="period"`` replaces, at a period's end, the sum of the own cluster's means by the mean of all clusters';
     ``"last"`` exchanges the last batch's mean alone, the literal form. ``contribution="uniform"`` weights clusters by
@@ -73,6 +74,7 @@ class Clustered:
     features: Sequence[str] | None = None
     weights: Mapping[str, float] | None = field(default=None, hash=False)
     measures: bool = True
+    probe_folder: str | None = None
     averages: bool | None = None
     decay: float = DECAY
     min_weight: float = MIN_WEIGHT

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from syncline.machines.reading import read_machine
 from syncline.machines.survey import Survey
 from syncline.updates.bucket import Bucket
 from syncline.updates.clustered.agenda import Kind
@@ -42,8 +45,13 @@ class ClusteredUpdater(WholeUpdater):
         communicator = self.channel.communicator
         stream = self.channel.lanes[0].stream
         wanted = Survey(topology=communicator.topology, use=rule.features, weights=rule.weights)
+        gpu = gpu_of(self.buckets)
+        folder = None if rule.probe_folder is None else Path(rule.probe_folder)
+        read = partial(read_machine, probe_directory=folder, gpu=gpu)
         measures = rule.measures and isinstance(rule.clusters, str | int)
-        self.survey = measure_hosts(self.channel.control, communicator, wanted, stream=stream, measures=measures)
+        self.survey = measure_hosts(
+            self.channel.control, communicator, wanted, stream=stream, read=read if measures else None
+        )
         self.clusters: Clusters = agree_on_clusters(
             self.channel.control, self.survey, clusters=rule.clusters, seed=rule.seed
         )
@@ -69,7 +77,7 @@ class ClusteredUpdater(WholeUpdater):
         self._present: Sequence[bool] = ()
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
-        self._pace = Pace() if rule.measures else None
+        self._pace = Pace(gpu=gpu) if rule.measures else None
         self._moving_state = MovingState(self.buckets, self.optimizer, self._shape)
         self._moving: tuple[str, ...] | None = None
         """The state that is to be made equal in this cluster with the next mean; None if it is equal."""
@@ -268,3 +276,12 @@ class ClusteredUpdater(WholeUpdater):
             bucket.wire_gradients.copy_(part)
             bucket.unstage_gradients()
             bucket.show_gradients(present)
+
+
+def gpu_of(buckets: Sequence[Bucket]) -> int | None:
+    """Return the number of the CUDA device that a model trains on; None if that is not known."""
+    indices = [bucket.plan.device.index for bucket in buckets if bucket.plan.device.type == "cuda"]
+    if indices and indices[0] is not None:
+        return indices[0]
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if has_begun else None
