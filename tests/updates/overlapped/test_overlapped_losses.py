@@ -71,7 +71,7 @@ def test_the_lowest_living_worker_rescues_what_it_has(tmp_path) -> None:
 
 def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
     """To rank 2 the average of one server comes after ranks 0 and 1, which have theirs, are seen to leave."""
-    rule = Overlapped(period=4, servers="dedicated:2", bucket_bytes=128)
+    rule = Overlapped(period=4, quorum=3, servers="dedicated:2", bucket_bytes=128)
 
     def body(fleet):
         model, optimizer = start(fleet, rule, make_adam)

@@ -21,12 +21,14 @@ from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.losses import describe_ranks, quorum_lost
-from syncline.updates.overlapped.placement import successor
+from syncline.updates.overlapped.loss_notes import LossNotes
+from syncline.updates.overlapped.losses import describe_ranks
+from syncline.updates.overlapped.membership import Membership, is_believed
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ExchangeCounts, OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
 
 ASK_S = 0.5
@@ -59,7 +61,8 @@ class Exchange:
         self.counts = ExchangeCounts()
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
-        self.lost: dict[int, str] = {}
+        self.membership = Membership(terms, placement)
+        self.lost = self.membership.lost
         self._port = port
         self._max_staleness = max_staleness
         self._timeout_s = timeout_s
@@ -71,7 +74,7 @@ class Exchange:
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
         self._first_servers = tuple(placement)
-        self._servers = list(placement)
+        self._notes = LossNotes(port, stream=buckets[0].stream, on_note=self._on_note)
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
         self.links = [
@@ -89,6 +92,9 @@ class Exchange:
             for bucket, server in zip(buckets, placement, strict=True)
             if port.rank in terms.workers
         ]
+        self._tree_end = TreeEnd(
+            port, self.membership, self.links, shrinks=terms.shrinks, leave_tree=self._move_buckets
+        )
 
     def start(self) -> None:
         """Begin to serve and to listen; returns when both are so."""
@@ -97,6 +103,7 @@ class Exchange:
     async def _start(self) -> None:
         self._port.stand_back()
         self._port.watch_losses(self._on_lost)
+        self._notes.open()
         for bucket, server in zip(self._buckets, self._first_servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
@@ -111,6 +118,7 @@ class Exchange:
     def step(self, gradients: Sequence[torch.Tensor], *, weight: float) -> None:
         """Push own gradients and fold into them what has come; waits only for what is too stale."""
         self.raise_failure()
+        self._tree_end.go_on()
         if self._recorder is not None:
             self._recorder.begin_step()
         iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
@@ -145,21 +153,24 @@ class Exchange:
         self._begin_period(max(link.start_iteration for link in self.links))
         return averaged
 
-    def end_together(self, mean: TreeMean) -> None:
-        """Let ``mean`` average the parameters, in place of the servers."""
+    def end_together(self, mean: TreeMean) -> bool:
+        """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
         self.raise_failure()
-        for link in self.links:
-            link.stop()
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        dropped = self._port.run(self._dropped(), DRAIN_S)
         try:
-            dropped = self._port.run(self._dropped(), DRAIN_S)
-            ends = mean.apply(num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped)
+            ends = self._tree_end.run(
+                mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
+            )
         except PeerLostError as error:
             self._port.call_soon(self._on_lost, error.rank, error)
             with self._changed:
                 self._wait_for(lambda: False, ASK_S)
             self.raise_failure()
             raise
+        if ends is None:
+            self.raise_failure()
+            return False
         self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(ASK_S))
         self._note_wait("period", start_ns)
         self._dropped_together = ends.dropped
@@ -168,6 +179,7 @@ class Exchange:
             if self._port.rank == 0:
                 self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
         self._begin_period(ends.iteration)
+        return True
 
     async def _dropped(self) -> list[int]:
         """Count, for each rank, what the shards here have dropped."""
@@ -256,6 +268,7 @@ class Exchange:
     def _wait(self, phase: str, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        self._tree_end.go_on()
         with self._changed:
             is_done = self._wait_for(is_over, ASK_S)
         if not is_done:
@@ -299,43 +312,56 @@ class Exchange:
         shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost, recorder=self._recorder)
         self.hosted[bucket.index] = shard
 
+    def _on_note(self, reporter: int, lost: int, is_left_behind: bool) -> None:
+        """Hear from another rank that one is lost; this one perhaps, or one that this rank has not lost."""
+        if lost in self.lost or reporter in self.lost:
+            return
+        who = self._port.describe_peer
+        if lost == self._port.rank and (is_left_behind or is_believed(reporter, lost)):
+            what = "takes this rank for hung" if is_left_behind else "has lost its connection to this rank"
+            self._fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
+        elif lost == self._port.rank:
+            self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
+        elif is_left_behind or is_believed(reporter, lost):
+            self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"))
+
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
             return
         if peer == self._port.rank:
             self._fail(error)
             return
-        self.lost[peer] = str(error)
+        has_left = isinstance(error, PeerLeftError)
+        self.membership.lose(peer, str(error), has_left=has_left)
+        if not has_left:
+            self._notes.tell(peer, is_left_behind=False)
         for shard in self.hosted.values():
             shard.lose(peer)
-        missing = [rank for rank in self.terms.workers if rank in self.lost]
-        if len(self.terms.workers) - len(missing) < self.terms.quorum:
-            failure = quorum_lost(missing, self.terms, self._port.describe_peer)
-            if isinstance(error, PeerLeftError):
-                self._shortage = failure
-            else:
-                self._fail(failure)
-        elif peer in self.terms.servers:
-            self._replace(peer)
+        shortage = self.membership.shortage(self._port.describe_peer)
+        if shortage is not None and has_left:
+            self._shortage = shortage
+        elif shortage is not None:
+            self._fail(shortage)
+        elif not has_left or not self._tree_end.defers(is_period_begun=self.clock.num_steps > 0):
+            self._move_buckets()
         with self._changed:
             self._changed.notify_all()
 
-    def _replace(self, dead: int) -> None:
-        """Give the dead server's buckets to its successor; every rank finds the same one, with the same epoch."""
-        for position, bucket in enumerate(self._buckets):
-            if self._servers[position] != dead:
-                continue
-            first, servers = self._first_servers[position], self.terms.servers
-            server = successor(first, servers, self.lost)
-            if server is None:
-                self._fail(UpdateError(f"All servers are lost: {sorted(self.lost)}; start again from a checkpoint"))
-                return
-            self._servers[position] = server
-            epoch = (servers.index(server) - servers.index(first)) % len(servers)
-            if server == self._port.rank:
-                self._host(bucket, epoch=epoch)
+    def _move_buckets(self) -> None:
+        """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
+        try:
+            moves = self.membership.moves()
+        except UpdateError as error:
+            self._fail(error)
+            return
+        for move in moves:
+            old = self.hosted.pop(self._buckets[move.position].index, None)
+            if old is not None:
+                old.retire()
+            if move.server == self._port.rank:
+                self._host(self._buckets[move.position], epoch=move.epoch)
             if self.links:
-                self.links[position].move(server, epoch=epoch)
+                self.links[move.position].move(move.server, epoch=move.epoch)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -82,8 +82,10 @@ class HostedShard:
             window=terms.window,
             lost=[rank for rank in lost if rank in terms.workers],
             succeeds=epoch > 0,
-            ends_elsewhere=terms.ends_on_tree,
+            ends_elsewhere=terms.ends_on_tree and epoch == 0,
+            shrinks=terms.shrinks,
         )
+        self._is_retired = False
         self._port = port
         self._terms = terms
         self._epoch = epoch
@@ -95,7 +97,7 @@ class HostedShard:
         for worker in self.machine.alive:
             self._post(worker)
             self._await_question(worker)
-            if terms.ends_on_tree:
+            if terms.ends_on_tree and epoch == 0:
                 self._await_stop(worker, 0)
 
     @property
@@ -107,6 +109,10 @@ class HostedShard:
         """Go on without ``worker``."""
         if worker in self._mailboxes and worker in self.machine.alive:
             self._handle(Lost(worker=worker))
+
+    def retire(self) -> None:
+        """Do nothing more: the bucket begins again with a later epoch. What still comes lands, and is dropped."""
+        self._is_retired = True
 
     def _post(self, worker: int) -> None:
         """Wait for the worker's next message, if there is a place for it."""
@@ -132,11 +138,15 @@ class HostedShard:
         mailbox = self._mailboxes[worker]
         mailbox.number += 1
         mailbox.is_posted = False
+        if self._is_retired or worker not in self.machine.alive:
+            return  # it was sent before this worker knew
         header = UpHeader.decode(mailbox.places[place].memory)
         self._handle(_event(worker, place, header))
         self._post(worker)
 
     def _handle(self, event: ServerEvent) -> None:
+        if self._is_retired:
+            return
         for instruction in self.machine.handle(event):
             self._obey(instruction)
 
@@ -223,6 +233,8 @@ class HostedShard:
         )
 
     def _stopped(self, worker: int, number: int, message: memoryview) -> None:
+        if self._is_retired or worker not in self.machine.alive:
+            return
         period, last_turn = decode_stop(message)
         self._handle(Stop(worker=worker, period=period, last_turn=last_turn))
         self._await_stop(worker, number + 1)
@@ -239,6 +251,8 @@ class HostedShard:
         )
 
     def _answer(self, worker: int) -> None:
+        if self._is_retired:
+            return
         question = self._mailboxes[worker].question
         number, question.number = question.number, question.number + 1
         answer = Question.encode_answer(self.machine.missing())

@@ -72,6 +72,15 @@ class PullBuffers:
         self._release(self._landing)
         self._landing = None
 
+    def abandon_landing(self) -> bool:
+        """Give up the buffer in which a message may land later; whether there was one."""
+        if self._landing is None:
+            return False
+        self._buffers[self._landing] = self._bucket.make_down(self._terms)
+        self._release(self._landing)
+        self._landing = None
+        return True
+
     def take(self) -> tuple[Message, Message | None]:
         """Return the newest sum and the base, to be read until ``give_back``."""
         assert self._newest is not None

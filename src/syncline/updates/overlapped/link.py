@@ -200,6 +200,13 @@ class WorkerLink:
         if self._start is not None:
             self._start.values.copy_(parameters)
 
+    def keep_mean(self, mean: torch.Tensor, *, iteration: int) -> None:
+        """Take note of what the next period begins with, where no server said so; on the loop's thread."""
+        self.start_iteration = iteration
+        self._start_period = self.machine.period + 1
+        if self._start is not None:
+            self._start.values.copy_(mean)
+
     def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
         self._note(keep)
         if keep.place not in self._places:
@@ -252,10 +259,13 @@ class WorkerLink:
         self._port.send(server, ask_tag, question.asked, urgency=urgency, connection_class=self.bucket.connection_class)
 
     def move(self, server: int, *, epoch: int) -> None:
-        """Go on with the successor of the server, which is dead; what was pushed to it is forgotten."""
+        """Go on with another server, or another shard of this one; what was pushed to the one before is forgotten."""
         with self._changed:
-            self._port.cancel(self.server, tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch))
-            self._pulls.drop_landed()
+            if self._port.is_lost(self.server):
+                self._port.cancel(self.server, tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch))
+                self._pulls.drop_landed()
+            elif not self._pulls.abandon_landing():
+                self._let_land()
             self._pulls.drop_early()
             self._pulls.reset()
             self._early = None
@@ -275,6 +285,13 @@ class WorkerLink:
             self._transmit(self._start, self.epoch)
         for message in self._ends if is_waiting else ():
             self._transmit(message, self.epoch)
+
+    def _let_land(self) -> None:
+        """Take what the server may have sent already, and do nothing with it."""
+        sink = self.bucket.make_down(self._terms)
+        down_tag = tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch)
+        urgency = self.bucket.urgency
+        self._port.receive(self.server, down_tag, sink.memory, urgency=urgency, on_received=lambda: None)
 
     def _transmit(self, message: Message, epoch: int, turn: int | None = None) -> None:
         """Send ``message``; with ``turn`` it is a push, and the machine is told when it has left."""

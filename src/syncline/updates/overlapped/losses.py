@@ -24,6 +24,16 @@ def describe_ranks(ranks: Sequence[int], describe: Callable[[int], str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def minority(living: Sequence[int], base: Sequence[int], describe: Callable[[int], str]) -> QuorumLostError:
+    """Return the error of a rank that is among too few: the others may go on elsewhere."""
+    missing = [rank for rank in base if rank not in living]
+    return QuorumLostError(
+        f"{len(living)} of {len(base)} workers are in reach: {describe_ranks(missing, describe)} lost, who may live "
+        "and go on elsewhere; only more than half go on, or half with the lowest rank; start again from a checkpoint",
+        missing=tuple(missing),
+    )
+
+
 def quorum_lost(missing: Sequence[int], terms: Terms, describe: Callable[[int], str]) -> QuorumLostError:
     """Return the error that every rank that lives ends with."""
     num_left = len(terms.workers) - len(missing)

@@ -44,9 +44,14 @@ class Overlapped:
 
     ``period`` (K): after so many iterations the parameters are averaged over all workers; with M = N and shared servers
     by an all-reduce, else through the servers, which costs slow links more. ``quorum`` (M): so many workers' gradients
-    make a global one (default: all). ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what
-    their links carry; ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()`` serves until
-    all workers have left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
+    make a global one. By default it is those of all workers that live: when one dies the others go on (and from then on
+    end periods through the servers), as long as they are more than half of the workers, or half with the lowest rank
+    among them; for a rank cannot tell a death from a cut of the network, of which at most one side may go on. A number
+    is what is needed to the end: with fewer workers the job ends; with M of at most N/2, both sides of a cut go on.
+
+    ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what their links carry;
+    ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()`` serves until all workers have
+    left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
     global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
     global ones, which is better for Adam and its like as long as gradients are fresh (see :mod:`.rebase`; it keeps a
     copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal form, and counts own ones
@@ -56,8 +61,8 @@ class Overlapped:
     that for which no global gradient has come, ``step()`` waits; 0 is synchronous training, None never waits.
     ``spread``: where the network is slower than the workers, a global gradient stands for a run of iterations; feed it
     to the optimizer over as many steps. ``average_state``: average the optimizer's state too. ``outer``: what a
-    period's averaged difference does (default: the average is the next period's start). ``rescue``: when fewer workers
-    live than the quorum needs, each gets :class:`QuorumLostError`, and the lowest of them first writes a checkpoint of
+    period's averaged difference does (default: the average is the next period's start). ``rescue``: when too few
+    workers live, each gets :class:`QuorumLostError`, and the lowest of them first writes a checkpoint of
     what it has to this path. ``should_record``: keep all decisions, to replay them.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
@@ -138,6 +143,7 @@ class Overlapped:
             window=WINDOW,
             push=self.push,
             ends_on_tree=quorum == world_size and not self.average_state,
+            shrinks=self.quorum is None,
         )
 
 
@@ -222,7 +228,7 @@ class OverlappedUpdater(WholeUpdater):
     def scribe(self) -> int | None:
         """Of a fleet that goes on without lost ranks, or has ranks that only serve, the lowest worker that lives."""
         terms, lost = self.exchange.terms, self.exchange.lost
-        if terms.quorum == terms.world_size:
+        if terms.quorum == terms.world_size and not terms.shrinks:
             return None
         return min((rank for rank in terms.workers if rank not in lost), default=None)
 
@@ -272,11 +278,10 @@ class OverlappedUpdater(WholeUpdater):
 
     def _average(self) -> None:
         parts = self._end_of_period.gather()
-        if self._tree_mean is None:
-            self._end_of_period.finish(self.exchange.end_period(parts))
-        else:
-            self.exchange.end_together(self._tree_mean)
+        if self._tree_mean is not None and self.exchange.end_together(self._tree_mean):
             self._end_of_period.finish([[True] for _ in parts])
+        else:
+            self._end_of_period.finish(self.exchange.end_period(parts))
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""

@@ -76,12 +76,15 @@ class ServerShard:
         lost: Iterable[int] = (),
         succeeds: bool = False,
         ends_elsewhere: bool = False,
+        shrinks: bool = False,
     ) -> None:
         """Begin with period 0; with ``succeeds``, learn the period from the workers' greetings first.
 
         ``lost`` are the workers that are known to be dead. With ``ends_elsewhere`` parameters are averaged without this
-        shard: a worker only tells that it stops, and the first message of a later period begins that.
+        shard: a worker only tells that it stops, and the first message of a later period begins that. With ``shrinks``
+        a global gradient needs no more workers than live, or have pushed for it before they died.
         """
+        self._shrinks = shrinks
         self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
         self.window = window
@@ -183,9 +186,10 @@ class ServerShard:
         while self._held:
             turn = self.closed + 1
             present = self._held.get(turn, {})
-            if len(present) >= self.quorum:
+            needed = self._needed(present)
+            if len(present) >= needed:
                 instructions += self._close(turn)
-            elif len(present) + self._num_to_come(turn, present) < self.quorum:
+            elif len(present) + self._num_to_come(turn, present) < needed:
                 instructions += self._abandon(turn)
             else:
                 break
@@ -193,6 +197,11 @@ class ServerShard:
             for worker in self.alive:
                 instructions += self._reply(worker)
         return instructions
+
+    def _needed(self, present: Iterable[int]) -> int:
+        """Return how many workers a global gradient needs that these have pushed for."""
+        num_able = len({*self.alive, *present})
+        return max(1, min(self.quorum, num_able)) if self._shrinks else self.quorum
 
     def _num_to_come(self, turn: int, present: Iterable[int]) -> int:
         """Return how many workers may still push for ``turn``."""
@@ -297,7 +306,7 @@ class ServerShard:
     def _lose(self, worker: int) -> list[ServerInstruction]:
         self._lost.add(worker)
         self._accounts[worker].due.clear()
-        if len(self.alive) < self.quorum:
+        if len(self.alive) < (1 if self._shrinks else self.quorum):
             was_failed, self._has_failed = self._has_failed, True
             return [] if was_failed else [Fail(missing=tuple(sorted(self._lost)))]
         if self._greetings is not None:

@@ -28,11 +28,13 @@ class Terms:
     push: PushOf
     ends_on_tree: bool = False
     """Whether a period ends with a collective (see :mod:`.tree_mean`), not through the servers."""
+    shrinks: bool = False
+    """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
 
     @property
     def keeps_start(self) -> bool:
         """Whether a worker may have to tell a server's successor what a period began with."""
-        return self.quorum < len(self.workers) or self.servers != self.workers
+        return self.shrinks or self.quorum < len(self.workers) or self.servers != self.workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

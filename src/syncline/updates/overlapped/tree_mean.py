@@ -2,8 +2,9 @@
 
 Through servers, an end costs a link between two halves of N workers N times the parameters, as each worker sends its
 own to each server and gets the average back. On the planner's tree it costs them once. A collective has no part for a
-rank that is lost; so this is for fleets that end when one is (M = N, servers on the ranks). What the sums are made of,
-and why they have the same bits everywhere, is in :mod:`.fixed_point`.
+rank that is lost: a fleet that goes on then ends its periods through the servers, this one included. Parameters are
+replaced only when it is known that the mean counts. What the sums are made of, and why they have the same bits
+everywhere, is in :mod:`.fixed_point`.
 
     1. all ranks tell each other their samples and how far their parameters have moved (this also waits for the last)
     2. each bucket's moves are summed
@@ -51,14 +52,16 @@ class TreeMean:
         self._buckets = buckets
         self._starts = [torch.empty_like(bucket.parameters) for bucket in buckets]
         self._last_wait_s = 0.0
+        self.means: list[torch.Tensor] = []
+        """Of each bucket, after :meth:`sum`."""
 
     def begin(self) -> None:
         """Take note of the parameters that a period begins with, the same on all ranks."""
         for start, bucket in zip(self._starts, self._buckets, strict=True):
             start.copy_(bucket.parameters)
 
-    def apply(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
-        """Replace the parameters by their mean; ``dropped`` counts, for each rank, what the servers here dropped.
+    def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
+        """Make the mean; ``dropped`` counts, for each rank, what the servers here dropped. Parameters stay as they are.
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
@@ -78,6 +81,12 @@ class TreeMean:
             dropped=tuple(int(count) for count in rows[:, 3 : 3 + num_ranks].sum(0)),
         )
 
+    def finish(self) -> None:
+        """Replace the parameters by their mean."""
+        for mean, bucket in zip(self.means, self._buckets, strict=True):
+            bucket.parameters.copy_(mean)
+        self.means = []
+
     def _pairs(self) -> list[tuple[Bucket, torch.Tensor]]:
         return list(zip(self._buckets, self._starts, strict=True))
 
@@ -95,8 +104,9 @@ class TreeMean:
             under_way.append((self._control.start_sum(steps, label), steps, exponent))
         for work, _, _ in under_way:
             work.wait()  # all of them: what a rank rescues after a loss is not half a mean
-        for (_, steps, exponent), (bucket, start) in zip(under_way, self._pairs(), strict=True):
-            from_steps(steps, start, exponent=exponent, out=bucket.parameters)
+        self.means = [torch.empty_like(start) for start in self._starts]
+        for (_, steps, exponent), start, mean in zip(under_way, self._starts, self.means, strict=True):
+            from_steps(steps, start, exponent=exponent, out=mean)
 
     @staticmethod
     def _check_finite(moves: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ class Lane(IntEnum):
     ASK = 2
     ANSWER = 3
     STOP = 4
+    NOTE = 5
 
 
 def tag(stream: int, lane: Lane, number: int, *, epoch: int) -> int:

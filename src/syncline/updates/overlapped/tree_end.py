@@ -1,0 +1,94 @@
+"""A period's end with a collective, and what becomes of it where a rank is lost meanwhile and the others go on.
+
+The collective may be over on some ranks when it fails on others. So on each rank it counts once the loop's thread has
+taken note of it (:meth:`TreeEnd.run`), before or after it took note of the loss: either the mean is the start of the
+next period, which this rank then tells the new servers, or the parameters are sent to them as they were. A server that
+hears of both goes on from the later start, and gives it to those who lack it (see :mod:`.server`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from syncline.errors import PeerLostError
+from syncline.runtime.port import Port
+from syncline.updates.overlapped.link import WorkerLink
+from syncline.updates.overlapped.membership import Membership
+from syncline.updates.overlapped.tree_mean import Ends, TreeMean
+
+LOOP_S = 5.0
+
+
+class TreeEnd:
+    """The ends of periods on one rank, as long as they are made together."""
+
+    def __init__(
+        self,
+        port: Port,
+        membership: Membership,
+        links: Sequence[WorkerLink],
+        *,
+        shrinks: bool,
+        leave_tree: Callable[[], None],
+    ) -> None:
+        """``leave_tree`` is called on the loop's thread, to go on through the servers."""
+        self._port = port
+        self._membership = membership
+        self._links = links
+        self._shrinks = shrinks
+        self._leave_tree = leave_tree
+        self._is_under_way = False
+        self._has_someone_left = False
+
+    def run(self, mean: TreeMean, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends | None:
+        """Average the parameters; None if a loss leaves it to the servers, and then they are as they were.
+
+        Where no loss is survived, it is raised as the collective's :class:`PeerLostError`.
+        """
+        if not self._port.run(self._begin(), LOOP_S):
+            return None
+        for link in self._links:
+            link.stop()
+        try:
+            ends = mean.sum(num_samples=num_samples, iteration=iteration, dropped=dropped)
+        except PeerLostError:
+            if not self._shrinks:
+                raise
+            self._port.run(self._give_up(), LOOP_S)
+            return None
+        if not self._port.run(self._keep(mean, ends.iteration), LOOP_S):
+            return None
+        mean.finish()
+        return ends
+
+    def defers(self, *, is_period_begun: bool) -> bool:
+        """Whether a rank that left by itself changes nothing yet: all may be about to leave. On the loop's thread."""
+        if not self._membership.on_tree or not self._shrinks or (is_period_begun and not self._is_under_way):
+            return False
+        self._has_someone_left = True  # of a mean under way it may have done its part; if not, the collective says so
+        return True
+
+    def go_on(self) -> None:
+        """Go on without those who left, if any did; on the training thread, before it needs anybody."""
+        if self._has_someone_left:
+            self._has_someone_left = False
+            self._port.call_soon(self._leave_tree)
+
+    async def _begin(self) -> bool:
+        if self._has_someone_left:
+            self._leave_tree()
+        self._is_under_way = self._membership.on_tree
+        return self._is_under_way
+
+    async def _give_up(self) -> None:
+        """Go on through the servers: someone is lost, which this rank sees soon, if it has not yet."""
+        self._is_under_way = False
+        self._leave_tree()
+
+    async def _keep(self, mean: TreeMean, iteration: int) -> bool:
+        self._is_under_way = False
+        if not self._membership.on_tree:
+            return False
+        for link, values in zip(self._links, mean.means, strict=True):
+            link.keep_mean(values, iteration=iteration)
+        return True

@@ -1,0 +1,196 @@
+"""A fleet with the default quorum goes on without those who die, leave, or are cut off; at most in one place."""
+
+import pytest
+import torch
+from overlapped_training import one_step, start
+
+from small_regression import make_adam, parameters_of
+from syncline.errors import UpdateError
+from syncline.updates import Overlapped
+from syncline.updates.overlapped.losses import QuorumLostError
+from syncline.updates.overlapped.membership import Membership, Move, is_believed
+from syncline.updates.overlapped.tree_mean import TreeMean
+from thread_fleets import run_fleets
+
+PERIOD = 8
+
+
+class DeathError(Exception):
+    """This rank dies here."""
+
+
+def train(fleet, rule, *, num_iterations=40, before_step=lambda fleet, step: None):
+    model, optimizer = start(fleet, rule, make_adam)
+    step = 0
+    while optimizer.iteration < num_iterations:
+        before_step(fleet, step)
+        one_step(model, optimizer, fleet.rank, step)
+        step += 1
+    optimizer.end_period()
+    return parameters_of(model), optimizer.statistics(), optimizer.iteration
+
+
+def check_survivors(results, survivors, *, num_periods=5):
+    for rank in survivors:
+        parameters, statistics, iteration = results[rank]
+        assert torch.equal(parameters, results[survivors[0]][0])
+        assert (statistics.num_periods, iteration) == (num_periods, num_periods * PERIOD)
+
+
+@pytest.mark.parametrize("options", [{}, {"average_state": True}, {"servers": "dedicated:1"}])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("deaths", [{1: 9}, {0: 9, 3: 17}, {2: 8, 1: 8}, {4: 2}])
+def test_the_rest_go_on_after_deaths(deaths: dict[int, int], seed: int | None, options: dict) -> None:
+    """Periods end by all-reduce before the first death, and through the servers after it."""
+
+    def die(fleet, step):
+        if deaths.get(fleet.rank) == step:
+            raise DeathError
+
+    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128, **options)
+    num_ranks = 6 if "servers" in options else 5
+    results = run_fleets(
+        num_ranks, lambda fleet: train(fleet, rule, before_step=die), accept=(DeathError, SystemExit), seed=seed
+    )
+    check_survivors(results, [rank for rank in range(5) if rank not in deaths])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The victim has taken part in the first collective of that end, and not in the others."""
+    begin = TreeMean._sum
+
+    def begin_and_die(self, share, moves):
+        if self._control.rank == victim:
+            raise DeathError
+        begin(self, share, moves)
+
+    monkeypatch.setattr(TreeMean, "_sum", begin_and_die)
+    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
+    results = run_fleets(5, lambda fleet: train(fleet, rule), accept=(DeathError, UpdateError), seed=seed)
+    assert isinstance(results[victim], DeathError)
+    check_survivors(results, [rank for rank in range(5) if rank != victim])
+
+
+@pytest.mark.parametrize("knowing", [(1,), (1, 2), (0, 1, 2)])
+def test_a_mean_that_only_some_have_is_given_to_the_others(knowing: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 dies when the collective is over on some ranks; on the others it counts as failed."""
+    finish = TreeMean.sum
+
+    def finish_or_fail(self, **arguments):
+        ends = finish(self, **arguments)
+        if self._control.rank == 3:
+            raise DeathError
+        if self._control.rank not in knowing:
+            from syncline.errors import PeerLostError
+
+            raise PeerLostError("rank 3 died", rank=3, host="memory")
+        return ends
+
+    monkeypatch.setattr(TreeMean, "sum", finish_or_fail)
+    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
+    results = run_fleets(4, lambda fleet: train(fleet, rule), accept=DeathError)
+    check_survivors(results, [0, 1, 2])
+
+
+def disconnect(some, others) -> None:
+    """Let ranks lose each other, though all of them live."""
+    for first in some:
+        for second in others:
+            for one, other in ((first, second), (second, first)):
+                fabric, peer = one.communicator._fabric, other.communicator._fabric.rank
+                error = UpdateError(f"the connection to rank {peer} is broken")
+                fabric._network.loop.call_soon(fabric._lose, peer, error)
+
+
+def test_a_broken_connection_costs_the_higher_rank_alone() -> None:
+    """Ranks 0 and 3 lose each other; 3 hosts shards, which everybody must move to the same successors."""
+    fleets = {}
+
+    def break_it(fleet, step):
+        fleets[fleet.rank] = fleet
+        if fleet.rank == 1 and step == 12:
+            disconnect([fleets[0]], [fleets[3]])
+
+    for options in ({"quorum": 2}, {}):
+        rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128, **options)
+        results = run_fleets(
+            4, lambda fleet, rule=rule: train(fleet, rule, before_step=break_it), accept=(UpdateError, QuorumLostError)
+        )
+        check_survivors(results, [0, 1, 2])
+        assert isinstance(results[3], UpdateError)
+        assert all(results[rank][1].lost == (3,) for rank in range(3))
+
+
+@pytest.mark.parametrize("quorum", [None, 2])
+def test_of_two_halves_only_the_one_with_the_lowest_rank_goes_on(quorum: int | None) -> None:
+    fleets = {}
+
+    def cut(fleet, step):
+        fleets[fleet.rank] = fleet
+        if fleet.rank == 1 and step == 12:
+            disconnect([fleets[0], fleets[1]], [fleets[2], fleets[3]])
+
+    rule = Overlapped(period=PERIOD, quorum=quorum, max_staleness=4, bucket_bytes=128)
+    results = run_fleets(4, lambda fleet: train(fleet, rule, before_step=cut), accept=QuorumLostError)
+    check_survivors(results, [0, 1])
+    if quorum is None:
+        for rank in (2, 3):
+            assert isinstance(results[rank], QuorumLostError)
+            assert "workers are in reach: rank 0 (host memory)" in str(results[rank])
+    else:
+        check_survivors(results, [2, 3])
+
+
+def test_those_who_leave_early_are_not_waited_for() -> None:
+    """Ranks 0 and 2 end after two periods, one of them in the middle of the third; the other two go on."""
+
+    def body(fleet):
+        rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
+        return train(fleet, rule, num_iterations=16 if fleet.rank in (0, 2) else 40)
+
+    results = run_fleets(4, body)
+    check_survivors(results, [0, 2], num_periods=2)
+    check_survivors(results, [1, 3])
+
+
+def membership(num_workers: int, **options) -> Membership:
+    return Membership(Overlapped(**options).terms(num_workers), tuple(range(num_workers)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "may_go_on"),
+    [
+        ((1,), (), True),
+        ((2, 3), (), True),
+        ((0, 1), (), False),
+        ((1, 2, 3), (), False),
+        ((2,), (0, 1), False),
+        ((3,), (0, 1), True),
+        ((), (0, 1, 2), True),
+    ],
+)
+def test_who_may_go_on_of_four(lost: tuple, left: tuple, may_go_on: bool) -> None:
+    known = membership(4)
+    for rank in (*left, *lost):
+        known.lose(rank, "gone", has_left=rank in left)
+    assert (known.shortage(str) is None) is may_go_on
+
+
+def test_all_ranks_move_buckets_to_the_same_servers_in_any_order() -> None:
+    after = {}
+    for order in ((1, 2), (2, 1)):
+        known = membership(4)
+        moves: list[Move] = []
+        for rank in order:
+            known.lose(rank, "gone", has_left=False)
+            moves += known.moves()
+        after[order] = {move.position: move for move in moves}
+    assert after[1, 2] == after[2, 1]
+    assert [(move.server, move.epoch) for _, move in sorted(after[1, 2].items())] == [(0, 1), (3, 3), (3, 2), (3, 1)]
+
+
+def test_the_lower_of_two_ranks_is_believed() -> None:
+    assert is_believed(0, 3)
+    assert not is_believed(3, 0)
