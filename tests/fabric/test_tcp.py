@@ -154,17 +154,31 @@ def test_a_bit_that_flips_on_the_way_is_found(place):
 
 def test_news_of_a_loss_names_the_cause():
     async def scenario(fabrics, recorders, mail):
-        peer = fabrics[1].peer(0)
-        fabrics[1].on_broken(peer, "sent nothing for 9.9 s", must_tell=True)
-        await recorders[2].wait_until(lambda: 0 in recorders[2].lost)
-        assert str(recorders[2].lost[0]).endswith(
-            "sent nothing for 9.9 s (as " + fabrics[0].describe_peer(1) + " reports)"
+        peer = fabrics[0].peer(1)
+        fabrics[0].on_broken(peer, "sent nothing for 9.9 s", must_tell=True)
+        await recorders[2].wait_until(lambda: 1 in recorders[2].lost)
+        assert str(recorders[2].lost[1]).endswith(
+            "sent nothing for 9.9 s (as " + fabrics[1].describe_peer(0) + " reports)"
         )
-        assert recorders[2].lost[0].rank == 0
-        await recorders[0].wait_until(lambda: len(recorders[0].lost) == 2)
-        assert "closed its connections to this rank, because rank 0 sent nothing" in str(recorders[0].lost[1])
+        assert recorders[2].lost[1].rank == 1
+        await recorders[1].wait_until(lambda: len(recorders[1].lost) == 2)
+        assert "closed its connections to this rank, because rank 1 sent nothing" in str(recorders[1].lost[0])
 
     run_over_tcp(3, scenario)
+
+
+def test_of_two_that_lose_each_other_all_lose_the_higher_one():
+    """Rank 2 finds rank 1 silent, and rank 1 lives: 0 and 3 go on with 1, whoever told them what first."""
+
+    async def scenario(fabrics, recorders, mail):
+        fabrics[2].on_broken(fabrics[2].peer(1), "sent nothing for 9.9 s", must_tell=True)
+        for rank in (0, 1, 3):
+            await recorders[rank].wait_until(lambda r=rank: 2 in recorders[r].lost)
+        await recorders[2].wait_until(lambda: len(recorders[2].lost) == 3)
+        assert [set(recorders[rank].lost) for rank in (0, 1, 3)] == [{2}] * 3
+        assert "gave up rank 1, which sent nothing for 9.9 s (as " in str(recorders[0].lost[2])
+
+    run_over_tcp(4, scenario)
 
 
 def test_close_does_not_wait_for_ever_for_a_receive():

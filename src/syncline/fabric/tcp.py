@@ -279,12 +279,21 @@ class TcpFabric:
         self._lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
 
     def on_news(self, peer: Peer, lost: int, reason: str) -> None:
-        """Believe a peer that another one is lost, or that it gave up this rank."""
+        """Believe a peer that another one is lost, or that it gave up this rank.
+
+        Of two that lose each other though both live, all others must lose the same one, or they would lose sight of one
+        another: it is the higher one. So a report of a lower rank's loss is not believed; if it is dead, this rank sees
+        that itself.
+        """
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
+            for other in self._living() if lost < peer.rank else ():
+                other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(f"gave up rank {lost}, which {reason}"))
+        elif peer.rank > lost:
+            _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
         elif lost in self._peers and not self._peers[lost].is_gone:
             other = self._peers[lost]
             if other is not peer:
