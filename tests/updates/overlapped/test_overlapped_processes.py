@@ -36,10 +36,11 @@ def launch(num_ranks: int, options: list[str]) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.parametrize("quorum", [2, None])
 @pytest.mark.parametrize("victim", [None, 0, 1])
-def test_a_killed_worker_does_not_stop_the_others(victim: int | None, tmp_path) -> None:
+def test_a_killed_worker_does_not_stop_the_others(victim: int | None, quorum: int | None, tmp_path) -> None:
     """Periods of 16 iterations, so step 37 is in the third; each rank hosts shards. Who lives saves, to the end."""
-    rule = {"period": 16, "quorum": 2}
+    rule = {"period": 16, "quorum": quorum}
     path = str(tmp_path / "checkpoint")
     deadly = [] if victim is None else ["--victims", str(victim), "--deadly-step", "37"]
     results = run_script(SCRIPT, 3, *arguments(rule, 96, "--save", path, *deadly))

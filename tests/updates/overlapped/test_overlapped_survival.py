@@ -39,7 +39,7 @@ def check_survivors(results, survivors, *, num_periods=5):
 
 @pytest.mark.parametrize("options", [{}, {"average_state": True}, {"servers": "dedicated:1"}])
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("deaths", [{1: 9}, {0: 9, 3: 17}, {2: 8, 1: 8}, {4: 2}])
+@pytest.mark.parametrize("deaths", [{1: 9}, {0: 9, 3: 17}, {2: 8, 1: 8}, {4: 6}])
 def test_the_rest_go_on_after_deaths(deaths: dict[int, int], seed: int | None, options: dict) -> None:
     """Periods end by all-reduce before the first death, and through the servers after it."""
 
@@ -120,7 +120,7 @@ def test_a_broken_connection_costs_the_higher_rank_alone() -> None:
         )
         check_survivors(results, [0, 1, 2])
         assert isinstance(results[3], UpdateError)
-        assert all(results[rank][1].lost == (3,) for rank in range(3))
+        assert all(3 in results[rank][1].lost for rank in range(3))
 
 
 @pytest.mark.parametrize("quorum", [None, 2])

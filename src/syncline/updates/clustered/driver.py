@@ -6,12 +6,15 @@ The training thread provides what an entry needs and waits until it is agreed; a
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
+from syncline.fabric import Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.topology import Topology
@@ -26,8 +29,12 @@ from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
 
+_log = logging.getLogger(__name__)
+
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
+STALL_GRACE_S = 4.0
+"""Heartbeats tell of a training thread some seconds late."""
 
 Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
 
@@ -49,8 +56,11 @@ class Part:
 class Driver:
     """Joins the protocol to the fabric and to the training thread."""
 
-    def __init__(self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace) -> None:
+    def __init__(
+        self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace, progress: Progress
+    ) -> None:
         self._port = port
+        self._progress = progress
         self._part = part
         self._topology = topology
         self._node = Node(
@@ -96,7 +106,7 @@ class Driver:
     def wait(self) -> tuple[Entry, Agreed]:
         """Wait for the next entry. Raises what went wrong, or DeadlineError with what is waited for."""
         try:
-            found = self._entered.get(timeout=self._part.timeout_s)
+            found = self._await_entry()
         except queue.Empty:
             state = self._port.run(self._describe(), ANSWER_S)
             raise DeadlineError(
@@ -106,6 +116,21 @@ class Driver:
         if isinstance(found, SynclineError):
             raise found
         return found
+
+    def _await_entry(self) -> tuple[Entry, Agreed] | SynclineError:
+        """Wait for the next entry; leave behind whoever it waits for that does not train. Raises queue.Empty."""
+        limit_s = min(self._port.stalls.limit_s, self._part.timeout_s)
+        end_s = time.monotonic() + max(self._part.timeout_s, limit_s + STALL_GRACE_S)
+        wait_s = limit_s
+        with self._progress.waiting():
+            while True:
+                try:
+                    return self._entered.get(timeout=wait_s)
+                except queue.Empty:
+                    if time.monotonic() >= end_s:
+                        raise
+                self._port.run(self._leave_behind(), ANSWER_S)
+                wait_s = min(STALL_GRACE_S / 4, max(0.0, end_s - time.monotonic()))
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -121,7 +146,8 @@ class Driver:
     def depart(self, timeout_s: float) -> bool:
         """Tell everyone that this rank has all it needs, and wait until they all have; False if time is over."""
         self._port.call_soon(self._depart)
-        return self._over.wait(timeout_s)
+        with self._progress.waiting():
+            return self._over.wait(timeout_s)
 
     def statistics(self) -> ClusteredStatistics:
         """Return what is known and counted here; once this rank departed, what it was then."""
@@ -165,6 +191,15 @@ class Driver:
     def _lose(self, peer: int, error: Exception) -> None:
         self._losses.setdefault(peer, error)
         self._perform(self._node.lose(peer))
+
+    async def _leave_behind(self) -> None:
+        """Take for dead whom this rank has waited for long enough, and who lives but does not train."""
+        stalls = self._port.stalls
+        for peer in sorted(stalls.stalled & self._node.awaited()):
+            who = self._port.describe_peer(peer)
+            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
+            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
+            self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from syncline.updates.clustered.agenda import Agenda, Entry
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
-from syncline.updates.clustered.member import Member, Provided
+from syncline.updates.clustered.member import Member, MemberState, Provided
 from syncline.updates.clustered.messages import (
     NO_PROPOSAL,
     Agreed,
@@ -103,7 +103,10 @@ class Node:
             self.num_refused += 1
             return []
         if self.view.rank in envelope.dead:
-            self._stop(f"rank {peer} takes this rank for dead; it was out of reach, and the job went on without it")
+            self._stop(
+                f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job "
+                "went on without it"
+            )
             return self._flush()
         self._bury({rank for rank in envelope.dead if self.view.is_member(rank)})
         self._post([(self.view.rank, envelope.message)], sender=peer)
@@ -114,6 +117,17 @@ class Node:
         if self.stopped is None and self._bury({peer}):
             self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
         return self._flush()
+
+    def awaited(self) -> frozenset[int]:
+        """Return who has a part in the entry that this rank waits for; nobody while it computes.
+
+        A mean needs all of the own cluster, an exchange all that live.
+        """
+        if self.member.state is MemberState.COMPUTING or self.stopped is not None:
+            return frozenset()
+        entry = self.member.next_entry
+        needed = self.view.live() if entry.is_exchange else self.view.live_members(entry.term)
+        return frozenset(needed) - {self.view.rank} - self.departed
 
     def depart(self) -> list[Instruction]:
         """Tell everyone that this rank needs nothing any more."""

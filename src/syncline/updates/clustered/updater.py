@@ -71,7 +71,7 @@ class ClusteredUpdater(WholeUpdater):
         )
         name = f"clustered update {self.clusters} {self.agenda} {rule.contribution} {rule.exchange}"
         port, trace = communicator.open_port(name), self.channel.trace
-        self._driver = Driver(port, communicator.topology, self._shape, part, trace)
+        self._driver = Driver(port, communicator.topology, self._shape, part, trace, communicator.progress)
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()

@@ -7,6 +7,7 @@ staler than ``max_staleness`` allows, or a period ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
-from syncline.fabric import PeerLeftError
+from syncline.fabric import PeerLeftError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed
@@ -31,10 +32,14 @@ from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
 
+_log = logging.getLogger(__name__)
+
 ASK_S = 0.5
 """After so long a wait, the servers are asked whom they wait for."""
 DRAIN_S = 5.0
 """How long the last averages may take to leave when this rank closes."""
+STALL_GRACE_S = 4.0
+"""Heartbeats tell of a training thread some seconds late."""
 NoteWait = Callable[[str, int], None]
 
 
@@ -52,6 +57,7 @@ class Exchange:
         is_additive: bool,
         make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
+        progress: Progress,
         note_wait: NoteWait,
         trace: Trace,
         recorder: Recorder | None = None,
@@ -66,6 +72,7 @@ class Exchange:
         self._port = port
         self._max_staleness = max_staleness
         self._timeout_s = timeout_s
+        self._progress = progress
         self._note_wait = note_wait
         self._recorder = recorder
         self._changed = threading.Condition()
@@ -73,7 +80,6 @@ class Exchange:
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
-        self._first_servers = tuple(placement)
         self._notes = LossNotes(port, stream=buckets[0].stream, on_note=self._on_note)
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
@@ -93,7 +99,13 @@ class Exchange:
             if port.rank in terms.workers
         ]
         self._tree_end = TreeEnd(
-            port, self.membership, self.links, shrinks=terms.shrinks, leave_tree=self._move_buckets
+            port,
+            self.membership,
+            self.links,
+            shrinks=terms.shrinks,
+            timeout_s=timeout_s,
+            leave_tree=self._move_buckets,
+            leave_behind=self._has_left_behind,
         )
 
     def start(self) -> None:
@@ -104,7 +116,7 @@ class Exchange:
         self._port.stand_back()
         self._port.watch_losses(self._on_lost)
         self._notes.open()
-        for bucket, server in zip(self._buckets, self._first_servers, strict=True):
+        for bucket, server in zip(self._buckets, self.membership.servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
         for link in self.links:
@@ -157,7 +169,7 @@ class Exchange:
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
         self.raise_failure()
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
-        dropped = self._port.run(self._dropped(), DRAIN_S)
+        dropped = self._port.run(self._dropped(), self._timeout_s)
         try:
             ends = self._tree_end.run(
                 mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
@@ -200,7 +212,7 @@ class Exchange:
 
     def serve(self) -> None:
         """Serve until every worker has left; for a rank that is no worker."""
-        with self._changed:
+        with self._progress.waiting(), self._changed:
             self._changed.wait_for(lambda: self._is_alone() or isinstance(self._failure, FabricClosedError))
         if not self._is_alone():
             self.raise_failure()
@@ -210,20 +222,11 @@ class Exchange:
 
     def statistics(self) -> OverlappedStatistics:
         """Return all counters."""
-        counts = self.counts
         told = zip(*(link.dropped for link in self.links), self._dropped_together, strict=True)
-        return OverlappedStatistics(
-            num_steps=counts.num_steps,
-            num_periods=counts.num_periods,
+        return self.counts.record(
             iteration=self.clock.iteration,
-            mean_staleness=counts.sum_staleness / max(1, counts.num_steps),
-            max_staleness=counts.max_staleness,
-            share_with_global=counts.num_with_global / max(1, counts.num_steps),
             dropped=tuple(sum(counted) for counted in told),
             num_forgotten=sum(link.num_forgotten for link in self.links),
-            waited_staleness_s=counts.waited_s["staleness"],
-            waited_period_s=counts.waited_s["period"],
-            waited_for=dict(counts.waited_for),
             lost=tuple(sorted(self.lost)),
         )
 
@@ -269,16 +272,8 @@ class Exchange:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
         self._tree_end.go_on()
-        with self._changed:
-            is_done = self._wait_for(is_over, ASK_S)
-        if not is_done:
-            self._ask()
-            with self._changed:
-                is_done = self._wait_for(is_over, max(0.0, self._timeout_s - 2 * ASK_S))
-        if not is_done:
-            self._ask()
-            with self._changed:
-                self._wait_for(is_over, ASK_S)
+        with self._progress.waiting():
+            self._wait_and_ask(is_over)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
         self._note_wait(phase, start_ns)
         with self._changed:
@@ -286,6 +281,31 @@ class Exchange:
                 return  # what was waited for came, whatever else has failed since
         self.raise_failure()
         raise DeadlineError(self._late(phase))
+
+    def _wait_and_ask(self, is_over: Callable[[], bool]) -> None:
+        """Wait, and ask the servers whom they wait for; who of these lives but does not train is left behind."""
+        start_s, wait_s = time.monotonic(), ASK_S
+        limit_s = min(self._port.stalls.limit_s, self._timeout_s)
+        end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
+        while True:
+            with self._changed:
+                if self._wait_for(is_over, wait_s):
+                    return
+            if (now_s := time.monotonic()) >= end_s:
+                return
+            if now_s - start_s >= limit_s:
+                self._port.run(self._leave_behind(), self._timeout_s)
+            self._ask()
+            wait_s = min(max(start_s + limit_s - now_s, ASK_S), max(ASK_S, end_s - now_s - ASK_S))
+
+    def _has_left_behind(self) -> bool:
+        """Look for those who do not train, for some seconds; whether somebody is lost since periods end together."""
+        for _ in range(int(STALL_GRACE_S / ASK_S)):
+            self._port.run(self._leave_behind(), self._timeout_s)
+            with self._changed:
+                if self._wait_for(lambda: not self.membership.on_tree, ASK_S):
+                    break
+        return not self.membership.on_tree
 
     def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
         return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
@@ -324,6 +344,16 @@ class Exchange:
             self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
         elif is_left_behind or is_believed(reporter, lost):
             self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"))
+
+    async def _leave_behind(self) -> None:
+        """Take for lost whom this rank may wait for, and who lives but does not train; and tell all."""
+        stalls = self._port.stalls
+        for peer in sorted(stalls.stalled.intersection(self.terms.workers) - self.lost.keys()):
+            who = self._port.describe_peer(peer)
+            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
+            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
+            self._notes.tell(peer, is_left_behind=True)
+            self._on_lost(peer, UpdateError(text))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:

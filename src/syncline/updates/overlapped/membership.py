@@ -44,7 +44,8 @@ class Membership:
         """Whether periods end with a collective of all ranks, which has no part for one that is lost."""
         self._terms = terms
         self._first_servers = tuple(first_servers)
-        self._servers = list(first_servers)
+        self.servers = list(first_servers)
+        """Of each bucket, now."""
 
     def lose(self, rank: int, reason: str, *, has_left: bool) -> None:
         """Take note that ``rank`` is lost, or has left by itself."""
@@ -75,7 +76,7 @@ class Membership:
         if has_left_tree:
             self.on_tree = False
         moves = []
-        for position, (first, now) in enumerate(zip(self._first_servers, self._servers, strict=True)):
+        for position, (first, now) in enumerate(zip(self._first_servers, self.servers, strict=True)):
             if now in self.lost or has_left_tree:
                 moves.append(self._move(position, first))
         return moves
@@ -85,7 +86,7 @@ class Membership:
         server = successor(first, servers, self.lost)
         if server is None:
             raise UpdateError(f"All servers are lost: {sorted(self.lost)}; start again from a checkpoint")
-        self._servers[position] = server
+        self.servers[position] = server
         distance = (servers.index(server) - servers.index(first)) % len(servers)
         # A fleet that has left the tree begins again on all servers, also on those that live.
         begun_again = self._terms.ends_on_tree

@@ -180,6 +180,7 @@ class OverlappedUpdater(WholeUpdater):
             is_additive=kind != "swap",
             make_feed=self._make_feed,
             timeout_s=self.channel.timeout_s,
+            progress=communicator.progress,
             note_wait=self.channel.note_wait,
             trace=self.channel.trace,
             recorder=self.recorder,

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from syncline.errors import PeerLostError
+from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.membership import Membership
 from syncline.updates.overlapped.tree_mean import Ends, TreeMean
-
-LOOP_S = 5.0
 
 
 class TreeEnd:
@@ -29,14 +27,21 @@ class TreeEnd:
         links: Sequence[WorkerLink],
         *,
         shrinks: bool,
+        timeout_s: float,
         leave_tree: Callable[[], None],
+        leave_behind: Callable[[], bool],
     ) -> None:
-        """``leave_tree`` is called on the loop's thread, to go on through the servers."""
+        """``leave_tree`` is called on the loop's thread, to go on through the servers.
+
+        ``leave_behind`` leaves ranks behind that live but do not train; it returns whether somebody was lost.
+        """
         self._port = port
         self._membership = membership
         self._links = links
         self._shrinks = shrinks
+        self._timeout_s = timeout_s
         self._leave_tree = leave_tree
+        self._leave_behind = leave_behind
         self._is_under_way = False
         self._has_someone_left = False
 
@@ -45,18 +50,18 @@ class TreeEnd:
 
         Where no loss is survived, it is raised as the collective's :class:`PeerLostError`.
         """
-        if not self._port.run(self._begin(), LOOP_S):
+        if not self._port.run(self._begin(), self._timeout_s):
             return None
         for link in self._links:
             link.stop()
         try:
             ends = mean.sum(num_samples=num_samples, iteration=iteration, dropped=dropped)
-        except PeerLostError:
-            if not self._shrinks:
+        except (PeerLostError, DeadlineError) as error:
+            if not self._shrinks or (isinstance(error, DeadlineError) and not self._leave_behind()):
                 raise
-            self._port.run(self._give_up(), LOOP_S)
+            self._port.run(self._give_up(), self._timeout_s)
             return None
-        if not self._port.run(self._keep(mean, ends.iteration), LOOP_S):
+        if not self._port.run(self._keep(mean, ends.iteration), self._timeout_s):
             return None
         mean.finish()
         return ends

@@ -1,0 +1,57 @@
+"""A rank that lives, but whose training thread hangs, is left behind by its cluster and by the others."""
+
+import threading
+
+import pytest
+import torch
+from clustered_training import batch
+
+from small_regression import loss_of, make_model, make_sgd, parameters_of
+from syncline.errors import SynclineError
+from syncline.pytorch.distribute import distribute
+from syncline.updates.clustered.rule import Clustered
+from thread_fleets import run_fleets
+
+NUM_RANKS = 5
+CLUSTERS = ((0, 1, 2), (3,), (4,))
+NUM_STEPS = 8
+
+
+@pytest.mark.parametrize("hangs", [0, 1, 2, 3])
+def test_who_hangs_is_left_behind_and_told_when_it_wakes(hangs: int) -> None:
+    """Members and temporary servers of a cluster, and a whole cluster of one."""
+    fleets = {}
+    all_are_there, others_are_done = threading.Barrier(NUM_RANKS), threading.Event()
+    done = []
+
+    def hang() -> None:
+        for rank, fleet in fleets.items():
+            fabric = fleet.communicator._fabric
+            for passed_s in (0.0, 30.0) if rank != hangs else ():
+                fabric._network.loop.call_soon(fabric.stalls.tick, passed_s, {hangs: 4})
+        assert others_are_done.wait(40)
+
+    def body(fleet):
+        fleets[fleet.rank] = fleet
+        fleet.communicator._fabric.stalls.limit_s = 0.2
+        model = make_model()
+        rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        all_are_there.wait(20)
+        for step in range(NUM_STEPS):
+            if (fleet.rank, step) == (hangs, 3):
+                hang()
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done.append(fleet.rank)
+        if len(done) == NUM_RANKS - 1:
+            others_are_done.set()
+        return parameters_of(model), optimizer.statistics().dead
+
+    results = run_fleets(NUM_RANKS, body, accept=SynclineError)
+    survivors = [results[rank] for rank in range(NUM_RANKS) if rank != hangs]
+    for parameters, dead in survivors:
+        assert torch.equal(parameters, survivors[0][0])
+        assert dead == (hangs,)
+    assert "its training thread hung, and the job went on without it" in str(results[hangs])
