@@ -15,6 +15,7 @@ from syncline.updates.overlapped.events import (
     Reply,
     ReplyAverage,
     Stop,
+    Waiting,
 )
 from syncline.updates.overlapped.server import ServerShard
 
@@ -70,6 +71,31 @@ def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -
     assert shard.handle(Replied(worker=0)) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
     assert shard.handle(Replied(worker=1)) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
     assert shard.handle(Replied(worker=1)) == []
+
+
+def test_a_turn_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() -> None:
+    """It may wait, in another bucket, for the very one whose push lies here."""
+    shard = ServerShard(workers=range(3), quorum=2, window=1)
+    shard.handle(push(2, 1))
+    assert shard.handle(Waiting(worker=0)) == []  # worker 1 may come
+    assert shard.handle(end(1)) == [Release(worker=2, place=21), *told(shard, 1)]
+    assert shard.statistics().num_abandoned == 1
+    shard.handle(Waiting(worker=2))
+    assert shard.handle(push(2, 2)) == [Release(worker=2, place=22)]
+    assert shard.closed == 2
+    shard.handle(push(0, 3))
+    assert shard.handle(push(2, 3))[0] == Fold(turn=3, contributions=(given(push(0, 3)), given(push(2, 3))))
+
+
+def told(shard: ServerShard, closed: int) -> list[Reply]:
+    return [Reply(worker=rank, period=0, closed=closed, clock=0, accepted=()) for rank in shard.alive if rank != 1]
+
+
+def test_where_all_workers_are_needed_a_turn_waits_for_each() -> None:
+    shard = ServerShard(workers=range(2), quorum=2, window=1)
+    shard.handle(push(0, 1))
+    assert shard.handle(Waiting(worker=1)) == []
+    assert shard.handle(push(1, 1))[0] == Fold(turn=1, contributions=(given(push(0, 1)), given(push(1, 1))))
 
 
 def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() -> None:

@@ -17,8 +17,14 @@ that j - 1 is closed, so wherever M workers pushed for j, j - 1 closes too.
 
 and, to each worker, which of *its own* pushes are in (``accepted``: the latest turns in which it was among the M). It
 needs no list of everybody: a worker subtracts nothing but its own. A turn that can no longer find M workers (some are
-dead, or have ended their period) is *abandoned*: it counts as closed, and nobody is in. So ``closed`` never skips, and
-one number says what C holds.
+dead, have ended their period, or wait) is *abandoned*: it counts as closed, and nobody is in. So ``closed`` never
+skips, and one number says what C holds.
+
+**Who waits** for ``max_staleness`` in one bucket pushes nothing in any, and with M < N two workers can wait for each
+other: each has a push out in one bucket for a turn in which only the other is missing, whose push for the turn before
+came late, or who has left it out. Servers hear who waits from the questions that are asked in a long wait, and do not
+count on them, until they push again. With M = N there is no such pair: the later of the two to make its last step had
+been told of all that the other had pushed before.
 
 **What a worker does** with C(j), when it last used C(i), i < j: its own pushes for turns i < k <= j are now *settled*,
 and the others are not touched.

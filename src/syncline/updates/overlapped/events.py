@@ -50,6 +50,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """``worker`` waits for what is newer, of this bucket or another, and has nothing that it could push here."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replied:
     """The reply to ``worker`` has left; another may follow."""
 
@@ -74,7 +81,7 @@ class Hello:
     """The fleet's iteration at the start of ``period``."""
 
 
-ServerEvent = Push | End | Stop | Replied | Lost | Hello
+ServerEvent = Push | End | Stop | Waiting | Replied | Lost | Hello
 
 # --- instructions of a server shard ------------------------------------------------------------------------------
 

@@ -283,7 +283,7 @@ class Exchange:
         raise DeadlineError(self._late(phase))
 
     def _wait_and_ask(self, is_over: Callable[[], bool]) -> None:
-        """Wait, and ask the servers whom they wait for; who of these lives but does not train is left behind."""
+        """Wait, and ask the servers (also new ones) whom they wait for; who of these does not train is left behind."""
         start_s, wait_s = time.monotonic(), ASK_S
         limit_s = min(self._port.stalls.limit_s, self._timeout_s)
         end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
@@ -295,8 +295,8 @@ class Exchange:
                 return
             if now_s - start_s >= limit_s:
                 self._port.run(self._leave_behind(), self._timeout_s)
-            self._ask()
-            wait_s = min(max(start_s + limit_s - now_s, ASK_S), max(ASK_S, end_s - now_s - ASK_S))
+            self._ask(anew=now_s < start_s + 2 * ASK_S)
+            wait_s = min(2 * wait_s, max(start_s + limit_s - now_s, ASK_S), max(ASK_S, end_s - now_s - ASK_S))
 
     def _has_left_behind(self) -> bool:
         """Look for those who do not train, for some seconds; whether somebody is lost since periods end together."""
@@ -310,9 +310,9 @@ class Exchange:
     def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
         return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
 
-    def _ask(self) -> None:
+    def _ask(self, *, anew: bool) -> None:
         for link in self.links:
-            link.awaited = ()
+            link.awaited = () if anew else link.awaited
             self._port.call_soon(link.ask)
 
     def _awaited(self) -> tuple[int, ...]:

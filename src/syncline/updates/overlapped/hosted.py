@@ -31,6 +31,7 @@ from syncline.updates.overlapped.events import (
     ServerEvent,
     ServerInstruction,
     Stop,
+    Waiting,
 )
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.server import ServerShard
@@ -240,7 +241,7 @@ class HostedShard:
         self._await_stop(worker, number + 1)
 
     def _await_question(self, worker: int) -> None:
-        """Tell ``worker`` whom this shard waits for, whenever it asks."""
+        """Tell ``worker`` whom this shard waits for, whenever it asks, which it does while it waits."""
         question = self._mailboxes[worker].question
         self._port.receive(
             worker,
@@ -264,6 +265,7 @@ class HostedShard:
             connection_class=self.bucket.connection_class,
         )
         self._await_question(worker)
+        self._handle(Waiting(worker=worker))
 
 
 def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:

@@ -28,6 +28,7 @@ from syncline.updates.overlapped.events import (
     ServerEvent,
     ServerInstruction,
     Stop,
+    Waiting,
 )
 
 
@@ -58,6 +59,8 @@ class _Account:
     final_turn: int | None = None
     """Its last turn of this period, once that is known: it has ended the period."""
     due: deque[ReplyAverage] = field(default_factory=deque)
+    is_waiting: bool = False
+    """It has said so since its last push: until it is freed, perhaps by another bucket, it pushes nothing."""
 
     def may_push(self, turn: int) -> bool:
         """Whether a push for ``turn`` may come."""
@@ -120,6 +123,8 @@ class ServerShard:
                 instructions = self._end(event)
             case Stop():
                 instructions = self._stop(event)
+            case Waiting(worker=worker):
+                instructions = self._wait(worker)
             case Replied(worker=worker):
                 self._accounts[worker].is_busy = False
                 instructions = self._reply(worker)
@@ -172,6 +177,7 @@ class ServerShard:
             self._outdated[push.worker] += 1
             return [*begun, *dropped]
         account.last_turn = push.turn
+        account.is_waiting = False
         if push.turn <= self.closed:
             self._late[push.worker] += 1
             return dropped
@@ -206,7 +212,17 @@ class ServerShard:
     def _num_to_come(self, turn: int, present: Iterable[int]) -> int:
         """Return how many workers may still push for ``turn``."""
         accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
-        return sum(account.may_push(turn) for account in accounts.values())
+        return sum(account.may_push(turn) and not account.is_waiting for account in accounts.values())
+
+    def _wait(self, worker: int) -> list[ServerInstruction]:
+        """Do not count on ``worker`` for a turn while it waits: it may wait for whoever waits for that turn.
+
+        Where a global gradient needs all workers, none can be ahead in one bucket and behind in another as that takes.
+        """
+        if self.quorum == len(self._accounts):
+            return []
+        self._accounts[worker].is_waiting = True
+        return self._advance()
 
     def _close(self, turn: int) -> list[ServerInstruction]:
         present = self._held.pop(turn)
@@ -298,6 +314,7 @@ class ServerShard:
         for account in self._accounts.values():
             account.last_turn = account.told = 0
             account.final_turn = None
+            account.is_waiting = False
             account.accepted.clear()
         return [*self._release(leftover), Clear(period=period)]
 
