@@ -47,6 +47,7 @@ def train() -> None:
 def train_with_trace() -> None:
     """Train with a trace, and leave nothing behind."""
     path = Path(sys.argv[2]) / f"trace-{os.environ['RANK']}.json"
+    tempfile.tempdir = sys.argv[2]  # where others' programs leave nothing
     before = {thread.name for thread in threading.enumerate()}
     with syncline.init(trace=path):
         trainer = syncline.phase(make_stages(NUM_STAGES), adam, loss=squared)
