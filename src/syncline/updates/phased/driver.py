@@ -51,6 +51,7 @@ class PairDriver:
         self._stages = setting.stages
         self._trace = setting.channel.trace
         self._timeout_s = setting.channel.timeout_s
+        self._progress = setting.channel.communicator.progress
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._left: PeerLostError | None = None
@@ -101,7 +102,8 @@ class PairDriver:
         """Run a pass to the end of this rank's part of it."""
         self.raise_failure()
         try:
-            self._link.wait_sent(self._timeout_s)
+            with self._progress.waiting():
+                self._link.wait_sent(self._timeout_s)
             self._begin(kind, inputs, targets, num_samples)
             while (phase := self._wait_phase()) is not None:
                 self._compute(phase)
@@ -114,7 +116,7 @@ class PairDriver:
 
     def synchronize(self) -> None:
         """Wait until every update is over, and stored."""
-        with self._changed:
+        with self._progress.waiting(), self._changed:
             is_over = self._changed.wait_for(lambda: self._failure or self._phases.is_settled, self._timeout_s)
         self.raise_failure()
         if not is_over:
@@ -188,7 +190,7 @@ class PairDriver:
     def _wait_phase(self) -> Phase | None:
         """Return the next phase, once it can be computed; None if this rank's part of the pass is over."""
         start_ns = time.monotonic_ns()
-        with self._changed:
+        with self._progress.waiting(), self._changed:
             last = self._phases.awaited()
 
             def can_go_on() -> bool:
