@@ -75,9 +75,9 @@ class Mail:
         return received
 
 
-async def gather(*futures, deadline_s=20.0):
+async def gather(*futures, deadline_s=20.0, return_exceptions=False):
     async with asyncio.timeout(deadline_s):
-        return await asyncio.gather(*futures)
+        return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 
 
 @asynccontextmanager
@@ -156,12 +156,14 @@ def tcp_opener(**settings):
     return open_tcp
 
 
+AUTHENTICATED = "tcp with authenticated frames"
 OPENERS = {
     "memory": open_memory,
     "shuffled memory": open_shuffled_memory,
     "tcp": tcp_opener(shares_memory=False),
     "shared host": tcp_opener(),
     "tcp ipv6": tcp_opener(address="::1", dscp=(46, 34), num_classes=2, shares_memory=False),
+    AUTHENTICATED: tcp_opener(secret=b"s" * 32, authenticate_frames=True, num_classes=2, shares_memory=False),
     "tcp with little room": tcp_opener(
         secret=b"s" * 32,
         shares_memory=False,

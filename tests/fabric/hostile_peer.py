@@ -6,7 +6,8 @@ import socket
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.dialling import dial, read_exactly
-from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
+from syncline.fabric.frame_checks import make_checks
+from syncline.fabric.frames import HEADER_BYTES, FrameType, check_payload, decode_header, encode_header
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_host import OfferTerms
@@ -18,6 +19,8 @@ class HostilePeer:
     def __init__(self, options):
         self.options = options
         self.sockets = {}
+        self.checks = {}
+        """Of each connection, those of what it sends and of what it receives."""
 
     async def connect(self, store):
         generation = await Rendezvous(store, job_id=self.options.job_id).meet(
@@ -30,11 +33,12 @@ class HostilePeer:
             epoch=generation.epoch,
             key=derive_key(self.options.secret or generation.job_nonce, job_id=self.options.job_id),
             num_classes=self.options.num_classes,
+            authenticates_frames=self.options.authenticate_frames,
         )
         self.offer_terms = OfferTerms(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         target = generation.members[0]
         for connection_class in range(-1, self.options.num_classes):
-            self.sockets[connection_class] = await dial(
+            self.sockets[connection_class], keys = await dial(
                 terms,
                 self.options,
                 own_address="127.0.0.1",
@@ -43,17 +47,26 @@ class HostilePeer:
                 address=(target.address, target.port),
                 connection_class=connection_class,
             )
+            self.checks[connection_class] = make_checks(keys)
         return self
 
     async def send(self, connection_class, *parts):
         await asyncio.get_running_loop().sock_sendall(self.sockets[connection_class], b"".join(parts))
 
     async def frame(self, connection_class, kind, *, payload=b"", **fields):
-        await self.send(connection_class, encode_header(kind, connection_class, payload=payload, **fields), payload)
+        await self.send(connection_class, *self.make_frame(connection_class, kind, payload=payload, **fields))
+
+    def make_frame(self, connection_class, kind, *, payload=b"", **fields):
+        """Return the header and the payload of the next frame."""
+        sending, _ = self.checks[connection_class]
+        return encode_header(kind, connection_class, payload=payload, checks=sending, **fields), payload
 
     async def read_frame(self, connection_class=-1):
-        header = decode_header(memoryview(await read_exactly(self.sockets[connection_class], HEADER_BYTES)))
-        return header, await read_exactly(self.sockets[connection_class], header.chunk_bytes)
+        sock, (_, receiving) = self.sockets[connection_class], self.checks[connection_class]
+        header = decode_header(memoryview(await read_exactly(sock, HEADER_BYTES)), receiving)
+        payload = await read_exactly(sock, header.chunk_bytes)
+        check_payload(header, payload, receiving)
+        return header, payload
 
     async def read_until(self, kind):
         """Read control frames until one of ``kind``, and return it."""

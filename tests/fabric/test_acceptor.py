@@ -59,7 +59,7 @@ class Door:
         return Terms(**(values | changes))
 
     async def dial(self, rank, connection_class=0, **changes):
-        return await dial(
+        sock, _ = await dial(
             self.terms(rank, **changes),
             self.options,
             own_address="127.0.0.1",
@@ -68,6 +68,7 @@ class Door:
             address=("127.0.0.1", self.port),
             connection_class=connection_class,
         )
+        return sock
 
     async def wait_until(self, condition):
         self.acceptor.over = asyncio.Event()

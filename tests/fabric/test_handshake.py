@@ -51,7 +51,7 @@ def test_two_ranks_of_a_job_agree(connection_class):
     finish = one.finish(reply)
     assert (len(hello), len(reply), len(finish)) == (HELLO_BYTES, REPLY_BYTES, FINISH_BYTES)
     assert max(HELLO_BYTES, REPLY_BYTES, FINISH_BYTES) <= 256
-    assert other.finish(finish) == (3, connection_class)
+    assert other.finish(finish) == (3, connection_class, None)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_two_ranks_of_a_job_agree(connection_class):
         ({"versions": (2, 3)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
+        ({"authenticates_frames": True}, Refusal.FRAMES),
         ({"num_classes": 3}, Refusal.CLASSES),
         ({"connection_class": 2}, Refusal.CLASSES),
         ({"connection_class": -2}, Refusal.CLASSES),
@@ -81,7 +82,7 @@ def test_versions_that_overlap_agree_on_the_newest_common_one():
     one, other = dialer(versions=(1, 5)), greeter(versions=(3, 4))
     reply = other.reply(one.hello())
     assert reply[8:10] == (4).to_bytes(2, "little")
-    assert other.finish(one.finish(reply)) == (3, 0)
+    assert other.finish(one.finish(reply)) == (3, 0, None)
 
 
 def test_a_rank_that_is_connected_already_is_refused():
@@ -99,7 +100,7 @@ def test_the_second_of_two_at_once_is_refused():
     one, other = dialer(), dialer(nonce=lambda num_bytes: b"z" * num_bytes)
     finish_one = one.finish(first.reply(one.hello()))
     finish_other = other.finish(second.reply(other.hello()))
-    taken.add(first.finish(finish_one))
+    taken.add(first.finish(finish_one)[:2])
     assert refusal(second.finish, finish_other).refusal is Refusal.DUPLICATE
 
 

@@ -147,7 +147,7 @@ def test_ranks_of_both_kinds_make_one_job(monkeypatch, first, second):
     kinds = {"python": PythonWiring, "native": NativeWiring}
     in_turns = itertools.cycle([kinds[first], kinds[second]])
 
-    def open_next(sizes):
+    def open_next(sizes, **_):
         return next(in_turns)(sizes)
 
     monkeypatch.setattr(mesh, "open_wiring", open_next)

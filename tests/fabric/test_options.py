@@ -11,6 +11,7 @@ from syncline.fabric.sockets import open_listening_socket, resolve_address
     ("settings", "message"),
     [
         ({"secret": b"short"}, "at least 32 bytes, not 5"),
+        ({"authenticate_frames": True}, "authenticate_frames=True needs a secret.*SYNCLINE_SECRET_FILE"),
         ({"job_id": ""}, "job_id must not be empty"),
         ({"heartbeat_s": 0}, "heartbeat_s must be more than 0"),
         ({"close_s": -1.0}, "close_s must be more than 0"),

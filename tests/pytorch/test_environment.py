@@ -36,6 +36,20 @@ def test_the_board_can_be_turned_off() -> None:
     assert not read_environment({"SYNCLINE_BOARD": "off"}).uses_board
 
 
+def test_frames_are_authenticated_where_the_variable_or_the_argument_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not read_environment({}).authenticates_frames
+    assert read_environment({"SYNCLINE_AUTHENTICATE_FRAMES": "on"}).authenticates_frames
+    for name in ("RANK", "WORLD_SIZE", "SYNCLINE_TOPOLOGY", "SYNCLINE_SECRET", "SYNCLINE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SYNCLINE_AUTHENTICATE_FRAMES", "on")
+    with pytest.raises(ConfigurationError, match="authenticate_frames=True needs a secret"):
+        init()
+    init(authenticate_frames=False).close()
+    monkeypatch.delenv("SYNCLINE_AUTHENTICATE_FRAMES")
+    with pytest.raises(ConfigurationError, match="authenticate_frames=True needs a secret"):
+        init(authenticate_frames=True)
+
+
 def test_binding_can_be_turned_off() -> None:
     assert read_environment({}).binds_thread
     assert not read_environment({"SYNCLINE_BIND_THREAD": "off"}).binds_thread
@@ -48,6 +62,7 @@ def test_binding_can_be_turned_off() -> None:
         ({"RANK": "2"}, "RANK must be from 0"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"SYNCLINE_BIND_THREAD": "no"}, "SYNCLINE_BIND_THREAD must be on or off, not 'no'"),
+        ({"SYNCLINE_AUTHENTICATE_FRAMES": "1"}, "SYNCLINE_AUTHENTICATE_FRAMES must be on or off, not '1'"),
         ({"SYNCLINE_BOARD": "0"}, "SYNCLINE_BOARD must be on or off, not '0'"),
         ({"SYNCLINE_SECRET_FILE": "/does/not/exist"}, "cannot be read"),
     ],

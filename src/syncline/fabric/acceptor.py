@@ -15,7 +15,8 @@ from functools import partial
 
 from syncline.fabric.dialling import greet
 from syncline.fabric.forks import close_in_children
-from syncline.fabric.handshake import Refusal, RefusedError, Terms
+from syncline.fabric.frame_checks import FrameKeys
+from syncline.fabric.handshake import Admission, Refusal, RefusedError, Terms
 
 MAX_UNAUTHENTICATED = 64
 MAX_ACCEPTS_AT_ONCE = 16
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts connections and hands the authenticated ones to ``on_connection(rank, class, socket)``."""
+    """Accepts connections and hands the authenticated ones to ``on_connection(rank, class, frame keys, socket)``."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Acceptor:
         *,
         handshake_s: float,
         is_taken: Callable[[int, int], bool],
-        on_connection: Callable[[int, int, socket.socket], None],
+        on_connection: Callable[[int, int, FrameKeys | None, socket.socket], None],
     ) -> None:
         self._socket = sock
         self._terms = terms
@@ -44,7 +45,7 @@ class Acceptor:
         self._is_taken = is_taken
         self._on_connection = on_connection
         self._loop = asyncio.get_running_loop()
-        self._handshakes: dict[asyncio.Task[tuple[int, int]], float] = {}
+        self._handshakes: dict[asyncio.Task[Admission], float] = {}
         self._resume: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
         self._num_unlogged = 0
@@ -63,7 +64,7 @@ class Acceptor:
         """Greet by these terms from now on."""
         self._terms = terms
 
-    def close(self) -> list[asyncio.Task[tuple[int, int]]]:
+    def close(self) -> list[asyncio.Task[Admission]]:
         """Stop accepting; return the handshakes that were under way, cancelled."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
@@ -105,11 +106,11 @@ class Acceptor:
         self._loop.remove_reader(self._socket.fileno())
         self._resume = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._socket.fileno(), self._accept)
 
-    async def _greet(self, sock: socket.socket) -> tuple[int, int]:
+    async def _greet(self, sock: socket.socket) -> Admission:
         async with asyncio.timeout(self._handshake_s):
             return await greet(sock, self._terms, self._is_taken)
 
-    def _finish(self, sock: socket.socket, address: str, task: asyncio.Task[tuple[int, int]]) -> None:
+    def _finish(self, sock: socket.socket, address: str, task: asyncio.Task[Admission]) -> None:
         """Hand the socket over, or close and count it."""
         self._handshakes.pop(task, None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -13,6 +13,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from syncline.fabric.frame_checks import FrameKeys, make_checks
 from syncline.fabric.frames import CONTROL_CLASS, FrameError
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sockets import mark
@@ -31,12 +32,20 @@ class Connection(ABC):
 
     connection_class = CONTROL_CLASS
 
-    def __init__(self, sock: socket.socket, turn_end: TurnEnd, *, on_broken: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        turn_end: TurnEnd,
+        *,
+        on_broken: Callable[[Exception], None],
+        keys: FrameKeys | None = None,
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._loop = turn_end.loop
         self._turn_end = turn_end
         self._on_broken = on_broken
+        self._sending, self._receiving = make_checks(keys)
         self._buffers: list[bytes | memoryview] = []
         self._buffers_bytes = 0
         self._is_watching_writer = False

@@ -9,9 +9,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from isal.isal_zlib import crc32
-
 from syncline.fabric.connection import Connection
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import (
     CONTROL_CLASS,
     DATA_TYPES,
@@ -42,8 +41,9 @@ class ControlConnection(Connection):
         *,
         on_frame: Callable[[Frame, bytes], None],
         on_broken: Callable[[Exception], None],
+        keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, turn_end, on_broken=on_broken)
+        super().__init__(sock, turn_end, on_broken=on_broken, keys=keys)
         self._on_frame = on_frame
         self._queue: list[bytes] = []
         self._inbox = memoryview(bytearray(INBOX_BYTES))
@@ -75,6 +75,7 @@ class ControlConnection(Connection):
             message_bytes=message_bytes,
             offset=offset,
             payload=payload,
+            checks=self._sending,
         )
         self._queue.append(header)
         if payload:
@@ -110,7 +111,7 @@ class ControlConnection(Connection):
         """Handle every whole frame that is here and keep the rest, a part of one frame, for later."""
         inbox, start, stop = self._inbox, 0, self._num_inbox_bytes
         while stop - start >= HEADER_BYTES:
-            frame = decode_header(inbox[start : start + HEADER_BYTES])
+            frame = decode_header(inbox[start : start + HEADER_BYTES], self._receiving)
             if (frame.type in DATA_TYPES and frame.type != FrameType.END) or frame.connection_class != CONTROL_CLASS:
                 raise FrameError(f"frame type {frame.type} of class {frame.connection_class} on the control connection")
             if frame.chunk_bytes > MAX_CONTROL_BYTES:
@@ -119,7 +120,7 @@ class ControlConnection(Connection):
             if end > stop:
                 break
             payload = bytes(inbox[start + HEADER_BYTES : end])
-            check_payload(frame, crc32(payload))
+            check_payload(frame, payload, self._receiving)
             start = end
             self._on_frame(frame, payload)
             if self.is_closed:

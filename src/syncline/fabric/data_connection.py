@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from isal.isal_zlib import crc32
-
 from syncline.fabric.connection import BUDGET_BYTES, Connection
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import (
     DATA_TYPES,
     HEADER_BYTES,
@@ -85,8 +84,9 @@ class DataConnection(Connection):
         on_message_sent: Callable[[Outgoing], None],
         on_end: Callable[[], None],
         on_broken: Callable[[Exception], None],
+        keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, turn_end, on_broken=on_broken)
+        super().__init__(sock, turn_end, on_broken=on_broken, keys=keys)
         self.connection_class = connection_class
         self._chunk_bytes = chunk_bytes
         self._receiver = receiver
@@ -100,7 +100,6 @@ class DataConnection(Connection):
         self._frame: Frame | None = None
         self._chunk = memoryview(b"")
         self._num_chunk_bytes = 0
-        self._crc_before = 0
         self._wakes_at_bytes = 1
         self._scratch: memoryview | None = None
         self.sent_bytes = 0
@@ -131,7 +130,7 @@ class DataConnection(Connection):
         if frame is None or frame.tag != tag:
             return
         done = self._num_chunk_bytes
-        self._crc_before = crc32(self._chunk[:done], self._crc_before)
+        self._receiving.add(self._chunk[:done])
         self._chunk = self._waste(frame.chunk_bytes)[: len(self._chunk) - done]
         self._num_chunk_bytes = 0
 
@@ -162,7 +161,7 @@ class DataConnection(Connection):
                 self._finishing.append(heapq.heappop(heap))
         if not buffers and self._wants_end:
             self._wants_end = False
-            buffers.append(encode_header(FrameType.END, self.connection_class))
+            buffers.append(encode_header(FrameType.END, self.connection_class, checks=self._sending))
             num_bytes = HEADER_BYTES
         self._buffers = buffers
         self._buffers_bytes = num_bytes
@@ -177,6 +176,7 @@ class DataConnection(Connection):
             message_bytes=message.num_bytes,
             offset=message.sent_bytes,
             payload=chunk,
+            checks=self._sending,
         )
 
     def _on_refill_sent(self) -> None:
@@ -232,14 +232,13 @@ class DataConnection(Connection):
 
     def _begin_chunk(self) -> None:
         self._num_header_bytes = 0
-        frame = decode_header(self._header)
+        frame = decode_header(self._header, self._receiving)
         if frame.type not in DATA_TYPES or frame.connection_class != self.connection_class or self.has_ended:
             raise FrameError(
                 f"frame type {frame.type} of class {frame.connection_class} on a connection of class "
                 f"{self.connection_class}{' after its end' if self.has_ended else ''}"
             )
         self.overhead_bytes += HEADER_BYTES
-        self._crc_before = 0
         self._num_chunk_bytes = 0
         self._frame = frame
         if frame.type == FrameType.END:
@@ -252,7 +251,7 @@ class DataConnection(Connection):
             self._end_chunk(frame)
 
     def _end_chunk(self, frame: Frame) -> None:
-        check_payload(frame, crc32(self._chunk, self._crc_before))
+        check_payload(frame, self._chunk, self._receiving)
         self._frame = None
         self._chunk = self._header[:0]
         if frame.type == FrameType.END:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,
     MAGIC,
     REASONS,
     REPLY_BYTES,
+    Admission,
     Dialer,
     Greeter,
     Refusal,
@@ -40,8 +42,8 @@ async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-async def greet(sock: socket.socket, terms: Terms, is_taken: Callable[[int, int], bool]) -> tuple[int, int]:
-    """Shake hands on an accepted socket; return the dialer's rank and the connection's class."""
+async def greet(sock: socket.socket, terms: Terms, is_taken: Callable[[int, int], bool]) -> Admission:
+    """Shake hands on an accepted socket; return who the dialer is."""
     loop = asyncio.get_running_loop()
     greeter = Greeter(terms, is_taken=is_taken)
     try:
@@ -70,8 +72,10 @@ async def dial(
     peer_name: str,
     address: tuple[str, int],
     connection_class: int,
-) -> socket.socket:
+) -> tuple[socket.socket, FrameKeys | None]:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
+
+    The keys are those of the connection's frames, if they are authenticated.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
     """
@@ -101,7 +105,7 @@ async def dial(
 
 async def _dial_once(
     options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int]
-) -> socket.socket:
+) -> tuple[socket.socket, FrameKeys | None]:
     loop = asyncio.get_running_loop()
     sock = open_dialling_socket(own_address, options)
     try:
@@ -117,4 +121,4 @@ async def _dial_once(
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, dialer.frame_keys

@@ -2,7 +2,8 @@
 
 Every frame is a header of 48 bytes and at most one chunk of payload. Both carry a CRC-32: TCP's own checksum misses
 about one damaged packet in some ten million (Stone and Partridge, 2000), and a damaged gradient is worse than an error.
-The checksum is not a MAC: it finds accidents, not attackers.
+The checksum is not a MAC: it finds accidents, not attackers. With ``authenticate_frames`` keyed hashes stand in the
+fields of the checksums (:mod:`syncline.fabric.frame_checks`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from isal.isal_zlib import crc32
-
+from syncline.fabric.frame_checks import CrcChecks, FrameChecks
 from syncline.fabric.options import MAX_CHUNK_BYTES
 
 MAGIC = 0x4C53
@@ -75,10 +75,7 @@ class FrameType(IntEnum):
 
 
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
-_BLAME = (
-    "they were changed between the sender's memory and this one, or while they were being sent; "
-    "check memory, cable and NIC offloads"
-)
+_CRCS = CrcChecks()
 _TYPES = frozenset(int(kind) for kind in FrameType)
 
 
@@ -108,8 +105,9 @@ def encode_header(
     message_bytes: int = 0,
     offset: int = 0,
     payload: memoryview | bytes = b"",
+    checks: FrameChecks = _CRCS,
 ) -> bytes:
-    """Return the header of a frame with ``payload``, which is sent after it and not copied."""
+    """Return the header of the next frame, with ``payload``, which is sent after it and not copied."""
     body = _BODY.pack(
         MAGIC,
         VERSION,
@@ -121,18 +119,20 @@ def encode_header(
         message_bytes,
         offset,
         len(payload),
-        crc32(payload),
+        checks.payload_field(payload),
     )
-    return body + _CRC.pack(crc32(body))
+    header = body + _CRC.pack(checks.header_field(body))
+    checks.next_frame()
+    return header
 
 
-def decode_header(buffer: memoryview) -> Frame:
+def decode_header(buffer: memoryview, checks: FrameChecks = _CRCS) -> Frame:
     """Read a header from the first bytes of ``buffer``; raise :class:`FrameError` if it is none."""
     frame = Frame._make(_HEADER.unpack_from(buffer))
     if frame.magic != MAGIC or frame.version != VERSION:
         raise FrameError(f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours")
-    if frame.header_crc != crc32(buffer[:BODY_BYTES]):
-        raise DamagedFrameError(f"a frame header failed its checksum: {_BLAME}")
+    if frame.header_crc != checks.header_field(buffer[:BODY_BYTES]):
+        raise DamagedFrameError(f"a frame header failed its checksum: {checks.blame}")
     if frame.type not in _TYPES or frame.chunk_bytes > MAX_CHUNK_BYTES or frame.flags:
         raise FrameError(
             f"frame type {frame.type} with {frame.chunk_bytes} bytes and flags {frame.flags} is not allowed"
@@ -140,7 +140,13 @@ def decode_header(buffer: memoryview) -> Frame:
     return frame
 
 
-def check_payload(frame: Frame, crc: int) -> None:
-    """Raise :class:`FrameError` unless ``crc`` is what the header promised."""
-    if crc != frame.payload_crc:
-        raise DamagedFrameError(f"{frame.chunk_bytes} bytes of message {frame.tag:#x} failed their checksum: {_BLAME}")
+def check_payload(frame: Frame, rest: memoryview | bytes, checks: FrameChecks = _CRCS) -> None:
+    """Raise :class:`FrameError` unless what was added to ``checks``, and then ``rest``, is what the header promised.
+
+    The frame is complete with this.
+    """
+    if checks.payload_field(rest) != frame.payload_crc:
+        raise DamagedFrameError(
+            f"{frame.chunk_bytes} bytes of message {frame.tag:#x} failed their checksum: {checks.blame}"
+        )
+    checks.next_frame()

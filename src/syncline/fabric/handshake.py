@@ -9,7 +9,8 @@
 
 The labels stop reflection, the nonces replay; ranks, class and epoch are bound by the MACs. K comes from the shared
 secret, or from the job's nonce where there is none (then it stops accidents, not attackers). Only the opening is
-authenticated: whoever can change packets on the way can still change frames.
+authenticated: whoever can change packets on the way can still change frames, unless ``authenticate_frames`` keys them
+by this handshake (:mod:`syncline.fabric.frame_checks`). Whether it does stands in HELLO, and both must want the same.
 
 Pure: bytes in, bytes out. A refusal says why, as far as that leaks nothing to a stranger.
 """
@@ -23,8 +24,10 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from syncline.fabric import frames
+from syncline.fabric.frame_checks import FrameKeys, derive_frame_keys
 
 MAGIC = b"SYNCLINE"
 VERSIONS = (frames.VERSION, frames.VERSION)
@@ -32,7 +35,7 @@ VERSIONS = (frames.VERSION, frames.VERSION)
 NONCE_BYTES = 32
 _NO_MAC = bytes(32)
 
-_HELLO = struct.Struct("<8sHH32sQIIhH32s")
+_HELLO = struct.Struct("<8sHH32sQIIhBB32s")
 _REPLY = struct.Struct("<8sHH32s32s")
 _FINISH = struct.Struct("<8sHH32s")
 _MAC_BYTES = 32
@@ -51,6 +54,7 @@ class Refusal(IntEnum):
     DUPLICATE = 6
     CLASSES = 7
     SECRET = 8
+    FRAMES = 9
 
 
 REASONS = {
@@ -63,6 +67,8 @@ REASONS = {
     Refusal.DUPLICATE: "this rank is connected already; check that no two processes have the same RANK",
     Refusal.CLASSES: "the numbers of connection classes differ; give all ranks the same options",
     Refusal.SECRET: "the shared secrets differ; give all ranks the same secret file",
+    Refusal.FRAMES: "one of the two authenticates its frames and the other does not; give all ranks the same "
+    "authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES)",
 }
 
 
@@ -85,6 +91,7 @@ class Terms:
     epoch: int
     key: bytes
     num_classes: int
+    authenticates_frames: bool = False
     versions: tuple[int, int] = VERSIONS
     nonce: Callable[[int], bytes] = secrets.token_bytes
 
@@ -92,6 +99,15 @@ class Terms:
     def job(self) -> bytes:
         """The job's id in 32 bytes."""
         return hashlib.sha256(self.job_id.encode()).digest()
+
+
+class Admission(NamedTuple):
+    """Who was let in, and for what."""
+
+    rank: int
+    connection_class: int
+    frame_keys: FrameKeys | None
+    """What authenticates the frames of this connection, if something does."""
 
 
 def derive_key(secret: bytes, *, job_id: str) -> bytes:
@@ -109,6 +125,8 @@ class Dialer:
 
     def __init__(self, terms: Terms, *, peer: int, connection_class: int) -> None:
         self._terms = terms
+        self.frame_keys: FrameKeys | None = None
+        """What authenticates the frames, if something does; known when the handshake is finished."""
         self._hello = _HELLO.pack(
             MAGIC,
             *terms.versions,
@@ -118,6 +136,7 @@ class Dialer:
             peer,
             connection_class,
             terms.num_classes,
+            terms.authenticates_frames,
             terms.nonce(NONCE_BYTES),
         )
 
@@ -138,6 +157,7 @@ class Dialer:
         expected = _mac(self._terms.key, b"S", self._hello, reply[:-_MAC_BYTES])
         if not hmac.compare_digest(mac, expected):
             raise RefusedError(Refusal.SECRET, _finish_message(version, Refusal.SECRET))
+        self.frame_keys = _frame_keys(self._terms, self._hello + reply, is_dialer=True)
         return _finish_message(version, Refusal.NONE, _mac(self._terms.key, b"C", self._hello, reply))
 
 
@@ -153,7 +173,8 @@ class Greeter:
 
     def reply(self, hello: bytes) -> bytes:
         """Judge the first message and return the second."""
-        magic, oldest, newest, job, epoch, source, target, connection_class, num_classes, _ = _HELLO.unpack(hello)
+        magic, oldest, newest, job, epoch, source, target, connection_class, *rest = _HELLO.unpack(hello)
+        num_classes, authenticates_frames, _ = rest
         if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
         terms = self._terms
@@ -165,8 +186,8 @@ class Greeter:
             refusal = Refusal.JOB
         elif epoch != terms.epoch:
             refusal = Refusal.EPOCH
-        elif num_classes != terms.num_classes:
-            refusal = Refusal.CLASSES
+        elif differing := _compare_options(terms, num_classes, authenticates_frames):
+            refusal = differing
         elif target != terms.rank or not terms.rank < source < terms.world_size:
             refusal = Refusal.RANK
         elif not frames.CONTROL_CLASS <= connection_class < num_classes:
@@ -181,8 +202,8 @@ class Greeter:
         self._reply = body + _mac(terms.key, b"S", hello, body)
         return self._reply
 
-    def finish(self, message: bytes) -> tuple[int, int]:
-        """Judge the last message; return the dialer's rank and the connection's class."""
+    def finish(self, message: bytes) -> Admission:
+        """Judge the last message; return who the dialer is."""
         magic, _, status, mac = _FINISH.unpack(message)
         if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
@@ -192,11 +213,21 @@ class Greeter:
             raise RefusedError(Refusal.SECRET)
         if self._is_taken(*self._identity):
             raise RefusedError(Refusal.DUPLICATE)
-        return self._identity
+        return Admission(*self._identity, _frame_keys(self._terms, self._hello + self._reply, is_dialer=False))
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, label + b"".join(parts), "sha256")
+
+
+def _compare_options(terms: Terms, num_classes: int, authenticates_frames: int) -> Refusal:
+    if authenticates_frames != terms.authenticates_frames:
+        return Refusal.FRAMES
+    return Refusal.NONE if num_classes == terms.num_classes else Refusal.CLASSES
+
+
+def _frame_keys(terms: Terms, transcript: bytes, *, is_dialer: bool) -> FrameKeys | None:
+    return derive_frame_keys(terms.key, transcript, is_dialer=is_dialer) if terms.authenticates_frames else None
 
 
 def _finish_message(version: int, status: Refusal, mac: bytes = _NO_MAC) -> bytes:

@@ -18,6 +18,7 @@ from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.open_files import check_open_files
@@ -27,7 +28,7 @@ from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
-from syncline.fabric.wirings import open_wiring
+from syncline.fabric.wirings import check_transport, open_wiring
 from syncline.topology.priorities import Priorities
 from syncline.topology.topology import Topology
 
@@ -45,13 +46,14 @@ async def connect_tcp(
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
     ``timeout_s`` is for all of it; None is ``options.connect_s``.
-    Raises ``ConfigurationError`` (address, exposure without a secret), ``RendezvousError`` (who did not come),
-    ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
+    Raises ``ConfigurationError`` (address, exposure without a secret, transport), ``RendezvousError`` (who did not
+    come), ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
     """
     timeout_s = options.connect_s if timeout_s is None else timeout_s
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     address = resolve_address(options.address)
     options.check_exposure(address)
+    check_transport(options)
     check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
@@ -60,12 +62,13 @@ async def connect_tcp(
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
         key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
+        grants = fit_grants(options, rank=rank, world_size=world_size, topology=topology)
         fabric = TcpFabric(
             rank=rank,
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            wiring=open_wiring(fit_grants(options, rank=rank, world_size=world_size, topology=topology)),
+            wiring=open_wiring(grants, has_keys=options.authenticate_frames),
             offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )
@@ -75,12 +78,19 @@ async def connect_tcp(
     # Who came late must still have the time for a handshake.
     left_s = max(deadline_s - asyncio.get_running_loop().time(), options.handshake_s)
     mesh = _Mesh(fabric, listening, generation, options, topology)
+    await _connect_or_abort(fabric, mesh.connect(left_s), rendezvous)
+    return fabric
+
+
+async def _connect_or_abort(fabric: TcpFabric, connecting: Coroutine[Any, Any, None], rendezvous: Rendezvous) -> None:
     try:
-        await _unless_told(mesh.connect(left_s), rendezvous)
+        await _unless_told(connecting, rendezvous)
+    except HandshakeError as error:
+        fabric.abort(str(error))  # a third rank may hear this before it hears the cause from the store
+        raise
     except BaseException:
         fabric.abort()
         raise
-    return fabric
 
 
 async def _unless_told(connecting: Coroutine[Any, Any, None], rendezvous: Rendezvous) -> None:
@@ -139,6 +149,7 @@ class _Mesh:
             epoch=generation.epoch,
             key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
             num_classes=options.num_classes,
+            authenticates_frames=options.authenticate_frames,
         )
         self._opening = asyncio.Lock()
         self._failure: BaseException | None = None
@@ -239,7 +250,7 @@ class _Mesh:
 
     async def _dial(self, member: Member, connection_class: int) -> None:
         async with self._places:
-            sock = await dial(
+            sock, keys = await dial(
                 self._terms,
                 self._options,
                 own_address=self._own_address,
@@ -248,9 +259,9 @@ class _Mesh:
                 address=(member.address, member.port),
                 connection_class=connection_class,
             )
-        self._attach(member.rank, connection_class, sock)
+        self._attach(member.rank, connection_class, keys, sock)
 
-    def _attach(self, peer: int, connection_class: int, sock: socket.socket) -> None:
+    def _attach(self, peer: int, connection_class: int, keys: FrameKeys | None, sock: socket.socket) -> None:
         state = self._fabric.peer(peer)
         if state.has_connection(connection_class):
             sock.close()  # the peer was lost meanwhile
@@ -260,7 +271,7 @@ class _Mesh:
         except OSError:
             sock.close()  # it broke meanwhile, and the deadline names the peer
             return
-        state.attach(connection_class, sock)
+        state.attach(connection_class, sock, keys)
 
     def _describe_missing(self) -> str:
         fabric, acceptor = self._fabric, self.acceptor

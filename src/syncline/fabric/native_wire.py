@@ -16,6 +16,7 @@ from syncline.fabric._native import CallRun, Dataflow, Exchange, GrantScheduler,
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.fitting import GrantSizes
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
@@ -156,6 +157,10 @@ class NativeWire:
     def progress(self) -> int:
         """What the peer's last heartbeat carried."""
         return self._exchange.progress(self._peer)
+
+    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:  # noqa: ARG002 - never called
+        """Authenticate frames: that is for the wire in Python, which is chosen where it is asked for."""
+        raise AssertionError("compiled wires have no keyed hash")
 
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""

@@ -24,6 +24,9 @@ class FabricOptions:
     """At least 32 bytes that all ranks share and that never go through the store; None: loopback only."""
     insecure: bool = False
     """Allow addresses other than loopback without a secret. Whoever reaches the port can then join the job."""
+    authenticate_frames: bool = False
+    """Let every frame carry a code that only who knows the secret can make, so that none can be changed, repeated or
+    left out on the way. Messages move in Python then."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 
@@ -101,6 +104,11 @@ class FabricOptions:
             raise ConfigurationError(
                 f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, not {len(self.secret)}; "
                 "make one with: head -c 32 /dev/urandom | base64 > FILE"
+            )
+        if self.authenticate_frames and self.secret is None:
+            raise ConfigurationError(
+                "authenticate_frames=True needs a secret, and there is none: anyone could make the codes; give "
+                "all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or leave it off"
             )
         if not self.job_id:
             raise ConfigurationError("job_id must not be empty; give each job its own name")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.errors import escape_text
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
@@ -112,9 +113,14 @@ class Peer:
         self.options = options
         self.wire.use(options)
 
-    def attach(self, connection_class: int, sock: socket.socket) -> None:
-        """Take an authenticated socket; with the last one the peer is ready, or has its further classes."""
+    def attach(self, connection_class: int, sock: socket.socket, keys: FrameKeys | None = None) -> None:
+        """Take an authenticated socket; with the last one the peer is ready, or has its further classes.
+
+        ``keys`` authenticate its frames.
+        """
         assert not self.has_connection(connection_class)
+        if keys is not None:
+            self.wire.use_keys(connection_class, keys)
         self._sockets[connection_class] = sock
         if not self.is_ready:
             if len(self._sockets) == 1 + self.options.num_classes:

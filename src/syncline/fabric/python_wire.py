@@ -11,6 +11,7 @@ from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.fitting import GrantSizes
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, Frame, FrameError, FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import GrantScheduler
@@ -75,6 +76,7 @@ class PythonWire:
         self._turn_end = wiring.turn_end
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
+        self._keys: dict[int, FrameKeys] = {}
         self._is_closed = False
         self.progress = 0
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
@@ -127,10 +129,18 @@ class PythonWire:
         """Number of receives that are posted and not finished."""
         return self.inbox.num_pending
 
+    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:
+        """Authenticate the frames of a connection whose socket comes next."""
+        self._keys[connection_class] = keys
+
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""
         self._control = ControlConnection(
-            control, self._turn_end, on_frame=self._on_frame, on_broken=self._on_control_broken
+            control,
+            self._turn_end,
+            on_frame=self._on_frame,
+            on_broken=self._on_control_broken,
+            keys=self._keys.pop(CONTROL_CLASS, None),
         )
         self.outbox.attach(self._control, self._data)
         self._control.start()
@@ -148,6 +158,7 @@ class PythonWire:
                 on_message_sent=partial(self.outbox.on_message_sent, connection_class),
                 on_end=self._check_ended,
                 on_broken=partial(self._on_data_broken, connection_class),
+                keys=self._keys.pop(connection_class, None),
             )
             self._data.append(connection)
             connection.start()

@@ -18,6 +18,7 @@ from syncline.fabric.audience import MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.fitting import WindowSizes
 from syncline.fabric.frames import FrameType
+from syncline.fabric.handshake import Admission
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
@@ -206,11 +207,11 @@ class TcpFabric:
         tasks = self._release()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def abort(self) -> None:
-        """Release everything at once; tell the others, as far as that goes without waiting."""
+    def abort(self, reason: str = "it aborted its fabric") -> None:
+        """Release everything at once; tell the others why, as far as that goes without waiting."""
         if not self._is_closed:
             for peer in self._living():
-                self._tell_peer(peer, lost=self._rank, reason="is lost: it aborted its fabric")
+                self._tell_peer(peer, lost=self._rank, reason=f"is lost: {reason}")
         self._release()
 
     def resize_grants(self, sizes: WindowSizes) -> None:
@@ -356,7 +357,7 @@ class TcpFabric:
         if not self._is_closing:
             self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
 
-    def _release(self) -> list[asyncio.Task[tuple[int, int]]]:
+    def _release(self) -> list[asyncio.Task[Admission]]:
         if self._is_closed:
             return []
         self._is_closing = self._is_closed = True

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
+from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
@@ -68,6 +69,9 @@ class Wire(Protocol):
     @property
     def progress(self) -> int:
         """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
+
+    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:
+        """Authenticate the frames of a connection whose socket comes next; only the wire in Python can."""
 
     def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
         """Take the sockets that a fabric begins with."""

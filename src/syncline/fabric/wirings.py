@@ -1,4 +1,7 @@
-"""Which wires a fabric gets: compiled ones where they could be built, unless ``SYNCLINE_NATIVE=0`` says otherwise."""
+"""Which wires a fabric gets: compiled ones where they could be built, unless ``SYNCLINE_NATIVE=0`` says otherwise.
+
+Frames are authenticated in Python alone: the compiled wires have no keyed hash.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 
 from syncline.errors import ConfigurationError
 from syncline.fabric.fitting import GrantSizes
+from syncline.fabric.options import FabricOptions
 from syncline.fabric.python_wire import PythonWiring
 from syncline.fabric.wire import Wiring
 
@@ -39,6 +43,16 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(NativeSelector()) if is_native() else asyncio.new_event_loop()
 
 
-def open_wiring(sizes: GrantSizes) -> Wiring:
-    """Return a new wiring on the running loop."""
-    return NativeWiring(sizes) if is_native() else PythonWiring(sizes)
+def check_transport(options: FabricOptions) -> None:
+    """Refuse options that the wires of ``SYNCLINE_NATIVE`` cannot meet."""
+    if options.authenticate_frames and os.environ.get(VARIABLE) == "1":
+        raise ConfigurationError(
+            f"{VARIABLE}=1 asks for the compiled wire, and authenticate_frames=True for frames that only the one in "
+            f"Python can authenticate; leave {VARIABLE} empty, or authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES) "
+            "off on all ranks"
+        )
+
+
+def open_wiring(sizes: GrantSizes, *, has_keys: bool = False) -> Wiring:
+    """Return a new wiring on the running loop; ``has_keys``: one that authenticates frames."""
+    return NativeWiring(sizes) if is_native() and not has_keys else PythonWiring(sizes)

@@ -35,6 +35,8 @@ class Environment:
     """Whether the communication thread may be bound to cores."""
     uses_board: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
+    authenticates_frames: bool
+    """Whether every frame carries a code that only who knows the secret can make."""
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -64,6 +66,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         trace=Path(trace) if trace else None,
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD"),
         uses_board=_switch(values, "SYNCLINE_BOARD"),
+        authenticates_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", "off"),
     )
 
 
@@ -92,8 +95,8 @@ def own_address(master_address: str | None) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _switch(values: Mapping[str, str], name: str) -> bool:
-    text = values.get(name) or "on"
+def _switch(values: Mapping[str, str], name: str, default: str = "on") -> bool:
+    text = values.get(name) or default
     if text not in ("on", "off"):
         raise ConfigurationError(f"{name} must be on or off, not {text!r}")
     return text == "on"

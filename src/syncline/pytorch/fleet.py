@@ -225,6 +225,7 @@ def init(
     silence: float | None = None,
     stall: float | None = None,
     insecure: bool = False,
+    authenticate_frames: bool | None = None,
     trace: str | Path | Trace | None = None,
 ) -> Fleet:
     """Join the job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them).
@@ -233,7 +234,8 @@ def init(
     one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
     ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``trace``: where this rank writes its
     trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of the other ranks, so ``insecure`` without a secret
-    excludes them.
+    excludes them. ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame
+    carries a code keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent; slower.
 
     Seconds, alike on all ranks; None takes the variable, else the default. ``timeout`` (``SYNCLINE_TIMEOUT``, 300): how
     long a collective may take, and so how long a rank may validate or save by itself while the others wait.
@@ -251,7 +253,7 @@ def init(
     limits = choose_limits(connect_timeout=connect_timeout, silence=silence, timeout=timeout, stall=stall)
     environment = read_environment()
     shape = _topology(topology, environment)
-    options = _fabric_options(environment, limits, secret=secret, insecure=insecure)
+    options = _fabric_options(environment, limits, secret=secret, insecure=insecure, has_keys=authenticate_frames)
     recorder = _trace(trace, environment, shape)
     communicator = _connect(environment, shape, options, recorder, timeout_s=limits.timeout_s)
     fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
@@ -283,7 +285,12 @@ def _topology(given: str | Path | Topology | None, environment: Environment) -> 
 
 
 def _fabric_options(
-    environment: Environment, limits: Limits, *, secret: bytes | str | None, insecure: bool
+    environment: Environment,
+    limits: Limits,
+    *,
+    secret: bytes | str | None,
+    insecure: bool,
+    has_keys: bool | None,
 ) -> FabricOptions:
     given = secret.encode() if isinstance(secret, str) else secret
     address = environment.interface
@@ -293,6 +300,7 @@ def _fabric_options(
         job_id=environment.job_id,
         secret=given or environment.secret,
         insecure=insecure,
+        authenticate_frames=environment.authenticates_frames if has_keys is None else has_keys,
         address=resolve_address(address),
         binds_thread=environment.binds_thread,
         heartbeat_s=limits.heartbeat_s,

@@ -1,0 +1,201 @@
+"""Frames that only the holder of a key can make: what somebody changes, repeats, leaves out or moves is refused."""
+
+import asyncio
+import struct
+
+import loops
+import pytest
+from fabric_scenarios import Recorder, gather, run_over_tcp
+from hostile_peer import open_hostile
+from isal.isal_zlib import crc32
+
+from meeting_stores import DictStore
+from syncline.errors import ConfigurationError, HandshakeError, PeerLostError
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric.frame_checks import KeyedChecks, derive_frame_keys
+from syncline.fabric.frames import (
+    BODY_BYTES,
+    HEADER_BYTES,
+    MEMORY_CLASS,
+    DamagedFrameError,
+    FrameType,
+    check_payload,
+    decode_header,
+    encode_header,
+)
+from syncline.fabric.wirings import VARIABLE
+
+SECRET = b"s" * 32
+PAYLOADS = [b"first" * 30, b"second" * 30, b"third" * 30]
+
+
+def with_correct_crcs(frame):
+    """Return the frame with checksums that fit: what somebody who knows no key can do."""
+    body, payload = frame[: BODY_BYTES - 4], frame[HEADER_BYTES:]
+    body += struct.pack("<I", crc32(payload))
+    return body + struct.pack("<I", crc32(body)) + payload
+
+
+def flipped(frame, place):
+    changed = bytearray(frame)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+TAMPERINGS = {
+    "a payload bit": lambda one, two, three: [one, flipped(two, -7), three],
+    "a payload bit and the checksums": lambda one, two, three: [one, with_correct_crcs(flipped(two, -7)), three],
+    "a header bit and the checksums": lambda one, two, three: [one, with_correct_crcs(flipped(two, 8)), three],
+    "the header of another frame": lambda one, two, three: [one, two[:HEADER_BYTES] + one[HEADER_BYTES:] + b"x" * 30],
+    "repeated": lambda one, two, three: [one, one, two, three],
+    "left out": lambda one, two, three: [one, three],
+    "swapped": lambda one, two, three: [one, three, two],
+    "no key": lambda one, two, three: [one, with_correct_crcs(two), three],
+}
+
+
+def over_authenticated(scenario):
+    """Run ``scenario(fabric, peer, recorder)``: rank 0, which authenticates frames, and a peer that a test drives."""
+
+    async def main():
+        fabric, peer = await open_hostile(secret=SECRET, authenticate_frames=True, shares_memory=False)
+        recorder = Recorder()
+        fabric.set_listener(recorder)
+        try:
+            async with asyncio.timeout(20):
+                await scenario(fabric, peer, recorder)
+        finally:
+            fabric.abort()
+            peer.close()
+
+    loops.run(main())
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks_for_compiled_wires(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("tampering", TAMPERINGS)
+def test_what_is_tampered_with_ends_the_peer_before_it_is_heard(tampering):
+    async def scenario(fabric, peer, recorder):
+        frames = [b"".join(peer.make_frame(-1, FrameType.CONTROL, payload=payload)) for payload in PAYLOADS]
+        await peer.send(-1, *TAMPERINGS[tampering](*frames))
+        assert "the authentication code does not fit" in await peer.verdict()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert recorder.controls == [(1, PAYLOADS[0])]
+
+    over_authenticated(scenario)
+
+
+@pytest.mark.parametrize("tampering", TAMPERINGS)
+def test_data_that_is_tampered_with_never_arrives(tampering):
+    async def scenario(fabric, peer, recorder):
+        arrived = []
+        buffers = [bytearray(len(payload)) for payload in PAYLOADS]
+        for tag, buffer in enumerate(buffers):
+            fabric.receive(
+                1, tag, memoryview(buffer), signature=7, urgency=0, on_received=lambda tag=tag: arrived.append(tag)
+            )
+        frames = [
+            b"".join(
+                peer.make_frame(0, FrameType.EAGER, tag=tag, signature=7, message_bytes=len(payload), payload=payload)
+            )
+            for tag, payload in enumerate(PAYLOADS)
+        ]
+        await peer.send(0, *TAMPERINGS[tampering](*frames))
+        assert "the authentication code does not fit" in await peer.verdict()
+        await recorder.wait_until(lambda: recorder.lost)
+        assert set(arrived) <= {0}
+        assert buffers[0] == PAYLOADS[0]
+
+    over_authenticated(scenario)
+
+
+def test_frames_that_nobody_touched_are_taken():
+    async def scenario(fabric, peer, recorder):
+        for payload in PAYLOADS:
+            await peer.frame(-1, FrameType.CONTROL, payload=payload)
+        await recorder.wait_until(lambda: len(recorder.controls) == len(PAYLOADS))
+        assert recorder.controls == [(1, payload) for payload in PAYLOADS]
+
+    over_authenticated(scenario)
+
+
+def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
+    async def scenario(fabric, peer, recorder):
+        sending = peer.checks[0][0]  # the keys of class 0
+        await peer.send(-1, encode_header(FrameType.CONTROL, -1, payload=b"x", checks=sending), b"x")
+        assert "the authentication code does not fit" in await peer.verdict()
+
+    over_authenticated(scenario)
+    one, other = (derive_frame_keys(b"k" * 32, b"transcript", is_dialer=is_dialer) for is_dialer in (True, False))
+    assert (one.sending, one.receiving) == (other.receiving, other.sending)
+    assert one.sending != one.receiving
+    assert derive_frame_keys(b"k" * 32, b"another", is_dialer=True).sending not in one
+    assert derive_frame_keys(b"l" * 32, b"transcript", is_dialer=True).sending not in one
+
+
+def test_a_payload_may_come_in_parts():
+    sending, receiving = KeyedChecks(SECRET), KeyedChecks(SECRET)
+    for payload in PAYLOADS:
+        header = encode_header(FrameType.DATA, 0, payload=payload, checks=sending)
+        frame = decode_header(memoryview(header), receiving)
+        receiving.add(memoryview(payload)[:50])
+        receiving.add(memoryview(payload)[50:70])
+        check_payload(frame, payload[70:], receiving)
+    header = encode_header(FrameType.DATA, 0, payload=b"fourth", checks=sending)
+    with pytest.raises(DamagedFrameError, match="authentication code"):
+        check_payload(decode_header(memoryview(header), receiving), b"Fourth", receiving)
+
+
+@pytest.mark.parametrize("wants", [(False, True), (True, False), (True, True, False)])
+def test_ranks_that_differ_are_told_on_both_sides(wants):
+    async def main():
+        store = DictStore()
+        results = await gather(
+            *(
+                connect_tcp(
+                    FabricOptions(secret=SECRET, authenticate_frames=is_wanted),
+                    rank=rank,
+                    world_size=len(wants),
+                    rendezvous=Rendezvous(store, job_id="syncline"),
+                )
+                for rank, is_wanted in enumerate(wants)
+            ),
+            return_exceptions=True,
+        )
+        for error in results:
+            assert isinstance(error, HandshakeError | PeerLostError)
+            assert "authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES)" in str(error)
+
+    loops.run(main())
+
+
+def test_compiled_wires_and_authenticated_frames_exclude_each_other(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+
+    async def main():
+        with pytest.raises(ConfigurationError, match=r"SYNCLINE_NATIVE=1 .* authenticate_frames"):
+            await connect_tcp(
+                FabricOptions(secret=SECRET, authenticate_frames=True),
+                rank=0,
+                world_size=2,
+                rendezvous=Rendezvous(DictStore(), job_id="syncline"),
+            )
+
+    monkeypatch.setattr(loops, "factory", asyncio.new_event_loop)
+    loops.run(main())
+
+
+def test_ranks_of_one_machine_still_copy_from_memory_to_memory():
+    async def scenario(fabrics, recorders, mail):
+        payload = bytes(range(256)) * 8192
+        for tag in range(3):
+            received = mail.receive(1, 0, tag, len(payload))
+            await gather(mail.send(0, 1, tag, payload), received)
+            assert received.result() == payload
+        classes = {entry.connection_class for entry in fabrics[1].statistics().connections}
+        assert MEMORY_CLASS in classes
+
+    run_over_tcp(2, scenario, shares_memory=True, secret=SECRET, authenticate_frames=True)
