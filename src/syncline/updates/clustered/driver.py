@@ -106,7 +106,8 @@ class Driver:
     def wait(self) -> tuple[Entry, Agreed]:
         """Wait for the next entry. Raises what went wrong, or DeadlineError with what is waited for."""
         try:
-            found = self._await_entry()
+            with self._progress.waiting():
+                found = self._await_entry()
         except queue.Empty:
             state = self._port.run(self._describe(), ANSWER_S)
             raise DeadlineError(
@@ -122,15 +123,14 @@ class Driver:
         limit_s = min(self._port.stalls.limit_s, self._part.timeout_s)
         end_s = time.monotonic() + max(self._part.timeout_s, limit_s + STALL_GRACE_S)
         wait_s = limit_s
-        with self._progress.waiting():
-            while True:
-                try:
-                    return self._entered.get(timeout=wait_s)
-                except queue.Empty:
-                    if time.monotonic() >= end_s:
-                        raise
-                self._port.run(self._leave_behind(), ANSWER_S)
-                wait_s = min(STALL_GRACE_S / 4, max(0.0, end_s - time.monotonic()))
+        while True:
+            try:
+                return self._entered.get(timeout=wait_s)
+            except queue.Empty:
+                if time.monotonic() >= end_s:
+                    raise
+            self._port.run(self._leave_behind(), ANSWER_S)
+            wait_s = min(STALL_GRACE_S / 4, max(0.0, end_s - time.monotonic()))
 
     @property
     def living(self) -> tuple[int, ...]:

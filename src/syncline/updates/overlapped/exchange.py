@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -83,21 +84,9 @@ class Exchange:
         self._notes = LossNotes(port, stream=buckets[0].stream, on_note=self._on_note)
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
-        self.links = [
-            WorkerLink(
-                port,
-                terms,
-                bucket,
-                server=server,
-                changed=self._changed,
-                is_additive=is_additive,
-                feed=make_feed(),
-                trace=trace,
-                recorder=recorder,
-            )
-            for bucket, server in zip(buckets, placement, strict=True)
-            if port.rank in terms.workers
-        ]
+        link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
+        placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
+        self.links = [link(bucket, server=server, feed=make_feed(), recorder=recorder) for bucket, server in placed]
         self._tree_end = TreeEnd(
             port,
             self.membership,
