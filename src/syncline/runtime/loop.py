@@ -69,6 +69,11 @@ class CommunicationLoop:
         """Let ``handler`` know, on the loop's thread, of an exception that no one caught."""
         self._crash_handlers.append(handler)
 
+    def forget_crash(self, handler: Callable[[BaseException], None]) -> None:
+        """Let ``handler`` know nothing any more."""
+        if handler in self._crash_handlers:
+            self._crash_handlers.remove(handler)
+
     def stand_back(self) -> None:
         """Interrupt no thread that computes any more: for traffic that no step waits for. On the loop's thread."""
         assert self.is_current(), "only a thread itself knows that it may stand back"
@@ -147,5 +152,5 @@ class CommunicationLoop:
         self._crash(error if error is not None else RuntimeError(str(context.get("message"))))
 
     def _crash(self, error: BaseException) -> None:
-        for handler in self._crash_handlers:
+        for handler in tuple(self._crash_handlers):
             handler(error)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from syncline.errors import FabricError
 from syncline.fabric import Fabric, PeerStalls, StallHandler
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import LossHandler, Relay
@@ -79,9 +80,13 @@ class Port:
         self._loop.stand_back()
 
     def watch_losses(self, on_lost: LossHandler) -> None:
-        """Tell ``on_lost`` of every rank that is lost or leaves from now on; of this one too, when it is closed."""
+        """Tell ``on_lost`` of every rank that is lost or leaves from now on; of this one too, when it is closed.
+
+        Of this one too if an exception on the loop was caught by nobody: what it cut off will never be done.
+        """
         self._on_lost = on_lost
         self._relay.handlers.append(on_lost)
+        self._loop.on_crash(self._crashed)
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` is lost, or has left."""
@@ -150,6 +155,7 @@ class Port:
         if self._is_closed:
             return
         self._is_closed = True
+        self._loop.forget_crash(self._crashed)
         if self._on_lost in self._relay.handlers:
             self._relay.handlers.remove(self._on_lost)
         if self._on_stall is not None:
@@ -159,6 +165,13 @@ class Port:
         self._awaited.clear()
         self._posted.clear()
         self._to_self.clear()
+
+    def _crashed(self, error: BaseException) -> None:
+        if self._on_lost is not None and not self._is_closed:
+            text = f"the communication loop of {self.describe_peer(self.rank)} failed: {error!r}"
+            failure = FabricError(text)
+            failure.__cause__ = error
+            self._on_lost(self.rank, failure)
 
     def _match(self, tag: int) -> None:
         """Deliver a message to ourselves once both sides are there; callbacks run later, as with a peer."""

@@ -1,15 +1,20 @@
 """A fleet with the default quorum goes on without those who die, leave, or are cut off; at most in one place."""
 
+import asyncio
+import threading
+
 import pytest
 import torch
 from overlapped_training import one_step, start
 
 from small_regression import make_adam, parameters_of
-from syncline.errors import UpdateError
+from syncline.errors import PeerLostError, UpdateError
 from syncline.updates import Overlapped
+from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.membership import Membership, Move, is_believed
 from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.overlapped.wire import UpHeader
 from thread_fleets import run_fleets
 
 PERIOD = 8
@@ -83,8 +88,6 @@ def test_a_mean_that_only_some_have_is_given_to_the_others(knowing: tuple, monke
         if self._control.rank == 3:
             raise DeathError
         if self._control.rank not in knowing:
-            from syncline.errors import PeerLostError
-
             raise PeerLostError("rank 3 died", rank=3, host="memory")
         return ends
 
@@ -92,6 +95,49 @@ def test_a_mean_that_only_some_have_is_given_to_the_others(knowing: tuple, monke
     rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
     results = run_fleets(4, lambda fleet: train(fleet, rule), accept=DeathError)
     check_survivors(results, [0, 1, 2])
+
+
+async def let_all_land() -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+
+def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 dies while rank 3, whose mean broke with rank 2's death, writes what it will send to the new servers."""
+    is_writing, ending = threading.Event(), {}
+    sum_of, end, encode = TreeMean.sum, WorkerLink.end, UpHeader.encode
+
+    def sum_or_fail(self, **arguments):
+        ends = sum_of(self, **arguments)
+        if self._control.rank == 3:
+            raise PeerLostError("rank 2 died", rank=2, host="memory")
+        return ends
+
+    def end_and_tell(self, parts, **arguments):
+        if self._port.rank == 3 and self.server == 1:
+            ending[threading.get_ident()] = self
+        end(self, parts, **arguments)
+
+    def encode_slowly(self, into):
+        link = ending.pop(threading.get_ident(), None)
+        if link is not None:
+            is_writing.set()
+            with link._changed:
+                assert link._changed.wait_for(lambda: link.server != 1, 10)
+            link._port.run(let_all_land(), 10)
+        encode(self, into)
+
+    def die(fleet, step):
+        if fleet.rank in (1, 2) and step == PERIOD:
+            assert fleet.rank == 2 or is_writing.wait(10)
+            raise DeathError
+
+    monkeypatch.setattr(TreeMean, "sum", sum_or_fail)
+    monkeypatch.setattr(WorkerLink, "end", end_and_tell)
+    monkeypatch.setattr(UpHeader, "encode", encode_slowly)
+    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
+    results = run_fleets(5, lambda fleet: train(fleet, rule, before_step=die), accept=DeathError)
+    check_survivors(results, [0, 3, 4])
 
 
 def disconnect(some, others) -> None:

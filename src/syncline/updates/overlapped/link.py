@@ -60,6 +60,8 @@ class WorkerLink:
         self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
+        self._sent_ends: tuple[Message, ...] = ()
+        """Of this period, once all are written: what a new server has to get too."""
         self._has_ended = False
         self._has_all_parts = False
         self._early: Reply | None = None
@@ -145,6 +147,7 @@ class WorkerLink:
             header.encode(message.memory)
         with self._changed:
             self._has_ended = True
+            self._sent_ends = tuple(self._ends)
             self._pulls.reset()  # the sums of this period are of no use any more; the averages need the room
             epoch = self.epoch
         for message in self._ends:
@@ -193,6 +196,7 @@ class WorkerLink:
                 self._pulls.take_early()
             self._pulls.drop_early()
             self._has_ended = self._has_all_parts = False
+            self._sent_ends = ()
         self._port.call_soon(self.on_room)
 
     def keep_start(self, parameters: torch.Tensor) -> None:
@@ -276,14 +280,14 @@ class WorkerLink:
             self._question = Question()
             has_start = self._start_period > self.machine.period
             self._has_all_parts = self._has_all_parts or has_start
-            is_waiting = self._has_ended and not has_start
+            ends = () if has_start else self._sent_ends
             self._changed.notify_all()
         self.on_room()
         if self._start is not None:
             hello = UpHeader(kind=Kind.HELLO, period=self._start_period, iteration=self.start_iteration)
             hello.encode(self._start.memory)
             self._transmit(self._start, self.epoch)
-        for message in self._ends if is_waiting else ():
+        for message in ends:
             self._transmit(message, self.epoch)
 
     def _let_land(self) -> None:

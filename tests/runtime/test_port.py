@@ -1,0 +1,33 @@
+"""A port beside the collectives: what its user hears when something goes wrong on the loop."""
+
+import threading
+
+from syncline.errors import FabricError
+from syncline.runtime import communicators_in_memory
+
+
+def test_an_exception_that_nobody_catches_is_told_to_every_port_until_it_is_closed() -> None:
+    """The engine may have failed long before, of a lost rank: then it says nothing more."""
+    communicators = communicators_in_memory(2)
+    heard: list[tuple[int, Exception]] = []
+    has_heard = threading.Event()
+
+    def on_lost(peer: int, error: Exception) -> None:
+        heard.append((peer, error))
+        has_heard.set()
+
+    def fail(what: str) -> None:
+        raise ValueError(what)
+
+    with communicators[0] as first, communicators[1] as second:
+        port, closed = first.open_port("one"), second.open_port("other")
+        for one in (port, closed):
+            one.call_soon(one.watch_losses, on_lost)
+        closed.call_soon(closed.close)
+        port.call_soon(fail, "a fault")
+        assert has_heard.wait(10)
+        ((peer, error),) = heard
+        assert peer == 0
+        assert isinstance(error, FabricError)
+        assert str(error) == "the communication loop of rank 0 (host memory) failed: ValueError('a fault')"
+        port.call_soon(port.close)
