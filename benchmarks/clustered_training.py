@@ -170,7 +170,7 @@ def start(options: argparse.Namespace, task: Task) -> Plain | Ours:
             period=options.period,
             reelect_every=options.reelect_every,
             contribution=options.contribution,
-            exchange=options.exchange,
+            outer=options.exchange,
             forecast=options.forecast,
             averages=False if options.no_averages else None,
             measures=False,

@@ -203,7 +203,7 @@ def table(results: dict[str, dict[str, Any]], rate: float) -> str:
                 f"   ({min(row['loaded_s']) / idle_s:.2f} to {max(row['loaded_s']) / idle_s:.2f}; wire alone "
                 f"{1000 * row['num_bytes'] / rate:.2f})"
             )
-        lines += [f"  {line}" for line in describe_wire(found)]
+        lines += [f"  {line}" for line in describe_transport(found)]
     return "\n".join(lines)
 
 
@@ -217,7 +217,7 @@ def shares_of_urgent(found: dict[str, Any]) -> dict[str, float]:
     return {what: share_of_urgent(samples, started_s, ended_s) for what, samples in counted.items() if samples}
 
 
-def describe_wire(found: dict[str, Any]) -> list[str]:
+def describe_transport(found: dict[str, Any]) -> list[str]:
     """Say what share of the bytes was urgent while the urgent message was on its way."""
     return [
         f"while {format_size(found['wire']['num_bytes'])} were urgent, class 0 had {share:.0%} of what was {what}"

@@ -48,14 +48,14 @@ def instructions(iteration: int, delay: int, period: int) -> list[WorkerInstruct
     """Return what a worker does in an iteration: push its gradient, use the one of ``delay`` iterations ago."""
     num_places = delay + 1
     place = iteration % num_places
-    send = Send(place=place, period=period, turn=iteration, iteration=iteration, weight=1.0)
+    send = Send(place=place, period=period, round_number=iteration, iteration=iteration, weight=1.0)
     done: list[WorkerInstruction] = [Keep(place=place, add=False), send]
     closed = iteration - delay
     if closed > 0:
         subtract = (closed % num_places,) if delay else ()
         done.append(Use(closed=closed, subtract=subtract, replaces=not delay, run_length=1, num_own=1))
     out = range(max(closed, 0) + 1, iteration + 1)
-    return [*done, Redo(runs=tuple((turn % num_places, 1) for turn in out))]
+    return [*done, Redo(runs=tuple((round_number % num_places, 1) for round_number in out))]
 
 
 def recorders(options: argparse.Namespace, delay: int, num_buckets: int) -> list[Recorder]:
@@ -70,7 +70,7 @@ def recorders(options: argparse.Namespace, delay: int, num_buckets: int) -> list
         recorder.ends = [(number + 1) * options.period for number in range(options.periods)]
     for bucket in range(num_buckets):
         for period in range(options.periods):
-            folds = [("fold", turn) for turn in range(1, options.period + 1)]
+            folds = [("fold", round_number) for round_number in range(1, options.period + 1)]
             for what, number in (*folds, *(("average", part) for part in range(3))):
                 note = ServerNote(bucket=bucket, what=what, period=period, number=number, members=members)
                 found[0].servers.append(note)

@@ -7,20 +7,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
-from syncline.fabric.wirings import VARIABLE
-from wires import WIRES
+from syncline.fabric.transport_sets import VARIABLE
+from transports import TRANSPORTS
 
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("house")
 
 
 def pytest_report_header():
-    """Say which wires are tested: without a compiler it is one."""
-    return f"wires of TCP fabrics: {', '.join(WIRES)}"
+    """Say which transports are tested: without a compiler it is one."""
+    return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
 
 
-@pytest.fixture(params=list(WIRES))
-def wire(request, monkeypatch):
-    """Open TCP fabrics, here and in processes that are started, with wires of each kind that is installed."""
-    monkeypatch.setenv(VARIABLE, WIRES[request.param])
+@pytest.fixture(params=list(TRANSPORTS))
+def transport(request, monkeypatch):
+    """Open TCP fabrics, here and in processes that are started, with transports of each kind that is installed."""
+    monkeypatch.setenv(VARIABLE, TRANSPORTS[request.param])
     return request.param

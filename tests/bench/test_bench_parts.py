@@ -74,11 +74,11 @@ def test_a_task_that_measures_nothing_is_refused():
 
 
 def run_at(pace, elapsed_s):
-    tally, num_turns = Tally(pace), 0
+    tally, num_rounds = Tally(pace), 0
     while tally.wants_more:
         tally.add(elapsed_s / 2, elapsed_s=elapsed_s)
-        num_turns += 1
-    return num_turns - len(tally.seconds), tally.seconds
+        num_rounds += 1
+    return num_rounds - len(tally.seconds), tally.seconds
 
 
 def test_a_fast_method_gets_all_rounds_and_a_slow_one_three():

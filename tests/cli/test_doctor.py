@@ -54,7 +54,7 @@ def test_missing_tools_are_named(monkeypatch):
 def test_wires_that_are_left_out(monkeypatch):
     monkeypatch.setenv("SYNCLINE_NATIVE", "0")
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".py", "i.pyi", ".pyi"])
-    finding = diagnosis.check_wires()
+    finding = diagnosis.check_transports()
     assert (finding.verdict, finding.what) == (Verdict.LIMITED, "left out by SYNCLINE_NATIVE=0")
     assert "unset SYNCLINE_NATIVE" in finding.remedy
 
@@ -62,7 +62,7 @@ def test_wires_that_are_left_out(monkeypatch):
 def test_wires_that_are_not_built(monkeypatch):
     monkeypatch.delenv("SYNCLINE_NATIVE", raising=False)
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
-    finding = diagnosis.check_wires()
+    finding = diagnosis.check_transports()
     assert (finding.verdict, finding.what) == (Verdict.LIMITED, "not built")
     assert "install a C++ compiler" in finding.remedy
 

@@ -61,7 +61,7 @@ def say(**record):
     print(json.dumps(record), flush=True)
 
 
-async def exchange(fabric, *, num_bytes, num_messages, num_inflight, progress=None):
+async def native_transport(fabric, *, num_bytes, num_messages, num_inflight, progress=None):
     """Send messages to the next rank and receive them from the one before, some at a time, until all are there."""
     progress = progress or Progress()
     after, before = (fabric.rank + 1) % fabric.world_size, (fabric.rank - 1) % fabric.world_size
@@ -113,9 +113,9 @@ async def exchange(fabric, *, num_bytes, num_messages, num_inflight, progress=No
 async def measure(fabric, arguments):
     """Print the rate at which messages go round."""
     loop = asyncio.get_running_loop()
-    await exchange(fabric, num_bytes=arguments["num_bytes"], num_messages=16, num_inflight=4)
+    await native_transport(fabric, num_bytes=arguments["num_bytes"], num_messages=16, num_inflight=4)
     start_s = loop.time()
-    await exchange(fabric, **arguments)
+    await native_transport(fabric, **arguments)
     rate = arguments["num_bytes"] * arguments["num_messages"] / (loop.time() - start_s)
     say(event="rate", bytes_per_s=rate)
     await fabric.close()
@@ -128,7 +128,7 @@ async def traffic(fabric, arguments):
     progress = Progress()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, progress.ask)
     say(event="ready", pid=os.getpid())
-    task = asyncio.create_task(exchange(fabric, progress=progress, **arguments))
+    task = asyncio.create_task(native_transport(fabric, progress=progress, **arguments))
     while len(fabric.statistics().lost_peers) < fabric.world_size - 1:
         reporter.changed.clear()
         await reporter.changed.wait()

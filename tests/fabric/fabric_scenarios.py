@@ -8,7 +8,7 @@ import loops
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
-from syncline.fabric.python_wire import PythonWire
+from syncline.fabric.python_peer_transport import PythonPeerTransport
 
 
 class Recorder:
@@ -139,10 +139,10 @@ def num_descriptors():
 
 def sockets_of(fabric, peer):
     """Return the sockets to a peer: control, and then the classes."""
-    wire = fabric.peer(peer).wire
-    if isinstance(wire, PythonWire):
-        return [connection._socket for connection in wire._connections()]
-    return wire._sockets
+    transport = fabric.peer(peer).transport
+    if isinstance(transport, PythonPeerTransport):
+        return [connection._socket for connection in transport._connections()]
+    return transport._sockets
 
 
 def tcp_opener(**settings):

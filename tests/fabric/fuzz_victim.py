@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.python_wire import PythonWiring
+from syncline.fabric.python_peer_transport import PythonTransportSet
 from syncline.fabric.shared_host import address_of
-from syncline.fabric.wirings import NativeWiring
+from syncline.fabric.transport_sets import NativeTransportSet
 
-WIRINGS = {"python": PythonWiring, "native": NativeWiring}
+WIRINGS = {"python": PythonTransportSet, "native": NativeTransportSet}
 CREDIT_BYTES = 150_000
 OPTIONS = FabricOptions(credit_bytes=CREDIT_BYTES, eager_bytes=4096, chunk_bytes=4096)
 SIZES = (0, 1, 47, 300, 4096, 5000, 20_000, 60_000)
@@ -63,7 +63,7 @@ class Destination:
 
 
 class Victim:
-    """The rank under attack: one wire, and what it tells (WireEvents)."""
+    """The rank under attack: one transport, and what it tells (PeerTransportEvents)."""
 
     def __init__(self, kind: str, generator: random.Random, num_classes: int) -> None:
         self._generator = generator
@@ -72,21 +72,21 @@ class Victim:
         window = GrantWindow(
             most_bytes, least_bytes=most_bytes // 4 if learns else None, bytes_per_s=1e6 if learns else float("inf")
         )
-        self.wiring = WIRINGS[kind](
+        self.transport_set = WIRINGS[kind](
             {"window": window, "quantum_bytes": generator.choice([500, 8192]), "sender_bytes": {}, "shares": {}}
         )
-        self.wire = self.wiring.wire(1, options=OPTIONS, events=self)
+        self.transport = self.transport_set.transport(1, options=OPTIONS, events=self)
         pairs = [socket.socketpair() for _ in range(num_classes + 1)]
         self.theirs = {number: pair[1] for number, pair in enumerate(pairs, start=CONTROL_CLASS)}
         for sock in self.theirs.values():
             sock.setblocking(False)
-        self.wire.open(pairs[0][0], [pair[0] for pair in pairs[1:]])
+        self.transport.open(pairs[0][0], [pair[0] for pair in pairs[1:]])
         self.is_read = generator.random() < 0.4
         if self.is_read:
-            self.wire.let_be_read(os.getpid())
+            self.transport.let_be_read(os.getpid())
         if generator.random() < 0.3:
-            self.wire.let_read_us()
-        self.wire.send_frame(FrameType.CREDIT, message_bytes=CREDIT_BYTES)
+            self.transport.let_read_us()
+        self.transport.send_frame(FrameType.CREDIT, message_bytes=CREDIT_BYTES)
         self.destinations: list[Destination] = []
         self.num_sends = 0
         self.outcome = ""
@@ -121,7 +121,7 @@ class Victim:
         """Release the connections."""
         if not self.outcome:
             self.outcome = outcome
-            self.wire.close()
+            self.transport.close()
 
     def act(self) -> None:
         """Do what a rank does: receive, send, cancel."""
@@ -129,7 +129,7 @@ class Victim:
         if choice < 0.6:
             destination = Destination(tag=len(self.destinations), num_bytes=self._size())
             self.destinations.append(destination)
-            self.wire.receive(
+            self.transport.receive(
                 destination.tag,
                 destination.view(),
                 signature=7,
@@ -138,14 +138,14 @@ class Victim:
             )
         elif choice < 0.85:
             payload = SOURCE[: self._generator.choice(SIZES)]
-            self.wire.send(
+            self.transport.send(
                 self.num_sends, payload, signature=7, urgency=0, connection_class=self._generator.randrange(2)
             )
             self.num_sends += 1
         elif self.destinations:
             destination = self._generator.choice(self.destinations)
             if not destination.is_over and destination.kept is None:
-                self.wire.cancel(destination.tag)
+                self.transport.cancel(destination.tag)
                 destination.kept = bytes(destination.memory)
 
     def _size(self) -> int:
@@ -161,12 +161,14 @@ class Victim:
         """Raise if a rule is broken."""
         for destination in self.destinations:
             destination.check()
-        if not self.outcome and self.wire.unexpected_bytes > CREDIT_BYTES:
-            raise RuleBrokenError(f"{self.wire.unexpected_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed")
+        if not self.outcome and self.transport.unexpected_bytes > CREDIT_BYTES:
+            raise RuleBrokenError(
+                f"{self.transport.unexpected_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed"
+            )
 
     def close(self) -> None:
         """Release everything, and check that nothing is held any more."""
         self.end("over")
-        self.wiring.close()
+        self.transport_set.close()
         for sock in self.theirs.values():
             sock.close()

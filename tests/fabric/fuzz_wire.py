@@ -1,6 +1,6 @@
-"""A hostile peer for one wire: valid traffic on two or three connections, mutated, in one process and from a seed.
+"""A hostile peer for one transport: valid traffic on two or three connections, mutated, in one process and from a seed.
 
-    python tests/fabric/fuzz_wire.py [--wire python|native] [--sequences 100000] [--first-seed 0]
+    python tests/fabric/fuzz_wire.py [--transport python|native] [--sequences 100000] [--first-seed 0]
 
 A *sequence* is one peer from its first frame to its end. The peer knows the protocol: it announces, sends what was
 granted, grants, copies and ends as a good one would, and then one frame in a few is changed, doubled on another
@@ -238,7 +238,7 @@ async def run_sequences(kind: str, seeds: range) -> Counter[str]:
         try:
             outcomes[await run_sequence(kind, seed)] += 1
         except Exception as error:
-            error.add_note(f"wire {kind}, seed {seed}")
+            error.add_note(f"transport {kind}, seed {seed}")
             raise
     return outcomes
 
@@ -246,15 +246,15 @@ async def run_sequences(kind: str, seeds: range) -> Counter[str]:
 def main() -> None:
     """Run as long as it was asked for, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wire", choices=list(WIRINGS), default="native")
+    parser.add_argument("--transport", choices=list(WIRINGS), default="native")
     parser.add_argument("--sequences", type=int, default=100_000)
     parser.add_argument("--first-seed", type=int, default=0)
     asked = parser.parse_args()
     started_s = time.monotonic()
     seeds = range(asked.first_seed, asked.first_seed + asked.sequences)
-    outcomes = asyncio.run(run_sequences(asked.wire, seeds))
+    outcomes = asyncio.run(run_sequences(asked.transport, seeds))
     took_s = time.monotonic() - started_s
-    print(f"{asked.sequences} sequences on the {asked.wire} wire in {took_s:.0f} s: {dict(outcomes)}")
+    print(f"{asked.sequences} sequences on the {asked.transport} transport in {took_s:.0f} s: {dict(outcomes)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from syncline.fabric.dialling import dial
 from syncline.fabric.handshake import HELLO_BYTES, MAGIC, Terms, derive_key
 from syncline.fabric.sockets import open_listening_socket
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 class WatchedAcceptor(Acceptor):

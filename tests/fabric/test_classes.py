@@ -19,7 +19,7 @@ from syncline.fabric.frames import HEADER_BYTES
 from syncline.fabric.sockets import mark
 from syncline.topology.priorities import Priorities
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 MIB = 1 << 20
 FOUR = Priorities(num_classes=4, dscp=(46, 34, 18, 8))

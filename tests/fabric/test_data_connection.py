@@ -6,8 +6,8 @@ import socket
 from syncline.fabric.data_connection import WAKE_BYTES, DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
 from syncline.fabric.options import MAX_CHUNK_BYTES
-from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
-from syncline.fabric.turn import TurnEnd
+from syncline.fabric.protocol import BULK, BULK_BYTES
+from syncline.fabric.tick import TickEnd
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def connect(sock, receiver, *, chunk_bytes=MAX_CHUNK_BYTES, kind=DataConnection)
     """Make the connection of class 0 of a socket, of which nobody is told anything."""
     return kind(
         sock,
-        TurnEnd(asyncio.get_running_loop()),
+        TickEnd(asyncio.get_running_loop()),
         connection_class=0,
         chunk_bytes=chunk_bytes,
         receiver=receiver,
@@ -69,20 +69,20 @@ def outgoing(*, tag, num_bytes, urgency, is_eager=False):
     )
 
 
-def frames_of(wire):
+def frames_of(transport):
     place = 0
-    while place + HEADER_BYTES <= len(wire):
-        frame = decode_header(memoryview(wire)[place : place + HEADER_BYTES])
+    while place + HEADER_BYTES <= len(transport):
+        frame = decode_header(memoryview(transport)[place : place + HEADER_BYTES])
         assert frame.chunk_bytes <= MAX_CHUNK_BYTES
         yield frame
         place += HEADER_BYTES + frame.chunk_bytes
 
 
-async def read_on(sock, wire, num_bytes):
-    """Read until so much is in ``wire``, at least."""
+async def read_on(sock, transport, num_bytes):
+    """Read until so much is in ``transport``, at least."""
     async with asyncio.timeout(10):
-        while len(wire) < num_bytes:
-            wire += await asyncio.get_running_loop().sock_recv(sock, MIB)
+        while len(transport) < num_bytes:
+            transport += await asyncio.get_running_loop().sock_recv(sock, MIB)
 
 
 async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> tuple[bytes, int, int]:
@@ -127,17 +127,17 @@ def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection() -> No
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         theirs.setblocking(False)
-        connection, wire = connect(ours, NoReceiver()), bytearray()
+        connection, transport = connect(ours, NoReceiver()), bytearray()
         connection.start()
         connection.push(outgoing(tag=1, num_bytes=16 * MIB, urgency=9))
-        await read_on(theirs, wire, 5 * MIB)
+        await read_on(theirs, transport, 5 * MIB)
         waiting_bytes = connection._buffers_bytes
         num_begun = -(-connection.sent_bytes // MAX_CHUNK_BYTES)
         connection.push(outgoing(tag=2, num_bytes=MIB, urgency=0))
-        await read_on(theirs, wire, 17 * MIB)
+        await read_on(theirs, transport, 17 * MIB)
         connection.close()
         theirs.close()
-        tags = [frame.tag for frame in frames_of(wire)]
+        tags = [frame.tag for frame in frames_of(transport)]
         assert waiting_bytes <= MAX_CHUNK_BYTES + HEADER_BYTES
         assert 0 < num_begun == tags.index(2) < 64
         assert tags[num_begun : num_begun + 4] == [2] * 4, "the urgent message goes before all that was not begun"
@@ -146,19 +146,19 @@ def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection() -> No
     asyncio.run(main())
 
 
-def test_patient_messages_go_in_larger_chunks_after_the_others() -> None:
+def test_bulk_messages_go_in_larger_chunks_after_the_others() -> None:
     async def main():
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        connection, wire = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
-        connection.push(outgoing(tag=1, num_bytes=PATIENT_BYTES, urgency=PATIENT))
-        connection.push(outgoing(tag=2, num_bytes=PATIENT_BYTES, urgency=PATIENT - 1))
+        connection, transport = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
+        connection.push(outgoing(tag=1, num_bytes=BULK_BYTES, urgency=BULK))
+        connection.push(outgoing(tag=2, num_bytes=BULK_BYTES, urgency=BULK - 1))
         connection.start()
-        await read_on(theirs, wire, 2 * PATIENT_BYTES + 5 * HEADER_BYTES)
+        await read_on(theirs, transport, 2 * BULK_BYTES + 5 * HEADER_BYTES)
         connection.close()
         theirs.close()
-        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(wire)]
-        assert chunks == [(2, 16 << 10)] * 4 + [(1, PATIENT_BYTES)]
+        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(transport)]
+        assert chunks == [(2, 16 << 10)] * 4 + [(1, BULK_BYTES)]
 
     asyncio.run(main())
 
@@ -167,14 +167,14 @@ def test_what_is_sent_without_asking_is_never_divided_where_chunks_are_smaller_t
     async def main():
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        connection, wire = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
+        connection, transport = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
         connection.push(outgoing(tag=1, num_bytes=48 << 10, urgency=0, is_eager=True))
         connection.push(outgoing(tag=2, num_bytes=48 << 10, urgency=1))
         connection.start()
-        await read_on(theirs, wire, (96 << 10) + 4 * HEADER_BYTES)
+        await read_on(theirs, transport, (96 << 10) + 4 * HEADER_BYTES)
         connection.close()
         theirs.close()
-        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(wire)]
+        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(transport)]
         assert chunks == [(1, 48 << 10)] + [(2, 16 << 10)] * 3
 
     asyncio.run(main())

@@ -23,7 +23,7 @@ from syncline.fabric.frames import (
     decode_header,
     encode_header,
 )
-from syncline.fabric.wirings import VARIABLE
+from syncline.fabric.transport_sets import VARIABLE
 
 SECRET = b"s" * 32
 PAYLOADS = [b"first" * 30, b"second" * 30, b"third" * 30]

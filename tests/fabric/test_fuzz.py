@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from fuzz_wire import run_sequences
 
-from wires import WIRES
+from transports import TRANSPORTS
 
 NUM_SEQUENCES = 3000
 
 
-@pytest.mark.parametrize("kind", WIRES)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_hostile_peer_ends_in_an_error_or_goes_on_and_harms_nothing(kind):
     outcomes = asyncio.run(run_sequences(kind, range(NUM_SEQUENCES)))
     assert sum(outcomes.values()) == NUM_SEQUENCES

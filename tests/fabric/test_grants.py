@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
 from syncline.fabric.link_share import LinkShare
-from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
+from syncline.fabric.protocol import BULK, BULK_BYTES
 
 
 def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
@@ -225,18 +225,18 @@ def test_senders_behind_one_link_share_what_may_be_under_way_on_it():
     assert link.underway_bytes == 40
 
 
-def test_patient_messages_come_in_larger_pieces_and_let_others_go_first():
+def test_bulk_messages_come_in_larger_pieces_and_let_others_go_first():
     one = GrantScheduler(
         window=GrantWindow(1 << 20),
         quantum_bytes=1 << 18,
-        sender_bytes={1: PATIENT_BYTES, 2: PATIENT_BYTES},
+        sender_bytes={1: BULK_BYTES, 2: BULK_BYTES},
         shares=dict.fromkeys((1, 2), (LinkShare(32 << 10),)),
     )
-    one.wish(1, 1, num_bytes=1 << 20, urgency=PATIENT)
-    assert one.grants() == [grant(1, 1, PATIENT_BYTES)]
-    one.wish(2, 2, num_bytes=20 << 10, urgency=PATIENT - 1)
-    one.arrived(1, num_bytes=PATIENT_BYTES, urgency=PATIENT)
-    assert one.grants() == [grant(2, 2, 16 << 10), grant(2, 2, 20 << 10), grant(1, 1, 2 * PATIENT_BYTES)]
+    one.wish(1, 1, num_bytes=1 << 20, urgency=BULK)
+    assert one.grants() == [grant(1, 1, BULK_BYTES)]
+    one.wish(2, 2, num_bytes=20 << 10, urgency=BULK - 1)
+    one.arrived(1, num_bytes=BULK_BYTES, urgency=BULK)
+    assert one.grants() == [grant(2, 2, 16 << 10), grant(2, 2, 20 << 10), grant(1, 1, 2 * BULK_BYTES)]
 
 
 def test_a_slow_link_goes_before_a_fast_one_but_not_before_urgency():

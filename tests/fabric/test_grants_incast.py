@@ -6,8 +6,8 @@ import pytest
 from incast_model import Clock, Incast
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.fitting import fit_grants, fit_options
 from syncline.fabric.grants import GrantScheduler
+from syncline.fabric.sizing import fit_grants, fit_options
 from syncline.topology import Topology
 
 MIB = 1 << 20

@@ -7,40 +7,40 @@ import time
 import pytest
 
 from syncline.fabric.frames import CONTROL_CLASS, HEADER_BYTES, FrameType
-from wires import WIRES
+from transports import TRANSPORTS
 
 FRAME = 3
-"""The kind of event for a control frame, as ``exchange.hpp`` counts them."""
+"""The kind of event for a control frame, as ``native_transport.hpp`` counts them."""
 PATIENCE_S = 60.0
 
 
 def make_exchange():
-    from syncline.fabric._native import Exchange, GrantScheduler
+    from syncline.fabric._native import GrantScheduler, NativeTransport
     from syncline.fabric.grant_window import GrantWindow
 
     window = GrantWindow(1000, least_bytes=None, bytes_per_s=math.inf)
-    return Exchange(GrantScheduler(window=window, quantum_bytes=1000))
+    return NativeTransport(GrantScheduler(window=window, quantum_bytes=1000))
 
 
-def connect(exchange, sock, peer=1):
+def connect(native_transport, sock, peer=1):
     sock.setblocking(False)
-    exchange.add_peer(peer, eager_bytes=100, credit_bytes=10_000)
-    exchange.attach_control(peer, sock.fileno())
-    exchange.start(peer, CONTROL_CLASS)
+    native_transport.add_peer(peer, eager_bytes=100, credit_bytes=10_000)
+    native_transport.attach_control(peer, sock.fileno())
+    native_transport.start(peer, CONTROL_CLASS)
 
 
-def read_until(exchange, is_enough, also=lambda: None):
+def read_until(native_transport, is_enough, also=lambda: None):
     """Poll until it is enough; return the frames that came."""
     deadline_s, frames = time.monotonic() + PATIENCE_S, []
     while not is_enough(frames):
         assert time.monotonic() < deadline_s, f"{len(frames)} frames"
         also()
-        exchange.poll()
-        while (event := exchange.next_event()) is not None:
+        native_transport.poll()
+        while (event := native_transport.next_event()) is not None:
             kind, _, tag, number, _, text, _ = event
             assert kind == FRAME, event
             frames.append((number, tag, text))
-        exchange.finish()
+        native_transport.finish()
     return frames
 
 
@@ -51,14 +51,14 @@ def pair():
     connect(sender, ours)
     connect(receiver, theirs)
     yield sender, receiver, ours, theirs
-    for exchange in (sender, receiver):
-        exchange.close_peer(1)
-        exchange.close()
+    for native_transport in (sender, receiver):
+        native_transport.close_peer(1)
+        native_transport.close()
     ours.close()
     theirs.close()
 
 
-if "native" in WIRES:
+if "native" in TRANSPORTS:
 
     def test_the_last_heartbeat_is_repeated_while_nobody_serves_the_exchange(pair):
         sender, receiver, _, _ = pair

@@ -1,7 +1,7 @@
 """Shares of links, without a network and without a clock."""
 
 from syncline.fabric.link_share import LinkShare
-from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
+from syncline.fabric.protocol import BULK, BULK_BYTES
 
 
 def round_trip(share, delay_s, *, is_wanted=True):
@@ -55,11 +55,11 @@ def test_what_will_not_come_teaches_nothing():
     assert share.limit_bytes > 100, "its delay counts from its own grant"
 
 
-def test_a_patient_grant_may_exceed_a_small_share_but_no_second_one_joins_it():
+def test_a_bulk_grant_may_exceed_a_small_share_but_no_second_one_joins_it():
     share = LinkShare(100)
-    assert share.quantum_bytes(PATIENT - 1) == 50
-    assert share.quantum_bytes(PATIENT) == PATIENT_BYTES
-    share.granted(share.quantum_bytes(PATIENT), 0.0)
+    assert share.quantum_bytes(BULK - 1) == 50
+    assert share.quantum_bytes(BULK) == BULK_BYTES
+    share.granted(share.quantum_bytes(BULK), 0.0)
     assert share.is_used_up
-    wide = LinkShare(4 * PATIENT_BYTES)
-    assert wide.quantum_bytes(PATIENT) == wide.quantum_bytes(0) == 2 * PATIENT_BYTES
+    wide = LinkShare(4 * BULK_BYTES)
+    assert wide.quantum_bytes(BULK) == wide.quantum_bytes(0) == 2 * BULK_BYTES

@@ -1,4 +1,4 @@
-"""Compiled wires: grants and checksums as in Python, one job with Python, and what is there without them."""
+"""Compiled transports: grants and checksums as in Python, one job with Python, and what is there without them."""
 
 import itertools
 import math
@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
-from syncline.fabric import mesh, wirings
+from syncline.fabric import mesh, transport_sets
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.link_share import LinkShare
-from syncline.fabric.protocol import PATIENT, PeerLeftError
-from syncline.fabric.python_wire import PythonWiring
-from syncline.fabric.wirings import NativeWiring, is_native
-from wires import WIRES
+from syncline.fabric.protocol import BULK, PeerLeftError
+from syncline.fabric.python_peer_transport import PythonTransportSet
+from syncline.fabric.transport_sets import NativeTransportSet, is_native
+from transports import TRANSPORTS
 
 MIB = 1 << 20
-KINDS = [kind for kind in ("python", "native") if kind in WIRES]
+KINDS = [kind for kind in ("python", "native") if kind in TRANSPORTS]
 
 
 class Twins:
@@ -81,7 +81,7 @@ class Twins:
     def wish(self):
         key = (self.source.randrange(1, 5), self.next_tag)
         self.next_tag += 1
-        urgency = self.source.choice((0, 1, 5, PATIENT))
+        urgency = self.source.choice((0, 1, 5, BULK))
         wish = {"bytes": self.source.randrange(1, 20_000), "urgency": urgency, "granted": 0, "arrived": 0}
         self.wishes[key] = wish
         self.both("wish", *key, num_bytes=wish["bytes"], urgency=urgency)
@@ -119,7 +119,7 @@ class Twins:
         assert self.compiled.has_wishes == self.python.has_wishes
 
 
-if "native" in WIRES:
+if "native" in TRANSPORTS:
 
     @given(seed=st.integers(0, 1 << 32))
     def test_grants_are_the_same(seed):
@@ -144,13 +144,13 @@ if "native" in WIRES:
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_ranks_of_both_kinds_make_one_job(monkeypatch, first, second):
-    kinds = {"python": PythonWiring, "native": NativeWiring}
+    kinds = {"python": PythonTransportSet, "native": NativeTransportSet}
     in_turns = itertools.cycle([kinds[first], kinds[second]])
 
     def open_next(sizes, **_):
         return next(in_turns)(sizes)
 
-    monkeypatch.setattr(mesh, "open_wiring", open_next)
+    monkeypatch.setattr(mesh, "open_transport_set", open_next)
 
     async def scenario(fabrics, recorders, mail):
         for tag, num_bytes in enumerate((0, 1, 5000, 16_384, 16_385, 300_000, 3 * MIB)):
@@ -173,24 +173,24 @@ def test_ranks_of_both_kinds_make_one_job(monkeypatch, first, second):
 
 
 def test_the_variable_is_checked(monkeypatch):
-    monkeypatch.setenv(wirings.VARIABLE, "yes")
+    monkeypatch.setenv(transport_sets.VARIABLE, "yes")
     with pytest.raises(ConfigurationError, match="SYNCLINE_NATIVE must be 0, 1 or empty, not 'yes'"):
         is_native()
 
 
 def test_without_a_compiler_python_does_it(monkeypatch):
-    monkeypatch.setattr(wirings, "NativeWiring", None)
-    monkeypatch.setattr(wirings, "_why_not", "no module named _native")
-    monkeypatch.setenv(wirings.VARIABLE, "1")
+    monkeypatch.setattr(transport_sets, "NativeTransportSet", None)
+    monkeypatch.setattr(transport_sets, "_why_not", "no module named _native")
+    monkeypatch.setenv(transport_sets.VARIABLE, "1")
     with pytest.raises(
         ConfigurationError, match=r"not installed \(no module named _native\); install a C\+\+ compiler"
     ):
         is_native()
-    monkeypatch.delenv(wirings.VARIABLE)
+    monkeypatch.delenv(transport_sets.VARIABLE)
     assert not is_native()
 
     async def scenario(fabrics, recorders, mail):
-        assert all(fabric.exchange is None for fabric in fabrics)
+        assert all(fabric.native_transport is None for fabric in fabrics)
         await gather(mail.send(0, 1, 1, bytes(MIB)), mail.receive(1, 0, 1, MIB))
 
     run_over_tcp(2, scenario)

@@ -17,7 +17,7 @@ from syncline.fabric import FabricOptions, shared_host
 from syncline.fabric.frames import MEMORY_CLASS, FrameError, FrameType
 from syncline.fabric.shared_host import OFFER_BYTES, OfferTerms, address_of, read_memory
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 MIB = 1 << 20
 
@@ -71,7 +71,7 @@ def test_an_offer_that_its_sender_has_not_made_for_this_rank_breaks_the_protocol
 
 @pytest.mark.parametrize("thread_id", [os.getpid, threading.get_native_id])
 def test_a_token_that_was_brought_into_this_process_offers_nothing(thread_id):
-    """Whoever knows the secret can seal a token for himself, and send it here as a message."""
+    """Whoever knows the secret can seal a token for themselves, and send it here as a message."""
     offer = MAKER.make(target=1)
     brought = np.frombuffer(offer.token, dtype=np.uint8).copy()
     ready, over, ids = threading.Event(), threading.Event(), []
@@ -153,12 +153,14 @@ def test_a_cancelled_copy_is_not_written_any_more():
     run(scenario)
 
 
-def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(wire, monkeypatch):
+def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(transport, monkeypatch):
     async def scenario(fabrics, recorders, mail):
         def refuse(*_):
             raise ProcessLookupError(3, "No such process")
 
-        monkeypatch.setattr(f"syncline.fabric.{'inbox' if wire == 'python' else 'native_wire'}.read_memory", refuse)
+        monkeypatch.setattr(
+            f"syncline.fabric.{'inbox' if transport == 'python' else 'native_peer_transport'}.read_memory", refuse
+        )
         mail.receive(1, 0, 7, MIB)
         mail.send(0, 1, 7, bytes(MIB))
         await gather(recorders[1].wait_until(lambda: recorders[1].lost))

@@ -15,7 +15,7 @@ from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
 from syncline.topology.topology import Topology
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 MIB = 1 << 20
 

@@ -14,11 +14,11 @@ from fabric_scenarios import Recorder
 from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
-from syncline.fabric.audience import COST_BYTES, MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
+from syncline.fabric.listener_slot import COST_BYTES, MAX_BACKLOG_BYTES, ListenerSlot
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 def run(scenario, **settings):
@@ -351,10 +351,10 @@ def test_classes_that_are_opened_before_the_last_ones_were_agreed():
 
 
 def test_empty_messages_before_anybody_listens_are_bounded_too():
-    audience = Audience()
+    listener_slot = ListenerSlot()
     num_kept = MAX_BACKLOG_BYTES // COST_BYTES
-    assert all(audience.has_room(1, 0) for _ in range(num_kept))
-    assert not audience.has_room(1, 0)
-    assert audience.has_room(2, 0)
-    audience.seat(Recorder())
-    assert audience.has_room(1, 16_384)
+    assert all(listener_slot.has_room(1, 0) for _ in range(num_kept))
+    assert not listener_slot.has_room(1, 0)
+    assert listener_slot.has_room(2, 0)
+    listener_slot.listen(Recorder())
+    assert listener_slot.has_room(1, 16_384)

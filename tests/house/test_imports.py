@@ -1,4 +1,4 @@
-"""Rooms from `errors` to `runtime`, the CLI and the public face answer without importing torch."""
+"""BufferPool from `errors` to `runtime`, the CLI and the public face answer without importing torch."""
 
 import subprocess
 import sys

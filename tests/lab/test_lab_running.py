@@ -17,7 +17,7 @@ from syncline.lab.operations import run
 from syncline.topology import Topology
 sys.exit(run(Topology.flat(2), [sys.executable, "-uc", sys.argv[1]], report=lambda text: print("!", text, flush=True)))
 """
-PATIENT = """
+BULK = """
 import os, signal
 def end(number, frame):
     print("got", number, flush=True)
@@ -27,7 +27,7 @@ print("ready", os.environ["SYNCLINE_LAB"], flush=True)
 while True:
     signal.pause()
 """
-STUBBORN = PATIENT.replace("    raise SystemExit(3)\n", "")
+STUBBORN = BULK.replace("    raise SystemExit(3)\n", "")
 
 
 def run_here(code, topology=None, **options):
@@ -97,7 +97,7 @@ def start():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_the_lab_removed(start, is_gone, number):
-    process, lab_id = start(PATIENT)
+    process, lab_id = start(BULK)
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert sorted(output.splitlines()) == ["h0 | got 2", "h1 | got 2"]

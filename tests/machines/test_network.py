@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from syncline.machines.network import (
     LATENCY_RESOLUTION_S,
     RATE_RESOLUTION_BYTES_PER_S,
-    NetworkReading,
+    NetworkMeasurement,
     latencies_of,
     levelled,
     rate_of,
@@ -39,10 +39,10 @@ def test_a_rate_leaves_out_what_every_message_takes() -> None:
     assert rate_of([(1000, 0.05)], echo_s=0.0) == pytest.approx(20_000)
 
 
-def readings_of(one_way_s: np.ndarray) -> list[NetworkReading]:
+def measurements_of(one_way_s: np.ndarray) -> list[NetworkMeasurement]:
     size = len(one_way_s)
     return [
-        NetworkReading(echoes_s={k: float(2 * one_way_s[host, k]) for k in range(size) if k != host})
+        NetworkMeasurement(echoes_s={k: float(2 * one_way_s[host, k]) for k in range(size) if k != host})
         for host in range(size)
     ]
 
@@ -50,12 +50,12 @@ def readings_of(one_way_s: np.ndarray) -> list[NetworkReading]:
 def test_a_latency_is_half_of_the_pairs_fastest_echo() -> None:
     slower = np.array([[0, 0.004, 0.02], [0.003, 0, 0.2], [0.025, 0.3, 0]])
     expected = [[0, 0.003, 0.02], [0.003, 0, 0.2], [0.02, 0.2, 0]]
-    np.testing.assert_allclose(latencies_of(readings_of(slower)), expected)
+    np.testing.assert_allclose(latencies_of(measurements_of(slower)), expected)
 
 
 def test_a_pair_that_did_not_answer_is_not_known() -> None:
-    readings = readings_of(np.array([[0, 0.002, 0.02], [0.002, 0, 0.02], [0.02, 0.02, 0]]))
-    silent = [NetworkReading(echoes_s={1: readings[0].echoes_s[1]}), readings[1], NetworkReading()]
+    measurements = measurements_of(np.array([[0, 0.002, 0.02], [0.002, 0, 0.02], [0.02, 0.02, 0]]))
+    silent = [NetworkMeasurement(echoes_s={1: measurements[0].echoes_s[1]}), measurements[1], NetworkMeasurement()]
     found = latencies_of(silent)
     assert found is not None
     assert np.isnan(found[0, 2])
@@ -67,8 +67,8 @@ def test_a_pair_that_did_not_answer_is_not_known() -> None:
 def test_what_a_busy_machine_adds_says_nothing(noise: list[float]) -> None:
     one_way_s = np.zeros((4, 4))
     one_way_s[~np.eye(4, dtype=bool)] = noise
-    assert latencies_of(readings_of(one_way_s)) is None
-    assert latencies_of([NetworkReading()] * 4) is None
+    assert latencies_of(measurements_of(one_way_s)) is None
+    assert latencies_of([NetworkMeasurement()] * 4) is None
 
 
 def test_values_without_a_clear_gap_between_them_are_one_level() -> None:
@@ -82,20 +82,20 @@ def test_values_without_a_clear_gap_between_them_are_one_level() -> None:
 
 
 def test_uplinks_that_are_alike_are_equal() -> None:
-    readings = [NetworkReading(rates={9: rate}) for rate in (95e6, 200e6, 10e6)]
-    first, second, third, unknown = uplinks_of([*readings, NetworkReading()])
+    measurements = [NetworkMeasurement(rates={9: rate}) for rate in (95e6, 200e6, 10e6)]
+    first, second, third, unknown = uplinks_of([*measurements, NetworkMeasurement()])
     assert first == second == pytest.approx((95e6 * 200e6) ** 0.5)
     assert third == pytest.approx(10e6)
     assert unknown is None
 
 
 def test_an_uplink_is_the_best_that_was_seen_and_no_more_than_a_process_can_tell() -> None:
-    assert NetworkReading().uplink_bytes_per_s is None
-    assert NetworkReading(rates={1: 1e6, 2: 9e6}).uplink_bytes_per_s == 9e6
-    assert NetworkReading(rates={1: 5e10}).uplink_bytes_per_s == RATE_RESOLUTION_BYTES_PER_S
+    assert NetworkMeasurement().uplink_bytes_per_s is None
+    assert NetworkMeasurement(rates={1: 1e6, 2: 9e6}).uplink_bytes_per_s == 9e6
+    assert NetworkMeasurement(rates={1: 5e10}).uplink_bytes_per_s == RATE_RESOLUTION_BYTES_PER_S
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 1)), st.dictionaries(st.integers(0, 9), st.floats(0, 1e9)))
 def test_readings_go_through_json(echoes_s: dict[int, float], rates: dict[int, float]) -> None:
-    reading = NetworkReading(echoes_s=echoes_s, rates=rates)
-    assert NetworkReading.of_pairs(json.loads(json.dumps(reading.as_pairs()))) == reading
+    measurement = NetworkMeasurement(echoes_s=echoes_s, rates=rates)
+    assert NetworkMeasurement.of_pairs(json.loads(json.dumps(measurement.as_pairs()))) == measurement

@@ -21,14 +21,14 @@ def cycles(number: int) -> None:
     with syncline.init():
         pass
     gc.collect()
-    before = _open_files(), threading.active_count(), _mapped_boards()
+    before = _open_files(), threading.active_count(), _mapped_segments()
     for _ in range(number):
         with syncline.init() as fleet:
             value = torch.full((3,), float(fleet.rank))
             fleet.all_reduce(value)
             assert value.tolist() == [sum(range(fleet.world_size))] * 3
     gc.collect()
-    after = _open_files(), threading.active_count(), _mapped_boards()
+    after = _open_files(), threading.active_count(), _mapped_segments()
     assert after == before, (before, after)
 
 
@@ -79,7 +79,7 @@ def die() -> None:
         print(f"told of rank {error.rank}", flush=True)
 
 
-def _mapped_boards() -> int:
+def _mapped_segments() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:syncline")
 
 

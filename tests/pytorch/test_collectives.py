@@ -29,12 +29,12 @@ def test_sum_of_any_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...], r
         assert torch.equal(result, torch.full(shape, 6).to(dtype))
 
 
-@pytest.mark.parametrize("is_on_board", [False, True])
+@pytest.mark.parametrize("is_in_shared_memory", [False, True])
 @pytest.mark.parametrize("dtype", [kind for kind in FLOATS + INTEGERS if not kind.is_complex])
-def test_max_min_and_product(dtype: torch.dtype, is_on_board: bool, run_fleets: Any) -> None:
+def test_max_min_and_product(dtype: torch.dtype, is_in_shared_memory: bool, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> list[list[float]]:
-        if is_on_board:
-            fleet.communicator.open_board()
+        if is_in_shared_memory:
+            fleet.communicator.open_segment()
         results = []
         for op in ("max", "min", "product"):
             tensor = torch.tensor([fleet.rank + 1, 4 - fleet.rank, 2]).to(dtype)
@@ -140,11 +140,11 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("is_on_board", [False, True])
+@pytest.mark.parametrize("is_in_shared_memory", [False, True])
 @pytest.mark.parametrize("odd_rank", range(3))
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_calls_that_mean_different_things_are_an_error_that_names_both(
-    kind: str, odd_rank: int, is_on_board: bool, run_fleets: Any
+    kind: str, odd_rank: int, is_in_shared_memory: bool, run_fleets: Any
 ) -> None:
     usual, odd, usual_text, odd_text = DIFFERENT[kind]
 
@@ -155,8 +155,8 @@ def test_calls_that_mean_different_things_are_an_error_that_names_both(
         fleet.barrier()  # a rank that had all it needed from those that agree with it finds out at its next call
 
     def body(fleet: Fleet) -> str:
-        if is_on_board:
-            fleet.communicator.open_board()
+        if is_in_shared_memory:
+            fleet.communicator.open_segment()
         with pytest.raises(MismatchError) as caught:
             make_calls(fleet)
         have_failed.wait(20)
@@ -251,11 +251,11 @@ def test_what_makes_no_sense_is_refused(run_fleets: Any) -> None:
     run_fleets(2, body)
 
 
-@pytest.mark.parametrize("is_on_board", [False, True])
-def test_a_rank_that_ends_with_the_error_lets_the_others_read_it(is_on_board: bool, run_fleets: Any) -> None:
+@pytest.mark.parametrize("is_in_shared_memory", [False, True])
+def test_a_rank_that_ends_with_the_error_lets_the_others_read_it(is_in_shared_memory: bool, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
-        if is_on_board:
-            fleet.communicator.open_board()
+        if is_in_shared_memory:
+            fleet.communicator.open_segment()
         fleet.gather(torch.ones(2), dst=int(fleet.rank == 0))
         fleet.barrier()
 

@@ -31,9 +31,9 @@ def test_what_torchrun_sets() -> None:
     assert environment.trace == Path("t.json")
 
 
-def test_the_board_can_be_turned_off() -> None:
-    assert read_environment({}).uses_board
-    assert not read_environment({"SYNCLINE_BOARD": "off"}).uses_board
+def test_shared_memory_can_be_turned_off() -> None:
+    assert read_environment({}).uses_shared_memory
+    assert not read_environment({"SYNCLINE_BOARD": "off"}).uses_shared_memory
 
 
 def test_frames_are_authenticated_where_the_variable_or_the_argument_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

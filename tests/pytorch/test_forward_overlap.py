@@ -37,15 +37,15 @@ class _Gates:
             self.log.append(f"gather {bucket} may begin")
             self.events[bucket].set()
 
-    def hold(self, channel: Any) -> None:
+    def hold(self, collectives: Any) -> None:
         """Let no bucket's all-gather begin on this rank before its gate is open."""
-        gather = channel.all_gather
+        gather = collectives.all_gather
 
         def all_gather(bucket: Bucket, step: int) -> Work:
             assert self.events[bucket.index].wait(DEADLINE_S), f"rank 0 waits for bucket {bucket.index} too early"
             return gather(bucket, step)
 
-        channel.all_gather = all_gather
+        collectives.all_gather = all_gather
 
     def watch(self, layer: nn.Module, number: int) -> None:
         """Note when ``layer`` computes; after it, the next one's parameters may come."""
@@ -89,7 +89,7 @@ def test_the_all_gather_runs_under_the_forward_pass(run_fleets: Any) -> None:
                 gates.watch(layer, number)
             gates.open(0)
         else:
-            gates.hold(optimizer.training.updater.channel)
+            gates.hold(optimizer.training.updater.collectives)
             optimizer.step()
         return model(batch).detach()  # under no_grad() it would wait for everything first
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rank_scripts import run_script
-from wires import WIRES
+from transports import TRANSPORTS
 
 SCRIPT = Path(__file__).with_name("held_process.py")
 QUICK = {"SYNCLINE_SILENCE": "1.5"}
 
-if "native" in WIRES:
+if "native" in TRANSPORTS:
 
     def test_a_rank_whose_interpreter_is_held_is_waited_for() -> None:
         for status, output in run_script(SCRIPT, 2, "held", extra=QUICK):

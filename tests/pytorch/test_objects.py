@@ -39,11 +39,11 @@ def _explode(rank: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("is_on_board", [False, True])
-def test_objects_of_different_sizes(is_on_board: bool, run_fleets: Any) -> None:
+@pytest.mark.parametrize("is_in_shared_memory", [False, True])
+def test_objects_of_different_sizes(is_in_shared_memory: bool, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> tuple[Any, Any, Any]:
-        if is_on_board:
-            fleet.communicator.open_board()
+        if is_in_shared_memory:
+            fleet.communicator.open_segment()
         ours = Metrics(fleet.rank, [0.5] * 1000 * fleet.rank)
         given = {"rank": 1, "weights": torch.arange(3.0)} if fleet.rank == 1 else None
         sent = fleet.broadcast_object(given, root=1)

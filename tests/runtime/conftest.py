@@ -7,9 +7,9 @@ import pytest
 from tcp_communicators import close_all, connect_all
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.wirings import VARIABLE
+from syncline.fabric.transport_sets import VARIABLE
 from syncline.runtime import communicators_in_memory
-from wires import WIRES
+from transports import TRANSPORTS
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def in_memory():
 
 
 @pytest.fixture
-def at_a_board(in_memory):
-    """Make communicators that talk in memory and have a board."""
+def in_shared_memory(in_memory):
+    """Make communicators that talk in memory and have a segment."""
 
     def make(*args, **kwargs):
         communicators = in_memory(*args, **kwargs)
         with ThreadPoolExecutor(len(communicators)) as pool:
-            assert all(pool.map(lambda communicator: communicator.open_board(), communicators))
+            assert all(pool.map(lambda communicator: communicator.open_segment(), communicators))
         return communicators
 
     return make
@@ -59,16 +59,16 @@ def over_tcp():
     assert set(threading.enumerate()) <= before
 
 
-COMPILED = ["over compiled wires", "from memory to memory"] if "native" in WIRES else []
+COMPILED = ["over compiled transport", "from memory to memory"] if "native" in TRANSPORTS else []
 
 
 @pytest.fixture(params=["in memory", "over tcp", *COMPILED])
 def anywhere(request, monkeypatch):
-    """Make communicators that talk in memory, or on loopback with wires of each kind."""
+    """Make communicators that talk in memory, or on loopback with transports of each kind."""
     if request.param == "in memory":
         yield request.getfixturevalue("in_memory")
         return
-    monkeypatch.setenv(VARIABLE, WIRES["native" if request.param in COMPILED else "python"])
+    monkeypatch.setenv(VARIABLE, TRANSPORTS["native" if request.param in COMPILED else "python"])
     make = request.getfixturevalue("over_tcp")
     options = FabricOptions(shares_memory=request.param == "from memory to memory")
 

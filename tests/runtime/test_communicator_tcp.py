@@ -25,7 +25,7 @@ RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 
 FLOAT32 = numpy_reduction("float32")
 
-pytestmark = pytest.mark.usefixtures("wire")
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 def submit(communicators, schedule, layout, buffers, reduction, stream=1):

@@ -138,9 +138,9 @@ def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory):
 
 def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):
     communicators = in_memory(3)
-    impatient = communicators[0].barrier(timeout_s=0.1)
-    patient = communicators[1].barrier(timeout_s=60)
-    errors = errors_of([impatient, patient])
+    urgent = communicators[0].barrier(timeout_s=0.1)
+    bulk = communicators[1].barrier(timeout_s=60)
+    errors = errors_of([urgent, bulk])
     assert all("rank 2 (host memory) sent nothing" in str(error) for error in errors)
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.runtime.slice_order import SliceOrder
-from wires import WIRES
+from transports import TRANSPORTS
 
 NUMBERS = itertools.count()
-KINDS = list(WIRES)
+KINDS = list(TRANSPORTS)
 """Of orders: in Python, and compiled if that is installed."""
 
 

@@ -8,7 +8,7 @@ import pytest
 from syncline.errors import DeadlineError
 from syncline.fabric import FabricOptions
 from syncline.runtime import numpy_reduction
-from syncline.runtime.board.meeting import Outcome, meet
+from syncline.runtime.shared_memory.barrier import Outcome, meet
 from syncline.topology import Topology
 
 FLOAT32 = numpy_reduction("float32")
@@ -76,7 +76,7 @@ def test_the_deadline_names_a_hung_training_thread_too(in_memory):
             work.wait(20)
 
 
-def test_nobody_is_named_who_waits_himself(over_tcp, wire):
+def test_nobody_is_named_who_waits_himself(over_tcp, transport):
     """Over TCP, by heartbeats: rank 1 makes no other call than the one that waits for rank 2."""
     communicators = over_tcp(Topology.flat(3), options=FabricOptions(stall_s=1.0, **QUICK))
     works = [start(communicator) for communicator in communicators[:2]]
@@ -117,12 +117,12 @@ def test_ports_are_told_who_stalls(in_memory):
     assert told == [(1, True)]
 
 
-def test_at_the_board_a_stalled_rank_is_late_at_once():
+def test_in_shared_memory_a_stalled_rank_is_late_at_once():
     class Slots:
         def progress(self, rank):
             return 0
 
-        def has_card(self, rank, number, signature):
+        def has_header(self, rank, number, signature):
             raise AssertionError("nobody came")
 
         def wait(self, rank, seen, timeout_s):
@@ -141,8 +141,8 @@ def test_at_the_board_a_stalled_rank_is_late_at_once():
     assert outcome is Outcome.LATE
 
 
-def test_at_the_board_a_stalled_rank_is_named(at_a_board):
-    communicators = at_a_board(2)
+def test_in_shared_memory_a_stalled_rank_is_named(in_shared_memory):
+    communicators = in_shared_memory(2)
     communicators[0]._fabric.stalls.limit_s = 0.05
     tick(communicators[0], 0.0, {1: 4})
     tick(communicators[0], 30.0, {1: 4})

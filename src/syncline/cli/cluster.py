@@ -22,7 +22,7 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
 from syncline.topology import Topology
 from syncline.units import format_duration, format_frequency, format_rate, format_size
 
@@ -92,7 +92,7 @@ def _parse_weights(texts: list[str]) -> dict[str, float]:
 
 
 def _print_here() -> None:
-    from syncline.machines.reading import read_machine
+    from syncline.machines.measurement import read_machine
 
     pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine().items())
     print(f"features: {{{pairs}}}")
@@ -134,7 +134,7 @@ def _print_tables(
         scores.add_row(str(k), f"{score:.3f}")
     if clustering.silhouettes:
         console.print(scores)
-    if lacks := Survey(topology=topology, use=use).lacks:
+    if lacks := Inventory(topology=topology, use=use).lacks:
         what = " and ".join(name.removesuffix("_s").removesuffix("_bytes_per") for name in lacks)
         console.print(
             f"{topology.name} does not tell {what}: ranks measure it when a training starts.", highlight=False

@@ -142,13 +142,13 @@ def check_isal() -> Finding:
     return judge("checksums", is_there, what, "pip install isal")
 
 
-def check_wires() -> Finding:
+def check_transports() -> Finding:
     """Judge whether messages move in compiled code, by the file alone; importing the fabric takes a while."""
     folder = Path(__file__).parents[1] / "fabric"
     is_built = any((folder / f"_native{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     is_wanted = os.environ.get("SYNCLINE_NATIVE") != "0"
     return judge(
-        "compiled wires",
+        "compiled transport",
         is_built and is_wanted,
         "not built" if not is_built else "built" if is_wanted else "left out by SYNCLINE_NATIVE=0",
         "messages take twice the processor time in Python; install a C++ compiler (Debian: g++), then Syncline again"
@@ -188,7 +188,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_socket_buffers,
     check_congestion_control,
     check_isal,
-    check_wires,
+    check_transports,
     check_lab_tools,
     check_lab_rights,
     check_pictures,

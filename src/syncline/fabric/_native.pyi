@@ -7,7 +7,7 @@ from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.link_share import LinkShare
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
 
-def wait(epoll_fd: int, timeout_s: float, exchanges: Sequence[Exchange]) -> list[tuple[int, int]]: ...
+def wait(epoll_fd: int, timeout_s: float, native_transports: Sequence[NativeTransport]) -> list[tuple[int, int]]: ...
 def crc32(data: bytes | memoryview, before: int = 0) -> int: ...
 
 class GrantScheduler:
@@ -70,18 +70,18 @@ class SliceOrder:
     def ended(self, call: Sliced, num_bytes: int) -> None: ...
     def next(self) -> Sliced | None: ...
 
-class Walker:
+class SliceExecutor:
     inflight_bytes: int
     num_active_slices: int
 
-    def __init__(self, exchange: Exchange, pool: TemporaryPool, max_inflight_bytes: int) -> None: ...
+    def __init__(self, native_transport: NativeTransport, pool: TemporaryPool, max_inflight_bytes: int) -> None: ...
 
 class CallRun:
     has_more: bool
 
     def __init__(
         self,
-        walker: Walker,
+        executor: SliceExecutor,
         layout: Layout,
         buffer: memoryview,
         *,
@@ -98,7 +98,7 @@ class CallRun:
     def awaited_peers(self) -> set[int]: ...
     def open_peers(self) -> set[int]: ...
 
-class Exchange:
+class NativeTransport:
     tells_drained: bool
     is_served: bool
     has_events: bool

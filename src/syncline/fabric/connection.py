@@ -17,7 +17,7 @@ from syncline.fabric.frame_checks import FrameKeys, make_checks
 from syncline.fabric.frames import CONTROL_CLASS, FrameError
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sockets import mark
-from syncline.fabric.turn import TurnEnd
+from syncline.fabric.tick import TickEnd
 
 BUDGET_BYTES = 2 << 20
 """What one callback moves at most in its direction before others have their turn."""
@@ -35,15 +35,15 @@ class Connection(ABC):
     def __init__(
         self,
         sock: socket.socket,
-        turn_end: TurnEnd,
+        tick_end: TickEnd,
         *,
         on_broken: Callable[[Exception], None],
         keys: FrameKeys | None = None,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._loop = turn_end.loop
-        self._turn_end = turn_end
+        self._loop = tick_end.loop
+        self._tick_end = tick_end
         self._on_broken = on_broken
         self._sending, self._receiving = make_checks(keys)
         self._buffers: list[bytes | memoryview] = []
@@ -67,10 +67,10 @@ class Connection(ABC):
         mark(self._socket, self.connection_class, options)
 
     def schedule_write(self) -> None:
-        """Write soon: what is queued in one turn of the loop leaves together."""
+        """Write soon: what is queued in one tick of the loop leaves together."""
         if not (self._is_write_scheduled or self._is_watching_writer or self.is_closed):
             self._is_write_scheduled = True
-            self._turn_end.write_soon(self.connection_class, self._write)
+            self._tick_end.write_soon(self.connection_class, self._write)
 
     def close(self) -> None:
         """Release the socket. Nothing is told to ``on_broken`` any more."""

@@ -23,7 +23,7 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.protocol import MAX_CONTROL_BYTES
-from syncline.fabric.turn import TurnEnd
+from syncline.fabric.tick import TickEnd
 
 INBOX_BYTES = 128 << 10
 """Room for what arrives at once; no frame is larger."""
@@ -37,13 +37,13 @@ class ControlConnection(Connection):
     def __init__(
         self,
         sock: socket.socket,
-        turn_end: TurnEnd,
+        tick_end: TickEnd,
         *,
         on_frame: Callable[[Frame, bytes], None],
         on_broken: Callable[[Exception], None],
         keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, turn_end, on_broken=on_broken, keys=keys)
+        super().__init__(sock, tick_end, on_broken=on_broken, keys=keys)
         self._on_frame = on_frame
         self._queue: list[bytes] = []
         self._inbox = memoryview(bytearray(INBOX_BYTES))
@@ -64,7 +64,7 @@ class ControlConnection(Connection):
         offset: int = 0,
         payload: bytes = b"",
     ) -> None:
-        """Queue a frame; it leaves when this turn of the loop, or the next, ends."""
+        """Queue a frame; it leaves when this tick of the loop, or the next, ends."""
         if self.is_closed:
             return
         header = encode_header(

@@ -26,8 +26,8 @@ from syncline.fabric.frames import (
     encode_header,
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
-from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
-from syncline.fabric.turn import TurnEnd
+from syncline.fabric.protocol import BULK, BULK_BYTES
+from syncline.fabric.tick import TickEnd
 
 WAKE_BYTES = 32 << 10
 """In the middle of a chunk, the kernel wakes us for no less, or for the rest if that is less: a slow link delivers a
@@ -76,7 +76,7 @@ class DataConnection(Connection):
     def __init__(
         self,
         sock: socket.socket,
-        turn_end: TurnEnd,
+        tick_end: TickEnd,
         *,
         connection_class: int,
         chunk_bytes: int,
@@ -86,7 +86,7 @@ class DataConnection(Connection):
         on_broken: Callable[[Exception], None],
         keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, turn_end, on_broken=on_broken, keys=keys)
+        super().__init__(sock, tick_end, on_broken=on_broken, keys=keys)
         self.connection_class = connection_class
         self._chunk_bytes = chunk_bytes
         self._receiver = receiver
@@ -136,8 +136,8 @@ class DataConnection(Connection):
 
     def _refill(self) -> bool:
         heap, room = self._heap, self._chunk_bytes
-        if heap and heap[0].urgency >= PATIENT:
-            room = max(room, PATIENT_BYTES + HEADER_BYTES)
+        if heap and heap[0].urgency >= BULK:
+            room = max(room, BULK_BYTES + HEADER_BYTES)
         buffers: list[bytes | memoryview] = []
         num_bytes = 0
         while heap and room > 0 and len(buffers) < 2 * MAX_FRAMES_AT_ONCE:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from syncline.fabric.protocol import PATIENT, PATIENT_BYTES
+from syncline.fabric.protocol import BULK, BULK_BYTES
 
 
 class LinkShare:
@@ -35,7 +35,7 @@ class LinkShare:
 
     def quantum_bytes(self, urgency: int) -> int:
         """Return what one grant takes of it at most: smaller ones cost the ranks more than a shorter queue gains."""
-        return max(1 if urgency < PATIENT else PATIENT_BYTES, self.part_bytes // 2)
+        return max(1 if urgency < BULK else BULK_BYTES, self.part_bytes // 2)
 
     @property
     def is_used_up(self) -> bool:

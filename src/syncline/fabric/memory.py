@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from syncline.errors import FabricClosedError, PeerLostError
-from syncline.fabric.audience import Audience
+from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.memory_classes import MemoryClasses
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
@@ -129,7 +129,7 @@ class MemoryFabric:
         self._network = network
         self._rank = rank
         self._close_s = close_s
-        self._audience = Audience()
+        self._listener_slot = ListenerSlot()
         self._posted: dict[tuple[int, int], _Posted] = {}
         self._held: dict[tuple[int, int], _Parcel] = {}
         self._outgoing = 0
@@ -161,13 +161,13 @@ class MemoryFabric:
         return True
 
     @property
-    def exchange(self) -> None:
-        """None: there are no wires."""
+    def native_transport(self) -> None:
+        """None: there are no transports."""
         return
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
-        self._audience.seat(listener)
+        self._listener_slot.listen(listener)
 
     def send(
         self,
@@ -334,7 +334,7 @@ class MemoryFabric:
             return
         self._lost[peer] = error
         self._network.classes.look_again()
-        self._audience.tell(lambda listener: listener.on_peer_lost(peer, error))
+        self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer, error))
 
     def _deliver(self, parcel: _Parcel) -> None:
         """Take a parcel that arrived: hand it over, or hold it until its receive is posted."""
@@ -344,7 +344,7 @@ class MemoryFabric:
         elif parcel.is_control:
             source._finish(parcel, was_delivered=True)
             payload = bytes(parcel.payload)
-            self._audience.tell(lambda listener: listener.on_control(parcel.source, payload))
+            self._listener_slot.tell(lambda listener: listener.on_control(parcel.source, payload))
         elif (parcel.source, parcel.tag) in self._posted:
             self._land(parcel, self._posted.pop((parcel.source, parcel.tag)))
             source._finish(parcel, was_delivered=True)
@@ -356,7 +356,7 @@ class MemoryFabric:
     def _land(self, parcel: _Parcel, posted: _Posted) -> None:
         if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:
             peer, tag, expected, received = parcel.source, parcel.tag, posted.signature, parcel.signature
-            self._audience.tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
+            self._listener_slot.tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
             return
         posted.destination[:] = parcel.payload
         counters = self._count(parcel.source, parcel.connection_class)

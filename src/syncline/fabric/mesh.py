@@ -17,7 +17,6 @@ from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
-from syncline.fabric.fitting import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
@@ -26,9 +25,10 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member, Rendezvous
 from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
-from syncline.fabric.wirings import check_transport, open_wiring
+from syncline.fabric.transport_sets import check_transport, open_transport_set
 from syncline.topology.priorities import Priorities
 from syncline.topology.topology import Topology
 
@@ -68,7 +68,7 @@ async def connect_tcp(
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            wiring=open_wiring(grants, has_keys=options.authenticate_frames),
+            transport_set=open_transport_set(grants, has_keys=options.authenticate_frames),
             offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )

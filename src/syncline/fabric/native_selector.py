@@ -1,4 +1,4 @@
-"""A selector that lets the loop sleep while compiled wires have nothing for Python.
+"""A selector that lets the loop sleep while compiled transports have nothing for Python.
 
 asyncio asks its selector what is ready. Requests, grants and pieces of messages make sockets ready and need no Python
 at all: here they are dealt with inside that question, without the interpreter's lock, and the loop wakes up for whole
@@ -10,7 +10,7 @@ from __future__ import annotations
 import selectors
 from typing import Any
 
-from syncline.fabric._native import Exchange, wait
+from syncline.fabric._native import NativeTransport, wait
 
 _EPOLLIN, _EPOLLOUT = 1, 4
 
@@ -20,15 +20,15 @@ class NativeSelector(selectors.EpollSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._exchanges: list[Exchange] = []
+        self._native_transports: list[NativeTransport] = []
         self._keys: dict[int, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """Watch a file, or serve an exchange."""
+        """Watch a file, or serve a native transport."""
         key = super().register(fileobj, events, data)
         self._keys[key.fd] = key
-        if isinstance(fileobj, Exchange):
-            self._exchanges.append(fileobj)
+        if isinstance(fileobj, NativeTransport):
+            self._native_transports.append(fileobj)
             fileobj.is_served = True
         return key
 
@@ -39,9 +39,9 @@ class NativeSelector(selectors.EpollSelector):
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Watch a file, or serve an exchange, no longer."""
-        if isinstance(fileobj, Exchange):
-            self._exchanges.remove(fileobj)
+        """Watch a file, or serve a native transport, no longer."""
+        if isinstance(fileobj, NativeTransport):
+            self._native_transports.remove(fileobj)
             fileobj.is_served = False
         key = super().unregister(fileobj)
         del self._keys[key.fd]
@@ -49,10 +49,12 @@ class NativeSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Return what is ready for Python within ``timeout`` seconds (None: forever)."""
-        if not self._exchanges:
+        if not self._native_transports:
             return super().select(timeout)
         found = []
-        for descriptor, mask in wait(self.fileno(), -1.0 if timeout is None else max(timeout, 0.0), self._exchanges):
+        for descriptor, mask in wait(
+            self.fileno(), -1.0 if timeout is None else max(timeout, 0.0), self._native_transports
+        ):
             key = self._keys.get(descriptor)
             if key is None:
                 continue

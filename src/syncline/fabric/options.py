@@ -9,7 +9,7 @@ from syncline.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 32
 MAX_CHUNK_BYTES = 256 << 10
-"""The wire's limit on a chunk: no receiver ever drains more than this at once."""
+"""The transport's limit on a chunk: no receiver ever drains more than this at once."""
 MAX_CLASSES = 16
 MAX_DSCP = 63
 
@@ -36,7 +36,8 @@ class FabricOptions:
     stall_s: float = 300.0
     """A rank whose training thread makes no call for this long is stalled, though its process lives."""
     held_s: float = 300.0
-    """How long a foreign call may hold the interpreter's lock before this rank falls silent, where wires are compiled;
+    """How long a foreign call may hold the interpreter's lock before this rank falls silent, where transports are
+    compiled;
     else it falls silent at once."""
     handshake_s: float = 5.0
     connect_s: float = 60.0

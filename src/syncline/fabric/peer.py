@@ -10,10 +10,10 @@ from syncline.errors import escape_text
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
 from syncline.fabric.sockets import is_same_machine
 from syncline.fabric.statistics import ConnectionStatistics
-from syncline.fabric.wire import Wiring
 
 DIED = "its process died or was killed"
 
@@ -58,7 +58,7 @@ class Peer:
         host: str,
         *,
         options: FabricOptions,
-        wiring: Wiring,
+        transport_set: TransportSet,
         offer_terms: OfferTerms,
         events: PeerEvents,
     ) -> None:
@@ -79,9 +79,9 @@ class Peer:
         """Which connection classes the peer has said that it opens, until this rank agrees."""
         self.num_confirmed = 0
         """How many classes the peer has said that it has."""
-        self.wire = wiring.wire(rank, options=options, events=self)
-        self.send_frame = self.wire.send_frame
-        self.flush_control = self.wire.flush_control
+        self.transport = transport_set.transport(rank, options=options, events=self)
+        self.send_frame = self.transport.send_frame
+        self.flush_control = self.transport.flush_control
         self._handlers = self._make_handlers()
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class Peer:
     @property
     def num_classes(self) -> int:
         """Number of data connections in use."""
-        return self.wire.num_classes
+        return self.transport.num_classes
 
     def has_connection(self, connection_class: int) -> bool:
         """Whether there is a connection of this class already."""
@@ -111,7 +111,7 @@ class Peer:
     def expect(self, options: FabricOptions) -> None:
         """Use these classes and marks from now on; the further connections are attached when they are there."""
         self.options = options
-        self.wire.use(options)
+        self.transport.use(options)
 
     def attach(self, connection_class: int, sock: socket.socket, keys: FrameKeys | None = None) -> None:
         """Take an authenticated socket; with the last one the peer is ready, or has its further classes.
@@ -120,22 +120,22 @@ class Peer:
         """
         assert not self.has_connection(connection_class)
         if keys is not None:
-            self.wire.use_keys(connection_class, keys)
+            self.transport.use_keys(connection_class, keys)
         self._sockets[connection_class] = sock
         if not self.is_ready:
             if len(self._sockets) == 1 + self.options.num_classes:
                 self._start()
         elif len(self._sockets) == self.options.num_classes - self.num_classes:
-            self.wire.add(self._take_data_sockets())
+            self.transport.add(self._take_data_sockets())
             self._events.on_opening(self)
 
     def take_heard(self) -> bool:
         """Whether anything arrived since the last time this was asked."""
-        return self.wire.take_heard()
+        return self.transport.take_heard()
 
     def end(self) -> None:
         """Say on each connection that nothing more will come."""
-        self.wire.end()
+        self.transport.end()
 
     def close(self) -> None:
         """Release everything; the peer is gone."""
@@ -144,13 +144,13 @@ class Peer:
         self.is_gone = True
         for sock in self._sockets.values():
             sock.close()
-        self.wire.close()
+        self.transport.close()
 
     def statistics(self) -> tuple[ConnectionStatistics, ...]:
         """Return the counters of each connection."""
-        return self.wire.statistics()
+        return self.transport.statistics()
 
-    # --- what the wire tells (WireEvents) ---
+    # --- what the wire tells (PeerTransportEvents) ---
 
     def on_frame(self, kind: FrameType, tag: int, payload: bytes) -> None:
         """Do what a control frame says."""
@@ -192,7 +192,7 @@ class Peer:
 
     def _start(self) -> None:
         is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS])
-        self.wire.open(self._sockets.pop(CONTROL_CLASS), self._take_data_sockets())
+        self.transport.open(self._sockets.pop(CONTROL_CLASS), self._take_data_sockets())
         self.is_ready = True
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         if is_local:
@@ -233,13 +233,13 @@ class Peer:
         pid = self._offer_terms.accept(payload, source=self.rank) if self._offer is not None else None
         if pid is not None:
             self._pid = pid
-            self.wire.let_be_read(pid)
+            self.transport.let_be_read(pid)
             self.send_frame(FrameType.ACCEPT)
 
     def _on_accept(self) -> None:
         if self._offer is None:
             raise FrameError("memory was accepted that was not offered")
-        self.wire.let_read_us()
+        self.transport.let_read_us()
         self._events.on_memory_shared(self)
 
     def _on_farewell(self) -> None:

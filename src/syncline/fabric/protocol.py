@@ -18,14 +18,14 @@ from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import Exchange
+    from syncline.fabric.native_peer_transport import NativeTransport
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
-PATIENT = 1 << 30
+BULK = 1 << 30
 """From this urgency on, nobody waits for a message: where slow links have smaller pieces, it moves in pieces of up to
-PATIENT_BYTES, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
-PATIENT_BYTES = 64 << 10
+BULK_BYTES, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
+BULK_BYTES = 64 << 10
 
 
 class PeerLeftError(PeerLostError):
@@ -88,7 +88,7 @@ class Fabric(Protocol):
         """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
 
     @property
-    def exchange(self) -> Exchange | None:
+    def native_transport(self) -> NativeTransport | None:
         """What moves the messages, where that is compiled: who sends and receives may then do so in compiled code too.
 
         It numbers ranks as the job does.

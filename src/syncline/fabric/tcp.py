@@ -10,18 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.audience import MAX_BACKLOG_BYTES, Audience
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.fitting import WindowSizes
 from syncline.fabric.frames import FrameType
 from syncline.fabric.handshake import Admission
+from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
+from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     MAX_CONTROL_BYTES,
@@ -31,13 +32,13 @@ from syncline.fabric.protocol import (
     SendSettings,
 )
 from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics
-from syncline.fabric.wire import Wiring
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import Exchange
+    from syncline.fabric.native_peer_transport import NativeTransport
 
 MAX_REASON_BYTES = 1024
 
@@ -70,7 +71,7 @@ class TcpFabric:
         hosts: Iterable[str],
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
-        wiring: Wiring,
+        transport_set: TransportSet,
         offer_terms: OfferTerms,
         trace: TraceSink | None = None,
     ) -> None:
@@ -78,16 +79,17 @@ class TcpFabric:
         self._hosts = tuple(hosts)
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._wiring = wiring
+        self._transport_set = transport_set
         self._binding = ThreadBinding(rank)
         self._trace = trace
+        make_peer = partial(Peer, transport_set=transport_set, offer_terms=offer_terms, events=self)
         self._peers = {
-            peer: Peer(peer, host, options=peer_options[peer], wiring=wiring, offer_terms=offer_terms, events=self)
+            peer: make_peer(peer, host, options=peer_options[peer])
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
         self._mesh: Mesh | None = None
-        self._audience = Audience()
+        self._listener_slot = ListenerSlot()
         self._lost: dict[int, PeerLostError] = {}
         self._is_closing = False
         self._is_closed = False
@@ -100,7 +102,7 @@ class TcpFabric:
         )
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
-        wiring.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
+        transport_set.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
         self._standstill = Standstill(
             interval_s=self._liveness.interval_s, remembered_s=options.dead_s, now_s=self._loop.time()
         )
@@ -132,27 +134,27 @@ class TcpFabric:
         return all(peer.is_local for peer in self._peers.values())
 
     @property
-    def exchange(self) -> Exchange | None:
+    def native_transport(self) -> NativeTransport | None:
         """What moves the messages, if that is compiled."""
-        return self._wiring.exchange
+        return self._transport_set.native_transport
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
-        self._audience.seat(listener)
+        self._listener_slot.listen(listener)
 
     def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Queue ``payload`` for ``peer`` (see the protocol)."""
         other = self._open_peer(peer)
         if not other.is_gone:
-            other.wire.send(tag, payload, **settings)
+            other.transport.send(tag, payload, **settings)
 
     def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
-        self._open_peer(peer).wire.receive(tag, destination, **settings)
+        self._open_peer(peer).transport.receive(tag, destination, **settings)
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a posted receive."""
-        self._peers[peer].wire.cancel(tag)
+        self._peers[peer].transport.cancel(tag)
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
@@ -180,8 +182,8 @@ class TcpFabric:
             rank=self._rank,
             time_s=self._loop.time(),
             connections=tuple(entry for peer in peers for entry in peer.statistics()),
-            unexpected_bytes=sum(peer.wire.unexpected_bytes for peer in peers),
-            pending_receives=sum(peer.wire.num_pending for peer in peers),
+            unexpected_bytes=sum(peer.transport.unexpected_bytes for peer in peers),
+            pending_receives=sum(peer.transport.num_pending for peer in peers),
             refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
@@ -193,10 +195,10 @@ class TcpFabric:
             await self._wait_until(lambda: self._is_closed)
             return
         self._is_closing = True
-        self._wiring.tell_drained(self._changed.set)
+        self._transport_set.tell_drained(self._changed.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.close_s):
-                await self._wait_until(lambda: all(peer.wire.is_drained for peer in self._living()))
+                await self._wait_until(lambda: all(peer.transport.is_drained for peer in self._living()))
                 for peer in self._living():
                     peer.end()
                 await self._wait_until(lambda: not self._living())
@@ -216,7 +218,7 @@ class TcpFabric:
 
     def resize_grants(self, sizes: WindowSizes) -> None:
         """Grant with these sizes from now on."""
-        self._wiring.resize(**sizes)
+        self._transport_set.resize(**sizes)
 
     def use_mesh(self, mesh: Mesh) -> None:
         """Own ``mesh`` and close its acceptor in the end."""
@@ -249,7 +251,7 @@ class TcpFabric:
         self._liveness.add(peer.rank)
         self._changed.set()
 
-    def on_opening(self, peer: Peer) -> None:  # noqa: ARG002 - whoever waits looks for himself
+    def on_opening(self, peer: Peer) -> None:  # noqa: ARG002 - whoever waits looks for themselves
         """Let who opens connections look again."""
         self._changed.set()
 
@@ -304,15 +306,15 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
-        if not self._audience.has_room(peer.rank, len(payload)):
+        if not self._listener_slot.has_room(peer.rank, len(payload)):
             reason = f"broke the protocol: it sent over {MAX_BACKLOG_BYTES >> 20} MiB of control messages to nobody yet"
             self.on_broken(peer, reason, must_tell=True)
             return
-        self._audience.tell(lambda listener: listener.on_control(peer.rank, payload))
+        self._listener_slot.tell(lambda listener: listener.on_control(peer.rank, payload))
 
     def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
         """Pass a mismatch on."""
-        self._audience.tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
+        self._listener_slot.tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
 
     def on_memory_shared(self, peer: Peer) -> None:
         """Divide the machine's cores with a rank that runs on it too."""
@@ -344,7 +346,7 @@ class TcpFabric:
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
             else:
                 self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
-        self.stalls.tick(tick.counted_s, {peer.rank: peer.wire.progress for peer in self._living()})
+        self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self._living()})
 
     def _lose(self, peer: Peer, error: PeerLostError) -> None:
         if peer.is_gone:
@@ -355,7 +357,7 @@ class TcpFabric:
         self._changed.set()
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
-            self._audience.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
+            self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
 
     def _release(self) -> list[asyncio.Task[Admission]]:
         if self._is_closed:
@@ -364,7 +366,7 @@ class TcpFabric:
         self._timer.cancel()
         for peer in self._peers.values():
             peer.close()
-        self._wiring.close()
+        self._transport_set.close()
         self._changed.set()
         return self._mesh.acceptor.close() if self._mesh else []
 

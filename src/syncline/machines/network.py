@@ -1,4 +1,4 @@
-"""The network between hosts as they measured it themselves: who tries whom, and what follows from all readings.
+"""The network between hosts as they measured it themselves: who tries whom, and what follows from all measurements.
 
 For where the topology does not say: a flat one, or none. Echoes give the latency of each pair of hosts; a short bulk
 transfer to a few others, in a rotation, gives each host's uplink: the best of them, since another one may have been
@@ -26,7 +26,7 @@ busy machines: equal ones were seen to differ by a factor of 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkReading:
+class NetworkMeasurement:
     """What one host measured: seconds of an echo and bytes per second, by the number of the other host."""
 
     echoes_s: Mapping[int, float] = field(default_factory=dict)
@@ -42,24 +42,24 @@ class NetworkReading:
         return [sorted(self.echoes_s.items()), sorted(self.rates.items())]
 
     @classmethod
-    def of_pairs(cls, pairs: Sequence[Sequence[Sequence[float]]]) -> NetworkReading:
+    def of_pairs(cls, pairs: Sequence[Sequence[Sequence[float]]]) -> NetworkMeasurement:
         """Return what :meth:`as_pairs` was made of."""
         echoes_s, rates = ({int(host): value for host, value in part} for part in pairs)
         return cls(echoes_s=echoes_s, rates=rates)
 
 
-def among(readings: Sequence[NetworkReading], places: Sequence[int]) -> list[NetworkReading]:
+def among(measurements: Sequence[NetworkMeasurement], places: Sequence[int]) -> list[NetworkMeasurement]:
     """Return what the hosts at these places measured: echoes of one another, numbered anew in that order, and rates.
 
     A rate tells of a host's own link, whoever was at the other end.
     """
     number_of = {place: number for number, place in enumerate(places)}
     return [
-        NetworkReading(
-            echoes_s={number_of[other]: echo_s for other, echo_s in reading.echoes_s.items() if other in number_of},
-            rates=reading.rates,
+        NetworkMeasurement(
+            echoes_s={number_of[other]: echo_s for other, echo_s in measurement.echoes_s.items() if other in number_of},
+            rates=measurement.rates,
         )
-        for reading in (readings[place] for place in places)
+        for measurement in (measurements[place] for place in places)
     ]
 
 
@@ -84,15 +84,15 @@ def rate_of(timed: Sequence[tuple[int, float]], *, echo_s: float) -> float:
     return last_bytes / max(last_s - echo_s, last_s / 4, 1e-9)
 
 
-def latencies_of(readings: Sequence[NetworkReading]) -> Floats | None:
+def latencies_of(measurements: Sequence[NetworkMeasurement]) -> Floats | None:
     """Return the latency in seconds from each host to each other, one way: half of the pair's fastest echo, levelled.
 
     None where all pairs are alike as far as can be told, or nothing was measured. A pair without an echo has NaN.
     """
-    size = len(readings)
+    size = len(measurements)
     echoes_s = np.full((size, size), np.inf)
-    for host, reading in enumerate(readings):
-        for other, echo_s in reading.echoes_s.items():
+    for host, measurement in enumerate(measurements):
+        for other, echo_s in measurement.echoes_s.items():
             echoes_s[host, other] = echo_s
     fastest_s = np.minimum(echoes_s, echoes_s.T) / 2
     latencies_s = np.where(np.isfinite(fastest_s), np.maximum(fastest_s, LATENCY_RESOLUTION_S), np.nan)
@@ -105,9 +105,9 @@ def latencies_of(readings: Sequence[NetworkReading]) -> Floats | None:
     return latencies_s
 
 
-def uplinks_of(readings: Sequence[NetworkReading]) -> list[float | None]:
+def uplinks_of(measurements: Sequence[NetworkMeasurement]) -> list[float | None]:
     """Return each host's uplink in bytes per second; those that are alike as far as can be told are equal."""
-    uplinks = [reading.uplink_bytes_per_s for reading in readings]
+    uplinks = [measurement.uplink_bytes_per_s for measurement in measurements]
     levels = levelled(np.array([np.nan if rate is None else rate for rate in uplinks], dtype=np.float64))
     return [None if rate is None else float(level) for rate, level in zip(uplinks, levels, strict=True)]
 

@@ -47,10 +47,10 @@ def check_agreement(
     """
     names = range(control.world_size) if ranks is None else ranks
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(control.exchange(digest, "digest of the model"))) == 1:
+    if len(set(control.all_gather(digest, "digest of the model"))) == 1:
         return
-    of_root = control.exchange(list(lines) if control.rank == 0 else [], "description of the model")[0]
-    differences = control.exchange(_first_difference(of_root, lines, names[0]), "difference of the model")
+    of_root = control.all_gather(list(lines) if control.rank == 0 else [], "description of the model")[0]
+    differences = control.all_gather(_first_difference(of_root, lines, names[0]), "difference of the model")
     found = [f"rank {rank}: {text}" for rank, text in zip(names, differences, strict=True) if text]
     raise UpdateError(
         f"All ranks must call {call}, but they differ from rank {names[0]}: {'; '.join(found)}. Build the model in the "

@@ -160,7 +160,7 @@ class GradientCollector:
         self._scale = weight / self._expected_total
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
-        self._begin_ns = self._updater.channel.trace.now_ns()
+        self._begin_ns = self._updater.collectives.trace.now_ns()
         self._is_running = True
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
@@ -195,7 +195,7 @@ class GradientCollector:
             self._finish()
 
     def _finish(self) -> None:
-        trace = self._updater.channel.trace
+        trace = self._updater.collectives.trace
         trace.span("backward", "compute", self._begin_ns, trace.now_ns())
         has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]
         for bucket in self._buckets:

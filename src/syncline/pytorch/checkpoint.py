@@ -18,8 +18,8 @@ from torch import nn
 from syncline.errors import CheckpointError, SynclineError, name_ranks
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunks import Chunk, Record, check_complete, read_chunks, write_chunks, write_index
+from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from syncline.pytorch.checkpoint_state import CheckpointState, join_catalogues, state_chunks
-from syncline.pytorch.crew import Crew, crew_of
 from syncline.pytorch.optimizer_state import describe_state
 from syncline.updates.state import StateEntry
 
@@ -34,39 +34,43 @@ def save_checkpoint(
     (``Clustered``; ``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only
     it waits; call ``optimizer.end_period()`` before, so that it has what all have.
     """
-    _save(Path(path).absolute(), model, optimizer, crew_of(model, optimizer), extra)
+    _save(Path(path).absolute(), model, optimizer, checkpoint_group_of(model, optimizer), extra)
 
 
 def save_alone(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, extra: Any = None) -> None:
     """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one."""
-    _save(Path(path).absolute(), model, optimizer, Crew(model, optimizer), extra)
+    _save(Path(path).absolute(), model, optimizer, CheckpointGroup(model, optimizer), extra)
 
 
-def _save(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
-    if not crew.saves:
+def _save(
+    target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: CheckpointGroup, extra: Any
+) -> None:
+    if not group.saves:
         return
-    crew.synchronize()
-    together = _Together(crew, target, "save_checkpoint()")
-    together.run("cannot make a folder", lambda: _begin(target, crew, extra))
+    group.synchronize()
+    together = _Together(group, target, "save_checkpoint()")
+    together.run("cannot make a folder", lambda: _begin(target, group, extra))
     try:
-        _fill(target, model, optimizer, crew, extra)
+        _fill(target, model, optimizer, group, extra)
     except CheckpointError:
-        if crew.rank == 0:
+        if group.rank == 0:
             place.discard(target)
         raise
 
 
-def _fill(target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, crew: Crew, extra: Any) -> None:
-    together = _Together(crew, target, "save_checkpoint()")
-    entries = crew.entries()
+def _fill(
+    target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: CheckpointGroup, extra: Any
+) -> None:
+    together = _Together(group, target, "save_checkpoint()")
+    entries = group.entries()
     catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
-    parts = together.run("cannot write its part", lambda: _write(target, model, crew, entries))
+    parts = together.run("cannot write its part", lambda: _write(target, model, group, entries))
 
     def complete() -> None:
-        if crew.rank == 0:
-            catalogue = join_catalogues(catalogues, crew.slots())
-            state = {"state": catalogue, "groups": crew.groups()} if optimizer is not None else None
-            _complete(target, {"world_size": crew.world_size, "optimizer": state, "extra": extra, **_joined(parts)})
+        if group.rank == 0:
+            catalogue = join_catalogues(catalogues, group.slots())
+            state = {"state": catalogue, "groups": group.groups()} if optimizer is not None else None
+            _complete(target, {"world_size": group.world_size, "optimizer": state, "extra": extra, **_joined(parts)})
 
     together.run("cannot complete the checkpoint", complete)
 
@@ -80,13 +84,13 @@ def load_checkpoint(
     Raises :class:`CheckpointError` on every rank if it is missing, damaged, or made from another model.
     """
     target = Path(path).absolute()
-    crew = crew_of(model, optimizer)
-    crew.synchronize()
-    together = _Together(crew, target, "load_checkpoint()")
-    together.run("cannot read the checkpoint", lambda: _check(target, crew))
+    group = checkpoint_group_of(model, optimizer)
+    group.synchronize()
+    together = _Together(group, target, "load_checkpoint()")
+    together.run("cannot read the checkpoint", lambda: _check(target, group))
     folder = place.find(target)
     manifest = place.read_manifest(folder)
-    together.run("cannot load the checkpoint", lambda: _load(folder, manifest, model, crew, strict=strict))
+    together.run("cannot load the checkpoint", lambda: _load(folder, manifest, model, group, strict=strict))
     return manifest["extra"]
 
 
@@ -105,8 +109,8 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
 class _Together:
     """Lets all ranks do a thing in the user's ``call``, and all fail if one does."""
 
-    def __init__(self, crew: Crew, target: Path, call: str) -> None:
-        self._crew = crew
+    def __init__(self, group: CheckpointGroup, target: Path, call: str) -> None:
+        self._group = group
         self._target = target
         self._call = call
 
@@ -119,7 +123,7 @@ class _Together:
             problem = str(error)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
             problem, cause = _root_of(error), error
-        answers = self._crew.exchange({"problem": problem, "result": result}, self._call)
+        answers = self._group.exchange({"problem": problem, "result": result}, self._call)
         ranks_by_problem: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             if answer["problem"]:
@@ -140,16 +144,16 @@ def _root_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _begin(target: Path, crew: Crew, extra: Any) -> None:
-    if crew.rank == 0:
+def _begin(target: Path, group: CheckpointGroup, extra: Any) -> None:
+    if group.rank == 0:
         json.dumps(extra)
         place.begin(target)
 
 
-def _write(target: Path, model: nn.Module, crew: Crew, entries: list[StateEntry]) -> dict[str, Any]:
+def _write(target: Path, model: nn.Module, group: CheckpointGroup, entries: list[StateEntry]) -> dict[str, Any]:
     folder = place.writing_folder(target)
-    of_model = model_chunks(model) if crew.rank == 0 else []
-    records = write_chunks(folder, [*of_model, *state_chunks(entries, crew.slots())], rank=crew.rank)
+    of_model = model_chunks(model) if group.rank == 0 else []
+    records = write_chunks(folder, [*of_model, *state_chunks(entries, group.slots())], rank=group.rank)
     return {"records": records, "files": place.checksums(folder, (record["file"] for record in records))}
 
 
@@ -166,13 +170,13 @@ def _complete(target: Path, manifest: dict[str, Any]) -> None:
     place.commit(target, manifest)
 
 
-def _check(target: Path, crew: Crew) -> None:
+def _check(target: Path, group: CheckpointGroup) -> None:
     folder = place.find(target)
     manifest = place.read_manifest(folder)
-    place.check_files(folder, manifest["files"], part=crew.rank, num_parts=crew.world_size)
+    place.check_files(folder, manifest["files"], part=group.rank, num_parts=group.world_size)
 
 
-def _load(folder: Path, manifest: Mapping[str, Any], model: nn.Module, crew: Crew, *, strict: bool) -> None:
+def _load(folder: Path, manifest: Mapping[str, Any], model: nn.Module, group: CheckpointGroup, *, strict: bool) -> None:
     records: list[Record] = manifest["records"]
     wanted = model_chunks(model)
     stored = {record["name"] for record in records if record["name"].startswith("model.")}
@@ -183,12 +187,12 @@ def _load(folder: Path, manifest: Mapping[str, Any], model: nn.Module, crew: Cre
             f"The checkpoint {folder} is of another model: it lacks {missing}, and has {unknown} that the model lacks"
         )
     wanted = [chunk for chunk in wanted if chunk.name in stored]
-    if crew.optimizer is not None:
+    if group.optimizer is not None:
         if manifest["optimizer"] is None:
             raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
         source = CheckpointState(manifest["optimizer"]["state"])
-        crew.load_groups(manifest["optimizer"]["groups"])
-        crew.load_state(source)
+        group.load_groups(manifest["optimizer"]["groups"])
+        group.load_state(source)
         wanted += source.wanted
     with torch.no_grad():
         read_chunks(folder, records, wanted)

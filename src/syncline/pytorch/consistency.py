@@ -57,7 +57,7 @@ class Consistency:
 
     def __init__(self, updater: Updater, *, every: int | None) -> None:
         self._updater = updater
-        has_equal_ranks = updater.is_synchronous and updater.channel.control.world_size > 1
+        has_equal_ranks = updater.is_synchronous and updater.collectives.control.world_size > 1
         self._every = (every or 0) if has_equal_ranks else 0
         self._num_passes = 0
 
@@ -74,7 +74,7 @@ class Consistency:
 
     def check(self, *, has_options: bool = True) -> None:
         """Raise :class:`UpdateError` on every rank if ranks differ; every rank calls this."""
-        updater, control = self._updater, self._updater.channel.control
+        updater, control = self._updater, self._updater.collectives.control
         updater.synchronize()
         hyperparameters = describe_hyperparameters(updater.optimizer) if has_options else []
         own = [_checksum_of_lines(hyperparameters), _checksum_of_buckets(updater.buckets)]
@@ -84,7 +84,7 @@ class Consistency:
         if bool((sums == sums[0]).all()):
             return
         mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in _parameters(updater.buckets)]]
-        told = control.exchange(mine, "parameters that differ")
+        told = control.all_gather(mine, "parameters that differ")
         views = [_View(tuple(lines), tuple((one, norm) for one, norm in values)) for lines, values in told]
         names = [name for name, _, _ in _parameters(updater.buckets)]
         raise UpdateError(_explain(views, names, self._num_passes))

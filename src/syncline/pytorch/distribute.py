@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -18,17 +19,17 @@ from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_mode
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
-from syncline.pytorch.priorities import assign_first_classes, choose_priorities, steer
+from syncline.pytorch.priorities import assign_first_classes, choose_priorities, tune_classes
 from syncline.pytorch.registry import add_training, check_untrained, current_fleet, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.pytorch.sync_batch_norm import check_layers, find_layers, restore_layers, synchronise_layers
 from syncline.pytorch.training import Training
 from syncline.topology.priorities import Priorities
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
-from syncline.updates.bucket import Bucket
-from syncline.updates.channel import Channel
+from syncline.updates.bucket import Bucket, BucketPlan
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import plan_bucket_schedules
 from syncline.updates.control import ControlStream
-from syncline.updates.lane import plan_lanes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -69,17 +70,15 @@ def distribute(
     control, buffer_control, join_control = _open_control_streams(fleet, 3)
     chosen = choose_priorities(priorities, fleet.topology)
     check_agreement([*describe(model, optimizer, rule, chosen), f"check_every={check_every!r}"], control)
-    first_stream = fleet.reserve_streams(len(plans)).start
-    lanes = plan_lanes(fleet.communicator, plans, rule.lane_options, first_stream=first_stream)
+    collectives = _plan_collectives(fleet, plans, rule, control)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
-    channel = Channel(fleet.communicator, control=control, lanes=lanes, trace=fleet.trace, timeout_s=fleet.timeout_s)
-    setting = Setting(buckets=buckets, optimizer=optimizer, channel=channel)
+    setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives)
     assign_first_classes(setting, chosen)
     updater = _start_rule(rule, setting)
-    steering = steer(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
+    tuner = tune_classes(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
     buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
-    training = Training(model, updater, count, steering, buffers, joins=join_control, check_every=check_every)
+    training = Training(model, updater, count, tuner, buffers, joins=join_control, check_every=check_every)
     updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
     _register(training, fleet)
     return model, DistributedOptimizer(training)
@@ -90,6 +89,19 @@ def _open_control_streams(fleet: Fleet, number: int) -> list[ControlStream]:
         ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
         for stream in fleet.reserve_streams(number)
     ]
+
+
+def _plan_collectives(
+    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, control: ControlStream
+) -> BucketCollectives:
+    communicator, first_stream = fleet.communicator, fleet.reserve_streams(len(plans)).start
+    return BucketCollectives(
+        communicator,
+        control=control,
+        bucket_schedules=plan_bucket_schedules(communicator, plans, rule.schedule_options, first_stream=first_stream),
+        trace=fleet.trace,
+        timeout_s=fleet.timeout_s,
+    )
 
 
 def _register(training: Training, fleet: Fleet) -> None:
@@ -130,9 +142,9 @@ def _checked_rule(update: object, optimizer: torch.optim.Optimizer) -> UpdateRul
         raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
     if update is None:
         update = Sharded()
-    if isinstance(update, type) and hasattr(update, "lane_options"):
+    if isinstance(update, type) and hasattr(update, "schedule_options"):
         raise UpdateError(f"update={update.__name__} is the rule's class; write update={update.__name__}()")
-    if not hasattr(update, "lane_options"):
+    if not hasattr(update, "schedule_options"):
         raise UpdateError(
             f"update={update!r} is not an update rule; write update=syncline.Sharded(), AllReduce(), Overlapped() or "
             "Clustered()"

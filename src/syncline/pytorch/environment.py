@@ -33,7 +33,7 @@ class Environment:
     trace: Path | None
     binds_thread: bool
     """Whether the communication thread may be bound to cores."""
-    uses_board: bool
+    uses_shared_memory: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
     authenticates_frames: bool
     """Whether every frame carries a code that only who knows the secret can make."""
@@ -65,7 +65,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         secret=read_secret(values),
         trace=Path(trace) if trace else None,
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD"),
-        uses_board=_switch(values, "SYNCLINE_BOARD"),
+        uses_shared_memory=_switch(values, "SYNCLINE_BOARD"),
         authenticates_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", "off"),
     )
 

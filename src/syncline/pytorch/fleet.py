@@ -259,7 +259,7 @@ def init(
     fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
-        fleet.communicator.open_board(is_wanted=environment.uses_board)
+        fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         set_current_fleet(fleet)
     except BaseException:
         fleet.close(is_failing=True)

@@ -50,7 +50,7 @@ class Joining:
             if codes[leader] == _PASS:
                 training.follow_pass()
                 continue
-            told = self._control.exchange(None, "what a rank that joins follows")[leader]
+            told = self._control.all_gather(None, "what a rank that joins follows")[leader]
             if codes[leader] == _CLIP:
                 training.updater.clip_grad_norm(told["max_norm"], told["norm_type"], error_if_nonfinite=False)
             else:
@@ -67,7 +67,7 @@ class Joining:
                 "rank that has data runs the same backward passes, clipping and steps"
             )
         if _DONE in codes and code != _PASS:
-            self._control.exchange(told, "what a rank that joins follows")
+            self._control.all_gather(told, "what a rank that joins follows")
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from syncline.errors import ConfigurationError
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.steering.meter import StepMeter
+from syncline.updates.class_tuning.meter import StepMeter
 
 NUM_PASSES = 5
 

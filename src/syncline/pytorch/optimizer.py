@@ -11,7 +11,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
-from syncline.updates.steering import ClassStatistics
+from syncline.updates.class_tuning import ClassStatistics
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -97,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def class_statistics(self) -> ClassStatistics:
         """Return which bucket of the model is in which connection class, and what was measured and predicted."""
-        return self.training.steering.statistics()
+        return self.training.tuner.statistics()
 
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""

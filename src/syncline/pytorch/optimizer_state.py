@@ -30,7 +30,7 @@ def collect_state(updater: Updater) -> Values:
     """Return the state of each parameter, by name, on every rank; a collective, in ``optimizer.state_dict()`` alone."""
     entries = updater.state_entries()
     catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
-    for part in updater.channel.control.exchange(describe_state(entries), every_rank("optimizer.state_dict()")):
+    for part in updater.collectives.control.all_gather(describe_state(entries), every_rank("optimizer.state_dict()")):
         for name, keys in part.items():
             catalogue[name].update(keys)
     state: Values = {name: _singles(keys) for name, keys in catalogue.items()}
@@ -185,5 +185,5 @@ def _gather_bucket(
         if entry.key == key and entry.parameter in starts and entry.start is not None and entry.stop is not None:
             base = starts[entry.parameter]
             flat[base + entry.start : base + entry.stop] = entry.value
-    updater.channel.gather_elements(bucket, flat).wait()
+    updater.collectives.gather_elements(bucket, flat).wait()
     return flat.to(bucket.plan.device)

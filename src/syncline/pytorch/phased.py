@@ -16,12 +16,12 @@ from syncline.pytorch.phased_setup import MakeStage, check_stages, set_up
 from syncline.pytorch.registry import current_fleet
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.lane import LaneOptions, check_sizes
+from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.driver import PairDriver
 from syncline.updates.phased.phases import Pass
 from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.shelf import parameters_name
+from syncline.updates.phased.stage_store import parameters_name
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 
@@ -66,7 +66,7 @@ def phase(
             loss=loss,
             storage=kept,
             max_stages=stages_in_memory,
-            lane_options=options,
+            schedule_options=options,
             bucket_bytes=bucket_bytes,
         )
         trainer = PhasedTrainer(setting, SampleCount("batch" if samples is None else samples))
@@ -163,7 +163,7 @@ class PhasedTrainer:
         The first pair writes; the folder is one that both its ranks share. Any program reads the files, with
         ``safetensors.torch.load_file`` or the like, and loads them with the stage's ``load_state_dict``.
         """
-        if self._setting.channel.rank == 0:
+        if self._setting.collectives.rank == 0:
             shelf = Folder(folder)
             for number, state in self.stage_states():
                 shelf.write(f"stage-{number:04d}", state, {"stages": str(self.num_stages)})
@@ -179,12 +179,12 @@ class PhasedTrainer:
         if self._is_closed:
             return
         self._is_closed = True
-        channel = self._setting.channel
+        collectives = self._setting.collectives
         try:
             self._driver.close(is_failing=is_failing)
         finally:
             self._setting.port.call_soon(self._setting.port.close)
-            (channel.communicator.abort if is_failing else channel.communicator.close)()
+            (collectives.communicator.abort if is_failing else collectives.communicator.close)()
             self._setting.storage.close()
 
     def _count(self, inputs: Any) -> float:
@@ -205,13 +205,13 @@ class PhasedTrainer:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and phase() again")
 
 
-def _options(align: str, *, bucket_bytes: int, slice_bytes: int | None, max_stages: int) -> LaneOptions:
+def _options(align: str, *, bucket_bytes: int, slice_bytes: int | None, max_stages: int) -> BucketScheduleOptions:
     check_sizes(bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
     if max_stages < 1:
         raise ConfigurationError(f"stages_in_memory is at least 1, not {max_stages}; 2 hides loading")
     if align not in {"element", "parameter"}:
         raise ConfigurationError(f'align must be "element" or "parameter", not {align!r}')
-    return LaneOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
+    return BucketScheduleOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
 
 
 def _storage(given: str | Path | Storage | None, rank: int) -> Storage:

@@ -17,15 +17,15 @@ from syncline.pytorch.registry import check_untrained
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.runtime import Communicator
 from syncline.updates.bucket import BucketPlan
-from syncline.updates.channel import Channel
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import check_divisible
-from syncline.updates.lane import LaneOptions, plan_lanes
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.pairs import find_pair, pair_ranks
 from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.shelf import parameters_name
 from syncline.updates.phased.stage import Stage, StagePlan, ghost
+from syncline.updates.phased.stage_store import parameters_name
 from syncline.updates.phased.storage import Storage
 
 MakeStage = Callable[[], nn.Module]
@@ -69,7 +69,7 @@ def set_up(
     loss: Loss,
     storage: Storage,
     max_stages: int,
-    lane_options: LaneOptions,
+    schedule_options: BucketScheduleOptions,
     bucket_bytes: int,
 ) -> PhasedSetting:
     """Build and store this rank's stages, and open its ways to its partner and to the ranks of its side."""
@@ -78,12 +78,14 @@ def set_up(
     members = tuple(ranks[side] for ranks in pairs)
     streams = fleet.reserve_streams(4)
     job = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
-    check_agreement([f"{len(stages)} stages", f"{lane_options!r}", f"buckets of {bucket_bytes} bytes"], job, call=CALL)
+    check_agreement(
+        [f"{len(stages)} stages", f"{schedule_options!r}", f"buckets of {bucket_bytes} bytes"], job, call=CALL
+    )
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
         control = ControlStream(group, stream=streams[2], timeout_s=fleet.timeout_s)
         own = range(side, len(stages), 2)
         built = [_build(number, stages[number], storage, control, members) for number in own]
-        optimizer = _make_optimizer(built, make_optimizer, fleet.rank, lane_options)
+        optimizer = _make_optimizer(built, make_optimizer, fleet.rank, schedule_options)
         made = _plan(built, optimizer, bucket_bytes)
         lines = [f"optimizer {type(optimizer).__name__}", *(repr(stage.plan) for stage in made)]
         check_agreement(lines, control, call=CALL, ranks=members)
@@ -100,10 +102,10 @@ def set_up(
         partner=pairs[pair][1 - side],
         max_stages=max_stages,
         optimizer=optimizer,
-        whole_parameters=lane_options.whole_parameters,
+        whole_parameters=schedule_options.whole_parameters,
         loss=loss,
         storage=storage,
-        channel=_open_channel(fleet, group, buckets, lane_options),
+        collectives=_open_collectives(fleet, group, buckets, schedule_options),
         port=fleet.communicator.open_port(f"pairs of phased model {streams[3]}"),
         stream=streams[3],
         note_wait=fleet.communicator.note_wait,
@@ -147,7 +149,7 @@ def _make_optimizer(
     built: Sequence[_Built],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     rank: int,
-    lane_options: LaneOptions,
+    schedule_options: BucketScheduleOptions,
 ) -> torch.optim.Optimizer:
     trained = [one for stage in built for one in stage.parameters.values() if one.requires_grad]
     if not trained:
@@ -159,7 +161,7 @@ def _make_optimizer(
     optimizer = make_optimizer(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UpdateError(f"make_optimizer(parameters) returns an optimizer, not a {type(optimizer).__name__}")
-    check_divisible(optimizer, whole_parameters=lane_options.whole_parameters, rule="phase")
+    check_divisible(optimizer, whole_parameters=schedule_options.whole_parameters, rule="phase")
     optimizer.state.clear()  # some make their state at once; it exists for this rank's shards alone
     return optimizer
 
@@ -183,12 +185,14 @@ def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_byte
     return stages
 
 
-def _open_channel(fleet: Fleet, group: Communicator, buckets: Sequence[BucketPlan], options: LaneOptions) -> Channel:
+def _open_collectives(
+    fleet: Fleet, group: Communicator, buckets: Sequence[BucketPlan], options: BucketScheduleOptions
+) -> BucketCollectives:
     first_stream = group.user_stream + 1
-    return Channel(
+    return BucketCollectives(
         group,
         control=ControlStream(group, stream=first_stream, timeout_s=fleet.timeout_s),
-        lanes=plan_lanes(group, buckets, options, first_stream=first_stream + 1),
+        bucket_schedules=plan_bucket_schedules(group, buckets, options, first_stream=first_stream + 1),
         trace=fleet.trace,
         timeout_s=fleet.timeout_s,
     )

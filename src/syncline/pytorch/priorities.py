@@ -1,4 +1,4 @@
-"""Which priorities a model is trained with, and who steers them."""
+"""Which priorities a model is trained with, and who tunes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from syncline.schedule.class_search import divide_by_proportions
 from syncline.topology import Topology
 from syncline.topology.priorities import Priorities
 from syncline.updates import Setting, Updater
-from syncline.updates.steering import Steering, Unsteered
+from syncline.updates.class_tuning import ClassTuner, Untuned
 
 
 def choose_priorities(given: Priorities | bool | None, topology: Topology) -> Priorities:
@@ -23,15 +23,15 @@ def assign_first_classes(setting: Setting, priorities: Priorities) -> None:
     if not priorities.is_on or priorities.is_searched:
         return
     sizes = [bucket.plan.num_bytes for bucket in setting.buckets]
-    setting.channel.assign_classes(divide_by_proportions(sizes, priorities.proportions))
-    setting.channel.communicator.open_classes(priorities)
+    setting.collectives.assign_classes(divide_by_proportions(sizes, priorities.proportions))
+    setting.collectives.communicator.open_classes(priorities)
 
 
-def steer(updater: Updater, priorities: Priorities, *, is_asked_for: bool) -> Unsteered:
+def tune_classes(updater: Updater, priorities: Priorities, *, is_asked_for: bool) -> Untuned:
     """Begin to measure and search where that may pay: where forward passes wait for more than one bucket of others."""
-    channel = updater.channel
+    collectives = updater.collectives
     waits = updater.divides_gradients and updater.defers_parameters and len(updater.buckets) > 1
-    if not (priorities.is_searched and waits and channel.communicator.world_size > 1):
-        return Unsteered(channel, updater.buckets)
-    channel.communicator.open_classes(priorities)
-    return Steering(channel, updater.buckets, priorities, is_asked_for=is_asked_for)
+    if not (priorities.is_searched and waits and collectives.communicator.world_size > 1):
+        return Untuned(collectives, updater.buckets)
+    collectives.communicator.open_classes(priorities)
+    return ClassTuner(collectives, updater.buckets, priorities, is_asked_for=is_asked_for)

@@ -25,9 +25,9 @@ from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
+from syncline.updates.class_tuning import Untuned
 from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, StepReports
-from syncline.updates.steering import Unsteered
 
 
 class Training:
@@ -38,16 +38,16 @@ class Training:
         model: nn.Module,
         updater: Updater,
         samples: SampleCount,
-        steering: Unsteered,
+        tuner: Untuned,
         buffers: BufferBroadcast,
         *,
         joins: ControlStream,
         check_every: int | None,
     ) -> None:
-        control = updater.channel.control
+        control = updater.collectives.control
         self.model = model
         self.updater = updater
-        self.steering = steering
+        self.tuner = tuner
         self._samples = samples
         self._buffers = buffers
         self._joins = joins
@@ -203,7 +203,7 @@ class Training:
             self.updater.finish()
         self.synchronize()
         self._watch.read()
-        self.steering.finish()
+        self.tuner.finish()
         self._buffers.drain()
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class Training:
         self._stand_ins.begin_step()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self.steering.begin_step()
+        self.tuner.begin_step()
         overlaps = self.updater.defers_parameters and not (self._has_compiled_parts or has_compiled_parts(self.model))
         if overlaps:
             self._waiting.begin()
@@ -262,7 +262,7 @@ class Training:
             torch.autograd.graph.increment_version(self._bucketed)
         self._buffers.end_step()
         self._buffers.finish()  # what the loop writes into a buffer from here on must not be overwritten
-        self.steering.end_step()
+        self.tuner.end_step()
         self._samples.end_step()
         if not overlaps:
             self.synchronize()
@@ -280,7 +280,7 @@ class Training:
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let the closure's loss be the mean over ranks, so that an optimizer that decides by it does so alike."""
-        control = self.updater.channel.control
+        control = self.updater.collectives.control
 
         def evaluate() -> Any:
             with torch.enable_grad():
@@ -312,28 +312,28 @@ class Training:
         self._thread = threading.get_ident()
         self._collector.forget_broken()
         self._buffers.finish()
-        self._forward_ns = self.updater.channel.trace.now_ns()
+        self._forward_ns = self.updater.collectives.trace.now_ns()
         if not torch.is_grad_enabled():
             self._finish_waiting()  # PyTorch may take fused paths here, which it does not take with waiting parameters
             return
         self._buffers.begin_forward()
-        self.steering.begin_forward()
+        self.tuner.begin_forward()
 
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if torch._C._current_graph_task_id() == -1:
-            trace = self.updater.channel.trace
+            trace = self.updater.collectives.trace
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
             if torch.is_grad_enabled():
                 self._watch.see_batch(args, kwargs)
-                self.steering.end_forward()
+                self.tuner.end_forward()
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output, self._samples.see(args, kwargs))
 
     def _wait_parameters(self, buckets: tuple[int, ...]) -> None:
         if threading.get_ident() == self._thread:
-            self.steering.wait(buckets, self.updater.wait_parameters)
+            self.tuner.wait(buckets, self.updater.wait_parameters)
         else:
             self.updater.wait_parameters(buckets)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from syncline.runtime.call import CollectiveCall, Description
 from syncline.runtime.clock import Timer
-from syncline.runtime.walks import Walk
+from syncline.runtime.slice_executor import Execution
 
 Done = Callable[[BaseException | None], None]
 
@@ -26,7 +26,7 @@ class ActiveCall:
     started_ns: int
     is_agreed: bool
     """Whether the rank before is known to have made the same call."""
-    walk: Walk | None = None
+    execution: Execution | None = None
     """Its slices; None if there is nothing to move."""
     timer: Timer | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -35,19 +35,21 @@ class ActiveCall:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do or to learn."""
-        return self.is_agreed and (self.walk is None or self.walk.is_over)
+        return self.is_agreed and (self.execution is None or self.execution.is_over)
 
     def needs(self, peer: int, predecessor: int) -> bool:
         """Whether anything is still to be exchanged with ``peer``."""
         if peer == predecessor and not self.is_agreed:
             return True
-        if self.walk is None or self.walk.is_over:
+        if self.execution is None or self.execution.is_over:
             return False
-        return (self.walk.has_more and peer in self.peers) or peer in self.walk.open_peers()
+        return (self.execution.has_more and peer in self.peers) or peer in self.execution.open_peers()
 
     def awaited_peers(self, predecessor: int) -> frozenset[int]:
         """Return who has not delivered: data, or else the memory of what was sent, or else the agreement."""
-        peers = set() if self.walk is None else self.walk.awaited_peers() or self.walk.open_peers() - {-1}
+        peers = (
+            set() if self.execution is None else self.execution.awaited_peers() or self.execution.open_peers() - {-1}
+        )
         if not self.is_agreed:
             peers.add(predecessor)
         return frozenset(peers)
@@ -56,5 +58,5 @@ class ActiveCall:
         """Withdraw every slice, so that nothing is written to the buffer any more."""
         if self.timer is not None:
             self.timer.cancel()
-        if self.walk is not None:
-            self.walk.stop()
+        if self.execution is not None:
+            self.execution.stop()

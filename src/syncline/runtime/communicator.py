@@ -13,7 +13,6 @@ from syncline.errors import FabricError, SynclineError
 from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
-from syncline.runtime.board import Seat, SeatLinks, open_together
 from syncline.runtime.call import CallSettings, CollectiveCall
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
@@ -22,6 +21,7 @@ from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
+from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes, with_traffic
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
@@ -71,7 +71,7 @@ class Communicator:
         self._classes: dict[int, tuple[int, ...]] = {}
         self._on_close = on_close
         self._is_closed = False
-        self._seat: Seat | None = None
+        self._shared_memory: SharedMemoryCollectives | None = None
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
@@ -159,9 +159,9 @@ class Communicator:
         is_awaited = is_awaited and not self._loop.is_current()
         if not self._loop.is_current():
             self.progress.touch()
-        if self._seat is not None and call.stream == 0:
+        if self._shared_memory is not None and call.stream == 0:
             with self.progress.waiting() if is_awaited else nullcontext():
-                self._seat.submit(call, work, is_awaited=is_awaited)
+                self._shared_memory.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
             self._start(call, work)
@@ -204,14 +204,14 @@ class Communicator:
         settings = {"label": "barrier", **settings}
         return self.all_reduce(memoryview(bytearray(1)), numpy_reduction("uint8"), **settings)
 
-    def open_board(self, *, is_wanted: bool = True) -> bool:
+    def open_segment(self, *, is_wanted: bool = True) -> bool:
         """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.
 
         All ranks call this alike, once, and it ends when all have come. One that does not want it decides for all.
         """
-        board = open_together(self, is_able=is_wanted and self._fabric.is_one_machine)
-        if board is not None:
-            links = SeatLinks(
+        segment = open_together(self, is_able=is_wanted and self._fabric.is_one_machine)
+        if segment is not None:
+            links = EngineLinks(
                 start=self._start,
                 has_failed=lambda: self._engine.failure is not None,
                 give_up=lambda failure: self._loop.call_soon(self._engine.give_up, failure),
@@ -220,9 +220,9 @@ class Communicator:
                 host_of=lambda rank: self.topology.host_of(rank).name,
                 stalls=self._fabric.stalls,
             )
-            self._seat = Seat(board, links, trace=self.trace)
-            self._relay.handlers.append(self._seat.on_lost)
-        return board is not None
+            self._shared_memory = SharedMemoryCollectives(segment, links, trace=self.trace)
+            self._relay.handlers.append(self._shared_memory.on_lost)
+        return segment is not None
 
     def open_port(self, name: str) -> Port:
         """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
@@ -342,9 +342,9 @@ class Communicator:
     async def _take_statistics(self) -> FleetStatistics:
         fabric, engine = self._fabric.statistics(), self._engine
         counts = [(engine.num_calls, engine.call_bytes)]
-        if self._seat is not None:
-            fabric = with_traffic(fabric, self._seat.traffic())
-            counts.append((self._seat.num_calls, self._seat.call_bytes))
+        if self._shared_memory is not None:
+            fabric = with_traffic(fabric, self._shared_memory.traffic())
+            counts.append((self._shared_memory.num_calls, self._shared_memory.call_bytes))
         return FleetStatistics(
             fabric=fabric,
             link_bytes=MappingProxyType(link_bytes(fabric, self.topology)),
@@ -375,7 +375,7 @@ class Communicator:
         self._engine.leave(tell=False)
 
     def _released(self) -> None:
-        self._seat = None
+        self._shared_memory = None
         self.trace.flush()
         if self._on_close is not None:
             self._on_close()

@@ -1,9 +1,9 @@
 """The engine: runs verified schedules on any fabric, many calls and many slices at once.
 
 It lives on the communication loop's thread and is made of callbacks. A call is cut into slices by its layout; each
-slice runs through the dataflow of its schedule by itself, so all links are busy at once. A walker begins slices and
-bounds how many are under way (:mod:`syncline.runtime.walks`). Results are reproducible to the bit: contributions are
-added in rank order, not in order of arrival.
+slice runs through the dataflow of its schedule by itself, so all links are busy at once. An executor begins slices and
+bounds how many are under way (:mod:`syncline.runtime.slice_executor`). Results are reproducible to the bit:
+contributions are added in rank order, not in order of arrival.
 
 A call that goes wrong ends all calls, here and on the other ranks: after that the ranks no longer agree on what was
 done. No failed call leaves a posted receive behind that could write to its buffer.
@@ -25,7 +25,7 @@ from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
-from syncline.runtime.native_walks import open_walker
+from syncline.runtime.native_slice_executor import open_slice_executor
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.stalls import find_overdue
 from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
@@ -61,7 +61,7 @@ class Engine:
         self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
-        self._walker = open_walker(
+        self._executor = open_slice_executor(
             fabric, self._members, self._dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash
         )
         self._calls: dict[CallKey, ActiveCall] = {}
@@ -98,17 +98,17 @@ class Engine:
     @property
     def num_active_slices(self) -> int:
         """Slices under way, now."""
-        return self._walker.num_active_slices
+        return self._executor.num_active_slices
 
     @property
     def inflight_bytes(self) -> int:
         """Bytes of the slices under way, now."""
-        return self._walker.inflight_bytes
+        return self._executor.inflight_bytes
 
     @property
     def temporary_bytes(self) -> int:
         """Bytes of temporaries, in use or kept, now."""
-        return self._walker.temporary_bytes
+        return self._executor.temporary_bytes
 
     def submit(self, call: CollectiveCall, on_done: Done, *, num_skipped: int = 0) -> None:
         """Begin ``call``; ``on_done`` is told once, with None or with what went wrong.
@@ -253,12 +253,12 @@ class Engine:
             is_agreed=self._world_size == 1,
         )
         if peers and call.num_slices:
-            active.walk = self._walker.open(
+            active.execution = self._executor.open(
                 call,
                 number=self._num_submitted,
                 tag=first_tag(call.stream, number, 0),
                 signature=description.signature,
-                on_over=partial(self._walk_over, active),
+                on_over=partial(self._execution_over, active),
             )
         return active
 
@@ -276,12 +276,12 @@ class Engine:
             self._judge(key, is_agreed, disagreement)
         if key not in self._calls:
             return
-        if active.walk is not None:
-            active.walk.start()
+        if active.execution is not None:
+            active.execution.start()
         elif active.is_complete:
             self._complete(active)
 
-    def _walk_over(self, active: ActiveCall) -> None:
+    def _execution_over(self, active: ActiveCall) -> None:
         if active.is_complete:
             self._complete(active)
 
@@ -352,7 +352,7 @@ class Engine:
             self._stall_timer = self._clock.call_later(overdue.in_s, self._look_for_stalls)
 
     def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
-        silent_s = self._clock.time() - max(self._walker.heard_s(peer), active.started_s)
+        silent_s = self._clock.time() - max(self._executor.heard_s(peer), active.started_s)
         names = [self._members[waiter] for waiter in waiters]
         elsewhere = self._early_waits.calls_of(peer)
         still_s, whom = self._fabric.stalls.still_s(peer), self._fabric.describe_peer(peer)

@@ -18,7 +18,7 @@ from syncline.runtime.relay import Relay, enclose
 from syncline.topology.priorities import Priorities
 
 if TYPE_CHECKING:
-    from syncline.fabric.native_wire import Exchange
+    from syncline.fabric.native_peer_transport import NativeTransport
 
 
 class GroupFabric:
@@ -52,9 +52,9 @@ class GroupFabric:
         return False
 
     @property
-    def exchange(self) -> Exchange | None:
+    def native_transport(self) -> NativeTransport | None:
         """What moves the job's messages, if that is compiled."""
-        return self._fabric.exchange
+        return self._fabric.native_transport
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""

@@ -28,7 +28,7 @@ class SliceOwner(Protocol):
 
 
 class SliceRun:
-    """Walks a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
+    """Executes a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
 
     __slots__ = (
         "_arrived",

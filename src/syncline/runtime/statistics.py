@@ -50,10 +50,10 @@ def add_counts(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     return MappingProxyType(dict(total))
 
 
-def with_traffic(fabric: FabricStatistics, board: Mapping[int, tuple[int, int, int]]) -> FabricStatistics:
-    """Add what went over the board, as memory that was copied within the machine.
+def with_traffic(fabric: FabricStatistics, segment: Mapping[int, tuple[int, int, int]]) -> FabricStatistics:
+    """Add what went over the segment, as memory that was copied within the machine.
 
-    ``board``: for each peer the number of messages, and the bytes that it read of this rank's and this rank of its.
+    ``segment``: for each peer the number of messages, and the bytes that it read of this rank's and this rank of its.
     """
     entries = tuple(
         ConnectionStatistics(
@@ -66,7 +66,7 @@ def with_traffic(fabric: FabricStatistics, board: Mapping[int, tuple[int, int, i
             overhead_bytes=0,
             queued_bytes=0,
         )
-        for peer, (num_messages, sent_bytes, received_bytes) in board.items()
+        for peer, (num_messages, sent_bytes, received_bytes) in segment.items()
     )
     return replace(fabric, connections=fabric.connections + entries)
 

@@ -158,35 +158,35 @@ def predict(
     beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
     is_sum = bool(draft.transfers.add.any())
     other_s = 0.0 if is_sum else model.call_overhead_s / num_slices
-    walk = _Walk(draft, table, even_bytes, model, num_slices=num_slices, other_s=other_s)
+    pipeline = _Pipeline(draft, table, even_bytes, model, num_slices=num_slices, other_s=other_s)
     part = first_bytes / even_bytes if even_bytes else 1.0
-    first = walk if part == 1 else _Walk(draft, table, first_bytes, model, num_slices=num_slices)
-    first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, walk, part)
+    first = pipeline if part == 1 else _Pipeline(draft, table, first_bytes, model, num_slices=num_slices)
+    first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     links = table.links
     return Prediction(
-        seconds=first_slice_s + (num_slices - part) * walk.period_s,
+        seconds=first_slice_s + (num_slices - part) * pipeline.period_s,
         first_slice_s=first_slice_s,
-        period_s=walk.period_s,
+        period_s=pipeline.period_s,
         num_slices=num_slices,
-        bottleneck=links[int(walk.link_s.argmax())] if walk.busiest_link_s > 0 else None,
-        link_seconds=dict(zip(links, (walk.link_s * num_slices).tolist(), strict=True)),
-        rank_seconds=float(walk.rank_s.max()) * num_slices,
-        processor_seconds=walk.processors_s * num_slices,
+        bottleneck=links[int(pipeline.link_s.argmax())] if pipeline.busiest_link_s > 0 else None,
+        link_seconds=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
+        rank_seconds=float(pipeline.rank_s.max()) * num_slices,
+        processor_seconds=pipeline.processors_s * num_slices,
     )
 
 
-def _fill(first: _Walk, walk: _Walk, part: float) -> float:
+def _fill(first: _Pipeline, pipeline: _Pipeline, part: float) -> float:
     """Return how long the first slice takes, which is ``part`` of the others; the module says how."""
-    period_s = walk.period_s
-    slowest = max(range(len(walk.step_s)), key=walk.step_s.__getitem__, default=-1)
-    waits_s = [whole_s - (1 - part) * (period_s - whole_s) for whole_s in walk.step_s]
+    period_s = pipeline.period_s
+    slowest = max(range(len(pipeline.step_s)), key=pipeline.step_s.__getitem__, default=-1)
+    waits_s = [whole_s - (1 - part) * (period_s - whole_s) for whole_s in pipeline.step_s]
     return sum(
         alone_s if step == slowest else max(alone_s, wait_s)
         for step, (alone_s, wait_s) in enumerate(zip(first.step_s, waits_s, strict=True))
     )
 
 
-class _Walk:
+class _Pipeline:
     """Sends one slice through all steps and adds up what every link, every rank and the processors do for it.
 
     ``other_s`` is what each rank has to do besides.

@@ -16,7 +16,7 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.ownership import Fractions
 from syncline.schedule.reduce_portions import divide_all_reduce
 from syncline.schedule.scatter_portions import divide_reduce_scatter
-from syncline.schedule.water_level import ROUNDING
+from syncline.schedule.water_filling import ROUNDING
 from syncline.topology import Topology
 
 _RESOLUTION = 1 << 14

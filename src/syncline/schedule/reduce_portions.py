@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 
 from syncline.schedule.bound import Branch
-from syncline.schedule.water_level import ROUNDING, limited_by_the_next, nearest_to_proportions
+from syncline.schedule.water_filling import ROUNDING, limited_by_the_next, nearest_to_proportions
 
 
 def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 from syncline.schedule.bound import Branch
-from syncline.schedule.water_level import ROUNDING, Range, nearest_to_equal
+from syncline.schedule.water_filling import ROUNDING, Range, nearest_to_equal
 
 _MAX_PASSES = 6
 

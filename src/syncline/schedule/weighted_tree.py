@@ -2,13 +2,14 @@
 
 The fractions come from :mod:`syncline.schedule.portions`, which solves for the whole tree and not for one level
 alone, because a leaf's link carries the sum over all levels. Where every rank owns as much as any other, portions are
-fixed, and sums meet where links have room instead (:mod:`syncline.schedule.waypoints`). What comes of it is compared
-with equal portions by predicted time, and equal portions stand unless they are beaten. Cost model and steps: as the
-tree planner's, with up to twice as many steps where sums meet on their way.
+fixed, and sums meet where links have room instead (:mod:`syncline.schedule.aggregation_ranks`). What comes of it is
+compared with equal portions by predicted time, and equal portions stand unless they are beaten. Cost model and steps:
+as the tree planner's, with up to twice as many steps where sums meet on their way.
 """
 
 from __future__ import annotations
 
+from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
 from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import CostModel, fastest, predict
@@ -18,7 +19,6 @@ from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree
 from syncline.schedule.verifier import verify
-from syncline.schedule.waypoints import MOST_RANKS, draft_with_waypoints
 from syncline.topology import Topology
 
 _COMPARED_AT_BYTES = 16 << 20
@@ -42,14 +42,14 @@ def draft_weighted_tree(
         return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
 
     drafts = [draw({})]
-    if _may_use_waypoints(topology, collective, target):
-        drafts.append(draft_with_waypoints(topology, collective, planner=_NAME))
+    if _may_aggregate_elsewhere(topology, collective, target):
+        drafts.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
     if not any(_reaches_bound(draft, topology, target) for draft in drafts):
         drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
     return fastest((draft, predict(draft, topology, _COMPARED_AT_BYTES)) for draft in drafts)
 
 
-def _may_use_waypoints(topology: Topology, collective: Collective, target: Target) -> bool:
+def _may_aggregate_elsewhere(topology: Topology, collective: Collective, target: Target) -> bool:
     is_half = collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
     return is_half and target == "rank_order" and 1 < topology.num_ranks <= MOST_RANKS
 

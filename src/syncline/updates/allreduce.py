@@ -15,7 +15,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.lane import LaneOptions, check_sizes
+from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
@@ -36,9 +36,9 @@ class AllReduce:
         check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     @property
-    def lane_options(self) -> LaneOptions:
+    def schedule_options(self) -> BucketScheduleOptions:
         """By all-reduce."""
-        return LaneOptions(is_divided=False, slice_bytes=self.slice_bytes)
+        return BucketScheduleOptions(is_divided=False, slice_bytes=self.slice_bytes)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Every optimizer is served, also those that want a closure or sparse gradients."""
@@ -66,12 +66,12 @@ class AllReduceUpdater(WholeUpdater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket."""
         bucket.stage_gradients()
-        self._reductions[bucket.index] = self.channel.all_reduce(bucket, self.step_number)
+        self._reductions[bucket.index] = self.collectives.all_reduce(bucket, self.step_number)
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Wait for the mean gradients."""
         for index, work in self._reductions.items():
-            self.channel.wait(work, "backward")
+            self.collectives.wait(work, "backward")
             self.buckets[index].unstage_gradients()
         combined = report.result()
         if combined.correction != 1.0:

@@ -23,7 +23,7 @@ def every_rank(call: str) -> str:
 
 
 class ControlStream:
-    """Sums, broadcasts and exchanges of small values between all ranks.
+    """Sums, broadcasts and all-gathers of small values between all ranks.
 
     A label is the same on all ranks; calls with different ones are different calls.
     """
@@ -62,7 +62,7 @@ class ControlStream:
         numbers[self.rank] = number
         return self.sum(numbers, label).tolist()
 
-    def exchange(self, value: Any, label: str) -> list[Any]:
+    def all_gather(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (what JSON can say), in rank order."""
         payload = json.dumps(value).encode()
         sizes = [int(size) for size in self.gather_numbers(len(payload), f"{label} (sizes)")]

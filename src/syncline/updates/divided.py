@@ -18,7 +18,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
-from syncline.updates.channel import Channel
+from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.report import PendingReport
 from syncline.updates.shard import Shard
 
@@ -56,12 +56,12 @@ class DividedGradients:
     """The combined gradients of one model; ``num_parameters`` counts those in buckets, and positions run below it."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], shards: Sequence[Shard], channel: Channel, *, num_parameters: int
+        self, buckets: Sequence[Bucket], shards: Sequence[Shard], collectives: BucketCollectives, *, num_parameters: int
     ) -> None:
         self._buckets = tuple(buckets)
         self._shards = tuple(shards)
-        self._channel = channel
-        self._control = channel.control
+        self._collectives = collectives
+        self._control = collectives.control
         self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for shard in self._shards:
             for segment, gradient in shard.gradients():
@@ -212,7 +212,7 @@ class DividedGradients:
 
     def _wait_reductions(self) -> None:
         for work in self._reductions.values():
-            self._channel.wait(work, "backward")
+            self._collectives.wait(work, "backward")
 
     def _own_powers(self, norm_type: float) -> torch.Tensor:
         """Sum the absolute values of the owned elements to the power ``norm_type``; their largest for infinity."""

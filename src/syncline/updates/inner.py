@@ -56,7 +56,7 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
 
 
 def make_inner(optimizer: optim.Optimizer, group: int, pieces: Sequence[torch.nn.Parameter]) -> optim.Optimizer:
-    """Return an optimizer of the user's class, with the hyper-parameters of one of his groups, for ``pieces``."""
+    """Return an optimizer of the user's class, with the hyper-parameters of one of its groups, for ``pieces``."""
     kind = type(optimizer)
     options = hyperparameters(optimizer, group)
     accepted = inspect.signature(kind.__init__).parameters

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.channel import Channel
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.divided import DividedGradients
-from syncline.updates.lane import LaneOptions
 from syncline.updates.report import PendingReport
 from syncline.updates.state import StateEntry, StateSource, num_state_bytes
 
@@ -35,7 +35,7 @@ class Setting:
     buckets: tuple[Bucket, ...]
     optimizer: torch.optim.Optimizer
     """The user's optimizer; its ``param_groups`` stay live."""
-    channel: Channel
+    collectives: BucketCollectives
     """Moves the buckets and small vectors between the ranks."""
 
 
@@ -45,7 +45,7 @@ class Updater(ABC):
     def __init__(self, setting: Setting) -> None:
         self.buckets = setting.buckets
         self.optimizer = setting.optimizer
-        self.channel = setting.channel
+        self.collectives = setting.collectives
         self.step_number = 0
 
     save_alone: Callable[[str], None] | None = None
@@ -136,7 +136,7 @@ class Updater(ABC):
         return ""
 
     @property
-    def scribe(self) -> int | None:
+    def checkpoint_writer(self) -> int | None:
         """The rank that saves checkpoints by itself, where not all can be asked to; None if they do it together."""
         return None
 
@@ -171,7 +171,7 @@ class UpdateRule(Protocol):
         """Size of a bucket, about."""
 
     @property
-    def lane_options(self) -> LaneOptions:
+    def schedule_options(self) -> BucketScheduleOptions:
         """How buckets are to move."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,8 @@
 """A rank's shard of one bucket: the elements that it owns, and the only optimizer state that exists for them.
 
-The shard begins as one piece, so that an optimizer step is one sweep over contiguous memory. If parameters of the
-bucket go unused on all ranks in some step, the piece is divided there for good: an unused parameter must not be
-decayed, nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a piece of its own
+The shard begins as one view, so that an optimizer step is one sweep over contiguous memory. If parameters of the
+bucket go unused on all ranks in some step, the view is divided there for good: an unused parameter must not be
+decayed, nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a view of its own
 from the start.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from syncline.updates.bucket import Bucket
+from syncline.updates.bucket_schedule import Ranges
 from syncline.updates.inner import make_inner
-from syncline.updates.lane import Ranges
-from syncline.updates.piece import Piece, Segment, merged, segments_of
+from syncline.updates.shard_view import Segment, ShardView, merged, segments_of
 from syncline.updates.state import StateEntry, StateSource, copied, is_elementwise, num_state_bytes
 
 
@@ -31,8 +31,8 @@ class Shard:
         self._whole = whole_parameters
         self.segments = segments_of(bucket.plan.slots, owned)
         groups = [[segment] for segment in self.segments] if whole_parameters else [list(self.segments)]
-        self._pieces = [Piece(bucket, group, shaped=whole_parameters) for group in groups if group]
-        tensors = [piece.tensor for piece in self._pieces]
+        self._views = [ShardView(bucket, group, shaped=whole_parameters) for group in groups if group]
+        tensors = [view.tensor for view in self._views]
         self._inner = make_inner(optimizer, bucket.plan.group, tensors) if tensors else None
 
     @property
@@ -42,7 +42,7 @@ class Shard:
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """The optimizer state, by piece."""
+        """The optimizer state, by view."""
         return {} if self._inner is None else self._inner.state
 
     @property
@@ -62,14 +62,14 @@ class Shard:
         if self._inner is None:
             return
         self._divide(present)
-        active = [piece for piece in self._pieces if present[piece.segments[0].slot.position]]
+        active = [view for view in self._views if present[view.segments[0].slot.position]]
         with torch.no_grad():
-            for piece in active:
-                piece.load()
+            for view in active:
+                view.load()
             self._inner.param_groups[0].update(options)
             self._inner.step()
-            for piece in active:
-                piece.store()
+            for view in active:
+                view.store()
 
     def gradients(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         """Yield the combined gradient of each owned segment."""
@@ -78,10 +78,10 @@ class Shard:
 
     def state_entries(self) -> Iterator[StateEntry]:
         """Yield the owned state, parameter by parameter; single values by the owner of the first element alone."""
-        for piece in self._pieces:
-            assert self._inner is not None, "pieces have an optimizer"
-            for key, value in self._inner.state.get(piece.tensor, {}).items():
-                yield from _entries(piece, key, value)
+        for view in self._views:
+            assert self._inner is not None, "views have an optimizer"
+            for key, value in self._inner.state.get(view.tensor, {}).items():
+                yield from _entries(view, key, value)
 
     def load_state(self, source: StateSource) -> None:
         """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""
@@ -89,70 +89,70 @@ class Shard:
             return
         kinds: dict[tuple[tuple[str, str], ...], list[Segment]] = {}
         for segment in self.segments:
-            # single values such as the number of steps are a whole piece's, so they must be equal within it
+            # single values such as the number of steps are a whole view's, so they must be equal within it
             kind = tuple((key, repr(value)) for key, value in sorted(source.values(segment.slot.name).items()))
             kinds.setdefault(kind, []).append(segment)
         groups = [[segment] for segment in self.segments] if self._whole else list(kinds.values())
         self._inner.state.clear()
-        self._replace_pieces([Piece(self._bucket, group, shaped=self._whole) for group in groups])
-        for piece in self._pieces:
+        self._replace_views([ShardView(self._bucket, group, shaped=self._whole) for group in groups])
+        for view in self._views:
             loaded = {
-                key: piece.load_elements(source, key, value) if isinstance(value, torch.dtype) else copied(value)
-                for key, value in source.values(piece.segments[0].slot.name).items()
+                key: view.load_elements(source, key, value) if isinstance(value, torch.dtype) else copied(value)
+                for key, value in source.values(view.segments[0].slot.name).items()
             }
             if loaded:
-                self._inner.state[piece.tensor] = loaded
+                self._inner.state[view.tensor] = loaded
 
-    def pieces(self) -> Iterator[tuple[tuple[Segment, ...], Mapping[str, Any]]]:
-        """Yield the segments of each piece, and its state as the optimizer has it."""
-        for piece in self._pieces:
-            assert self._inner is not None, "pieces have an optimizer"
-            yield piece.segments, self._inner.state.get(piece.tensor, {})
+    def views(self) -> Iterator[tuple[tuple[Segment, ...], Mapping[str, Any]]]:
+        """Yield the segments of each view, and its state as the optimizer has it."""
+        for view in self._views:
+            assert self._inner is not None, "views have an optimizer"
+            yield view.segments, self._inner.state.get(view.tensor, {})
 
-    def load_pieces(self, pieces: Sequence[tuple[Sequence[Segment], dict[str, Any]]]) -> None:
-        """Go on with what :meth:`pieces` of another shard of the same ranges has told; the state is taken over."""
+    def load_views(self, views: Sequence[tuple[Sequence[Segment], dict[str, Any]]]) -> None:
+        """Go on with what :meth:`views` of another shard of the same ranges has told; the state is taken over."""
         if self._inner is None:
             return
         self._inner.state.clear()
-        self._replace_pieces([Piece(self._bucket, segments, shaped=self._whole) for segments, _ in pieces])
-        for piece, (_, state) in zip(self._pieces, pieces, strict=True):
+        self._replace_views([ShardView(self._bucket, segments, shaped=self._whole) for segments, _ in views])
+        for view, (_, state) in zip(self._views, views, strict=True):
             if state:
-                self._inner.state[piece.tensor] = state
+                self._inner.state[view.tensor] = state
 
     def _divide(self, present: Sequence[bool]) -> None:
-        pieces: list[Piece] = []
-        for piece in self._pieces:
-            used = [segment for segment in piece.segments if present[segment.slot.position]]
-            unused = [segment for segment in piece.segments if not present[segment.slot.position]]
-            pieces += [self._carve(piece, used), self._carve(piece, unused)] if used and unused else [piece]
-        if len(pieces) != len(self._pieces):
-            self._replace_pieces(pieces)
+        views: list[ShardView] = []
+        for view in self._views:
+            used = [segment for segment in view.segments if present[segment.slot.position]]
+            unused = [segment for segment in view.segments if not present[segment.slot.position]]
+            views += [self._carve(view, used), self._carve(view, unused)] if used and unused else [view]
+        if len(views) != len(self._views):
+            self._replace_views(views)
 
-    def _carve(self, origin: Piece, segments: list[Segment]) -> Piece:
+    def _carve(self, origin: ShardView, segments: list[Segment]) -> ShardView:
         assert self._inner is not None, "only a shard with elements is divided"
-        piece = Piece(self._bucket, segments, shaped=False)
+        view = ShardView(self._bucket, segments, shaped=False)
         state = self._inner.state.get(origin.tensor)
         if state:
-            self._inner.state[piece.tensor] = piece.take_state(state, origin)
-        return piece
+            self._inner.state[view.tensor] = view.take_state(state, origin)
+        return view
 
-    def _replace_pieces(self, pieces: list[Piece]) -> None:
-        assert self._inner is not None, "only a shard with elements has pieces"
-        kept = {id(piece.tensor) for piece in pieces}
-        for piece in self._pieces:
-            if id(piece.tensor) not in kept:
-                self._inner.state.pop(piece.tensor, None)
-        self._pieces = pieces
-        self._inner.param_groups[0]["params"] = [piece.tensor for piece in pieces]
+    def _replace_views(self, views: list[ShardView]) -> None:
+        assert self._inner is not None, "only a shard with elements has views"
+        kept = {id(view.tensor) for view in views}
+        for view in self._views:
+            if id(view.tensor) not in kept:
+                self._inner.state.pop(view.tensor, None)
+        self._views = views
+        self._inner.param_groups[0]["params"] = [view.tensor for view in views]
 
 
-def _entries(piece: Piece, key: str, value: Any) -> Iterator[StateEntry]:
-    if is_elementwise(key, value, piece.tensor.shape):
-        for segment, part in piece.elements(value):
+def _entries(view: ShardView, key: str, value: Any) -> Iterator[StateEntry]:
+    if is_elementwise(key, value, view.tensor.shape):
+        for segment, part in view.elements(value):
             first = segment.start - segment.slot.start
             last = segment.stop - segment.slot.start
             yield StateEntry(parameter=segment.slot.name, key=key, value=part, start=first, stop=last)
         return
-    for segment in piece.segments:
+    for segment in view.segments:
         if segment.start == segment.slot.start:
             yield StateEntry(parameter=segment.slot.name, key=key, value=value)

@@ -21,9 +21,9 @@ import torch
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.divided import DividedGradients, GradientsOfStep
 from syncline.updates.inner import check_divisible, hyperparameters
-from syncline.updates.lane import LaneOptions, check_sizes
 from syncline.updates.readiness import Readiness
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
@@ -62,9 +62,11 @@ class Sharded:
         return self.align == "parameter"
 
     @property
-    def lane_options(self) -> LaneOptions:
+    def schedule_options(self) -> BucketScheduleOptions:
         """By reduce-scatter and all-gather."""
-        return LaneOptions(is_divided=True, whole_parameters=self.whole_parameters, slice_bytes=self.slice_bytes)
+        return BucketScheduleOptions(
+            is_divided=True, whole_parameters=self.whole_parameters, slice_bytes=self.slice_bytes
+        )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if ``optimizer`` cannot step on pieces."""
@@ -93,15 +95,15 @@ class ShardedUpdater(Updater):
     def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool) -> None:
         super().__init__(setting)
         self.defers_parameters = overlap_forward
-        lanes = self.channel.lanes
+        bucket_schedules = self.collectives.bucket_schedules
         self.shards = [
-            Shard(bucket, lanes[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
+            Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
             for bucket in self.buckets
         ]
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
-        self._gradients = DividedGradients(self.buckets, self.shards, self.channel, num_parameters=num_parameters)
+        self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
         self._ready = Readiness(len(self.buckets))
-        self._thread = UpdateThread(f"syncline-update-{self.channel.rank}", on_failure=self._ready.fail)
+        self._thread = UpdateThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
 
     @property
     def divided_gradients(self) -> DividedGradients:
@@ -128,7 +130,7 @@ class ShardedUpdater(Updater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket."""
         bucket.stage_gradients()
-        self._gradients.add(bucket, self.channel.reduce_scatter(bucket, self.step_number))
+        self._gradients.add(bucket, self.collectives.reduce_scatter(bucket, self.step_number))
 
     def finish_backward(self, report: PendingReport) -> None:
         """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
@@ -166,10 +168,10 @@ class ShardedUpdater(Updater):
         """Wait until the all-gather of these buckets is over."""
         wanted = tuple(buckets)
         if not self._ready.is_final(wanted):
-            start_ns = self.channel.trace.now_ns()
-            with self.channel.communicator.progress.waiting():
-                self._ready.wait(wanted, self.channel.timeout_s)
-            self.channel.note_wait("forward", start_ns)
+            start_ns = self.collectives.trace.now_ns()
+            with self.collectives.communicator.progress.waiting():
+                self._ready.wait(wanted, self.collectives.timeout_s)
+            self.collectives.note_wait("forward", start_ns)
 
     def synchronize(self) -> None:
         """Wait until all parameters are final; raises what went wrong."""
@@ -206,7 +208,7 @@ class ShardedUpdater(Updater):
         """Step the shard of one bucket and start its all-gather; on the update thread."""
         reduction.wait()
         present, factors = step.gradients.present(), step.gradients.factors()
-        trace = self.channel.trace
+        trace = self.collectives.trace
         start_ns = trace.now_ns()
         if step.gradients.scales is None:
             bucket.unstage_gradients()
@@ -215,7 +217,7 @@ class ShardedUpdater(Updater):
         shard.step(step.options[bucket.plan.group], present)
         bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
-        gather = self.channel.all_gather(bucket, step.number)
+        gather = self.collectives.all_gather(bucket, step.number)
         if bucket.wire_parameters is bucket.parameters:
             gather.add_done_callback(partial(self._finish, bucket))
         else:

@@ -35,7 +35,7 @@ class WholeUpdater(Updater):
 
     def state_entries(self) -> list[StateEntry]:
         """Return the whole state on rank 0 and nothing elsewhere; where ranks differ in state, rank 0's is kept."""
-        if self.channel.rank != 0:
+        if self.collectives.rank != 0:
             return []
         return [
             entry

@@ -1,7 +1,7 @@
 """A world for the clustered protocol: nodes, messages under way, deaths, and the promises that are checked throughout.
 
-Payloads are symbols: a gradient is (rank, entry), a mean the set of those that are in it, a result the set of what each
-cluster brought. So a gradient that is lost, or that counts twice, shows.
+Payloads are symbols: a gradient is (rank, record), a mean the set of those that are in it, a result the set of what
+each cluster brought. So a gradient that is lost, or that counts twice, shows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from syncline.updates.clustered.agenda import Agenda, Entry, Kind
-from syncline.updates.clustered.council import Council
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Clusters, Contribution, Envelope, Proposal
 from syncline.updates.clustered.node import Node
+from syncline.updates.clustered.outer_round import OuterRound
+from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.server import Server, ServerState
 from syncline.updates.clustered.view import Division, View
 
@@ -27,9 +27,9 @@ Symbol = tuple
 class Symbols:
     """Reckons with symbols."""
 
-    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Symbol:
-        assert all(message.payload == ("gradient", rank, entry.index) for rank, message in contributions.items())
-        return ("mean", entry.index, tuple(sorted(contributions)))
+    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Symbol:
+        assert all(message.payload == ("gradient", rank, record.index) for rank, message in contributions.items())
+        return ("mean", record.index, tuple(sorted(contributions)))
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Player:
     """One rank: its node, and what it applied."""
 
     node: Node
-    applied: list[tuple[Entry, Agreed]] = field(default_factory=list)
+    applied: list[tuple[Record, Agreed]] = field(default_factory=list)
     means: list[Symbol] = field(default_factory=list)
     clusters: dict[int, Clusters] = field(default_factory=dict)
     """Of each term that this rank knows them of."""
@@ -53,17 +53,17 @@ class World:
     def __init__(
         self,
         clusters: Sequence[Sequence[int]],
-        agenda: Agenda,
+        record_schedule: RecordSchedule,
         *,
-        num_entries: int,
+        num_records: int,
         shares_results: bool = True,
         quorum: float = 0.0,
         propose: Callable[[int, int], Clusters] | None = None,
     ) -> None:
         """``propose``: the clusters of the next term that a rank proposes in a term, both of them given."""
         self.propose = propose
-        self.agenda = agenda
-        self.num_entries = num_entries
+        self.record_schedule = record_schedule
+        self.num_records = num_records
         self.clusters = tuple(tuple(ranks) for ranks in clusters)
         self.shares_results = shares_results
         ranks = sorted(rank for members in clusters for rank in members)
@@ -73,7 +73,7 @@ class World:
                     job=JOB,
                     rank=rank,
                     clusters=clusters,
-                    agenda=agenda,
+                    record_schedule=record_schedule,
                     arithmetic=Symbols(),
                     shares_results=shares_results,
                     quorum=quorum,
@@ -85,7 +85,7 @@ class World:
         }
         self.mail: dict[tuple[int, int], list[Envelope]] = {}
         self.unseen_losses: set[tuple[int, int]] = set()  # (who has not noticed, who died)
-        self.runs: dict[tuple[int, int], Run] = {}  # by rank and entry
+        self.runs: dict[tuple[int, int], Run] = {}  # by rank and record
         self.finished: dict[tuple[int, tuple], tuple] = {}
         self.late: list[tuple[int, Run]] = []  # exchanges that were given up, but whose end comes all the same
         self.keeps_delivered = False
@@ -101,22 +101,22 @@ class World:
         return [rank for rank, player in self.players.items() if player.is_alive and player.stop is None]
 
     def compute(self, rank: int) -> None:
-        """Bring in place what the next entry needs."""
+        """Bring in place what the next record needs."""
         player = self.players[rank]
-        entry = player.node.member.next_entry
-        if entry.index >= self.num_entries or player.stop is not None:
+        record = player.node.member.next_record
+        if record.index >= self.num_records or player.stop is not None:
             return
-        if entry.kind is Kind.MEAN:
-            payload: Symbol = ("gradient", rank, entry.index)
-        elif entry.kind is Kind.RESULT:
+        if record.kind is Kind.MEAN:
+            payload: Symbol = ("gradient", rank, record.index)
+        elif record.kind is Kind.RESULT:
             payload = ("sum", tuple(player.means))
         else:
             payload = ("parameters", tuple(agreed.payload for _, agreed in player.applied))
         proposal = NO_PROPOSAL
-        if entry.kind is Kind.AVERAGE and self.propose is not None:
-            proposal = Proposal(clusters=self.propose(rank, entry.term))
-        reading = (("of", rank),) if entry.is_exchange else ()
-        instructions = player.node.provide(samples=1.0, payload=payload, reading=reading, proposal=proposal)
+        if record.kind is Kind.AVERAGE and self.propose is not None:
+            proposal = Proposal(clusters=self.propose(rank, record.term))
+        measurement = (("of", rank),) if record.is_outer_round else ()
+        instructions = player.node.provide(samples=1.0, payload=payload, measurement=measurement, proposal=proposal)
         self.perform(rank, instructions)
 
     def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
@@ -127,11 +127,11 @@ class World:
                 self.num_messages[type(instruction.envelope.message).__name__] += 1
                 self.mail.setdefault((rank, instruction.peer), []).append(instruction.envelope)
             elif isinstance(instruction, Run):
-                self.runs[rank, instruction.entry.index] = instruction
+                self.runs[rank, instruction.record.index] = instruction
             elif isinstance(instruction, Abandon):
-                run = self.runs.get((rank, instruction.entry.index))
+                run = self.runs.get((rank, instruction.record.index))
                 if run is not None and run.participants == instruction.participants:
-                    self.late.append((rank, self.runs.pop((rank, instruction.entry.index))))
+                    self.late.append((rank, self.runs.pop((rank, instruction.record.index))))
             elif isinstance(instruction, Stop):
                 player.stop = instruction.reason
                 self.note_loss(rank)
@@ -142,14 +142,14 @@ class World:
 
     def enter(self, rank: int, instruction: Enter) -> None:
         player = self.players[rank]
-        assert instruction.entry.index == len(player.applied), "an entry was left out or came twice"
-        player.applied.append((instruction.entry, instruction.agreed))
-        if instruction.entry.kind is Kind.MEAN:
+        assert instruction.record.index == len(player.applied), "a record was left out or came twice"
+        player.applied.append((instruction.record, instruction.agreed))
+        if instruction.record.kind is Kind.MEAN:
             player.means.append(instruction.agreed.payload)
         else:
             player.means = []
-        term = instruction.entry.term
-        if instruction.entry.index == self.agenda.last_of_term(term):
+        term = instruction.record.term
+        if instruction.record.index == self.record_schedule.last_of_term(term):
             player.clusters[term + 1] = instruction.agreed.clusters or player.clusters[term]
         self.compute(rank)
 
@@ -167,11 +167,11 @@ class World:
         return choices
 
     def can_finish(self, run: Run) -> bool:
-        """An exchange ends for a server once all had begun it; it may end for some before it ends for others."""
-        key = (run.entry.index, run.participants)
+        """An outer round ends for a server once all had begun it; it may end for some before it ends for others."""
+        key = (run.record.index, run.participants)
         if key in self.finished:
             return True
-        running = [self.runs.get((server, run.entry.index)) for _, server in run.participants]
+        running = [self.runs.get((server, run.record.index)) for _, server in run.participants]
         return all(other is not None and other.participants == run.participants for other in running)
 
     def happen(self, choice: tuple) -> None:
@@ -189,26 +189,26 @@ class World:
             self.perform(who[0], self.players[who[0]].node.lose(who[1]))
         elif kind == "late":
             rank, run = self.late.pop(who[0])
-            self.report(rank, run, ("result", run.entry.index, "torn"))
+            self.report(rank, run, ("result", run.record.index, "torn"))
         else:
             self.finish(*who)
 
     def finish(self, rank: int, index: int) -> None:
         run = self.runs[rank, index]
-        key = (run.entry.index, run.participants)
+        key = (run.record.index, run.participants)
         if key not in self.finished:
             brought = {cluster: self.runs[server, index].payload for cluster, server in run.participants}
-            self.finished[key] = ("result", run.entry.index, tuple(sorted(brought.items())))
+            self.finished[key] = ("result", run.record.index, tuple(sorted(brought.items())))
         del self.runs[rank, index]
         self.report(rank, run, self.finished[key])
 
     def report(self, rank: int, run: Run, result: Symbol) -> None:
-        instructions = self.players[rank].node.finish_exchange(
-            entry=run.entry,
+        instructions = self.players[rank].node.finish_outer_round(
+            record=run.record,
             participants=run.participants,
             samples=run.samples,
             payload=result,
-            contributions=(float(run.entry.index),),
+            contributions=(float(run.record.index),),
         )
         self.perform(rank, instructions)
 
@@ -260,15 +260,15 @@ class World:
         return [rank for rank in self.live() if rank not in buried]
 
     def check_agreement(self) -> None:
-        """Live members of a cluster hold the same entries in each term; exchanges are the same in all clusters."""
+        """Live members of a cluster hold the same records in each term; exchanges are the same in all clusters."""
         agreed_on: dict[tuple[int, tuple[int, ...]], object] = {}
         clusters: dict[int, Clusters] = {}
         for rank in self.sound():
             player = self.players[rank]
-            for entry, agreed in player.applied:
-                members = player.members(rank, entry.term)
+            for record, agreed in player.applied:
+                members = player.members(rank, record.term)
                 value = (agreed.payload, agreed.contributions, agreed.clusters)
-                assert agreed_on.setdefault((entry.index, members), value) == value
+                assert agreed_on.setdefault((record.index, members), value) == value
             for term, known in player.clusters.items():
                 assert clusters.setdefault(term, known) == known
         if self.shares_results:
@@ -279,27 +279,27 @@ class World:
     def check_results(self) -> None:
         results: dict[int, object] = {}
         for rank in self.sound():
-            for entry, agreed in self.players[rank].applied:
-                if entry.is_exchange and agreed.payload is not None:
-                    assert results.setdefault(entry.index, agreed.payload) == agreed.payload
+            for record, agreed in self.players[rank].applied:
+                if record.is_outer_round and agreed.payload is not None:
+                    assert results.setdefault(record.index, agreed.payload) == agreed.payload
 
     def check_sums(self, rank: int) -> None:
         """What a result holds of this cluster is what this cluster agreed on, each mean once."""
         player = self.players[rank]
         means: list[Symbol] = []
-        for entry, agreed in self.players[rank].applied:
-            if entry.kind is Kind.MEAN:
+        for record, agreed in self.players[rank].applied:
+            if record.kind is Kind.MEAN:
                 means.append(agreed.payload)
-            elif entry.kind is Kind.RESULT:
+            elif record.kind is Kind.RESULT:
                 if agreed.payload is not None:
-                    cluster = player.clusters[entry.term].index(player.members(rank, entry.term))
+                    cluster = player.clusters[record.term].index(player.members(rank, record.term))
                     assert dict(agreed.payload[2]).get(cluster) == ("sum", tuple(means))
                 means = []
 
     def check_finished(self) -> None:
         """Everybody who lives came to the end, and nobody waits."""
         for rank in self.live():
-            assert len(self.players[rank].applied) == self.num_entries, f"rank {rank} hangs: {self.describe()}"
+            assert len(self.players[rank].applied) == self.num_records, f"rank {rank} hangs: {self.describe()}"
         self.check_agreement()
 
     def key(self) -> object:
@@ -314,7 +314,7 @@ class World:
             frozen({pair: [(letter.dead, letter.message) for letter in letters] for pair, letters in mail.items()}),
             tuple(sorted(self.unseen_losses)),
             frozen({key: run.participants for key, run in self.runs.items()}),
-            frozen([(rank, run.entry.index, run.participants) for rank, run in self.late]),
+            frozen([(rank, run.record.index, run.participants) for rank, run in self.late]),
             frozen(self.finished),
         )
 
@@ -346,9 +346,9 @@ def frozen(value: object) -> object:
         return tuple(frozen(item) for item in value)
     if isinstance(value, Division):
         return value.term, value.clusters
-    if isinstance(value, Node | Member | Server | Council | View):
+    if isinstance(value, Node | Member | Server | OuterRound | View):
         return frozen({name: item for name, item in vars(value).items() if name not in _NO_STATE})
     return value
 
 
-_NO_STATE = {"_agenda", "agenda", "_arithmetic", "_view", "_member", "num_refused", "job", "ranks"}
+_NO_STATE = {"_agenda", "record schedule", "_arithmetic", "_view", "_member", "num_refused", "job", "ranks"}

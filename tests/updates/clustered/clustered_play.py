@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.updates.clustered.agenda import Agenda, Kind
 from syncline.updates.clustered.election import draw_order
 from syncline.updates.clustered.instructions import Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.messages import Agreed, Contribution, Join, Ready
 from syncline.updates.clustered.node import Node
+from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import Server, ServerState
 
 SECOND_STATES = {ServerState.LEVELLING, ServerState.FETCHING}
@@ -26,7 +26,7 @@ ALL = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """What ``sender`` has to say to ``receiver`` about a term, or about an entry, is not said."""
+    """What ``sender`` has to say to ``receiver`` about a term, or about a record, is not said."""
 
     sender: int
     receiver: int
@@ -38,7 +38,7 @@ class Hold:
         """Whether this is it. A run is held back if the receiver takes part."""
         if isinstance(instruction, Run):
             is_meant = Run in self.kinds and self.receiver in dict(instruction.participants).values()
-            return is_meant and instruction.entry.index == self.index
+            return is_meant and instruction.record.index == self.index
         if not isinstance(instruction, Send) or instruction.peer != self.receiver:
             return False
         message = instruction.envelope.message
@@ -48,11 +48,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """``rank`` is to be struck as the server of ``term``, in ``state``, when its next entry is ``index``.
+    """``rank`` is to be struck as the server of ``term``, in ``state``, when its next record is ``index``.
 
-    Without a state: when it has agreed on entry ``index`` and is about to hand it out. Of what it has to say and do at
+    Without a state: when it has agreed on record ``index`` and is about to hand it out. Of what it has to say and do at
     that moment the first ``num_let`` are carried out, or those to ``receiver`` alone; nothing after. It dies once
-    ``witness`` holds the entry.
+    ``witness`` holds the record.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Death:
     def is_due(self, node: Node, instructions: Sequence[Instruction]) -> bool:
         """Whether the moment has come."""
         if self.state is None:
-            return any(isinstance(one, Enter) and one.entry.index == self.index for one in instructions)
+            return any(isinstance(one, Enter) and one.record.index == self.index for one in instructions)
         server: Server | None = node.servers.get(self.term)
         is_there = server is not None and server.state is self.state
         return is_there and node.member.position + 1 == self.index
@@ -105,20 +105,26 @@ class Actor:
 
 
 class Playwright:
-    """Writes a play for each state; the seed chooses the cluster, the term, the entry, and what is still said.
+    """Writes a play for each state; the seed chooses the cluster, the term, the record, and what is still said.
 
-    The first cluster has three members or more. ``is_shared``: an exchange's result is the same for all clusters.
+    The first cluster has three members or more. ``is_shared``: an outer round's result is the same for all clusters.
     """
 
     def __init__(
-        self, seed: int, *, job: str, clusters: Sequence[Sequence[int]], agenda: Agenda, is_shared: bool
+        self,
+        seed: int,
+        *,
+        job: str,
+        clusters: Sequence[Sequence[int]],
+        record_schedule: RecordSchedule,
+        is_shared: bool,
     ) -> None:
         self._seed = seed
         self._job = job
         self._clusters = clusters
         self._term = TERMS[seed // 2 % len(TERMS)]
-        first = self._term * agenda.entries_of_term
-        self._entries = [agenda.entry(first + number) for number in range(agenda.entries_of_term)]
+        first = self._term * record_schedule.records_of_term
+        self._records = [record_schedule.record(first + number) for number in range(record_schedule.records_of_term)]
         self._is_shared = is_shared
 
     def write(self, state: ServerState) -> Play:
@@ -128,7 +134,7 @@ class Playwright:
             ServerState.LEVELLING: self._levelling,
             ServerState.COLLECTING: self._collecting,
             ServerState.READYING: self._readying,
-            ServerState.EXCHANGING: self._exchanging,
+            ServerState.AVERAGING: self._exchanging,
             ServerState.FETCHING: self._fetching,
             ServerState.CLOSED: self._closed,
         }[state]()
@@ -136,7 +142,7 @@ class Playwright:
     def _opening(self) -> Play:
         server, *others = self._order(self._cluster)
         member = others[self._seed // 4 % len(others)]
-        death = self._death(server, self._entries[0].index, ServerState.OPENING)
+        death = self._death(server, self._records[0].index, ServerState.OPENING)
         return Play(deaths=(death,), holds=(self._hold(member, server, Join, Contribution),))
 
     def _collecting(self) -> Play:
@@ -153,21 +159,21 @@ class Playwright:
         return Play(deaths=(death,), holds=(self._hold(other_server, server, Ready, index=index),))
 
     def _exchanging(self) -> Play:
-        """One of the two servers begins the exchange, and the other does not."""
+        """One of the two servers begins the outer round, and the other does not."""
         server, other_server = self._order(self._cluster)[0], self._order(1 - self._cluster)[0]
         index = self._choose(Kind.RESULT, Kind.AVERAGE)
         if self._seed // 4 % 2:
-            death = Death(rank=server, term=self._term, index=index, state=ServerState.EXCHANGING)
+            death = Death(rank=server, term=self._term, index=index, state=ServerState.AVERAGING)
             return Play(deaths=(death,))
-        death = Death(rank=server, term=self._term, index=index, state=ServerState.EXCHANGING, num_let=ALL)
+        death = Death(rank=server, term=self._term, index=index, state=ServerState.AVERAGING, num_let=ALL)
         return Play(deaths=(death,), holds=(self._hold(other_server, server, Run, index=index),))
 
     def _closed(self) -> Play:
-        death = self._death(self._order(self._cluster)[0], self._entries[-1].index + 1, ServerState.CLOSED)
+        death = self._death(self._order(self._cluster)[0], self._records[-1].index + 1, ServerState.CLOSED)
         return Play(deaths=(death,))
 
     def _levelling(self) -> Play:
-        """A server dies when one member has the newest entry; its successor is the one who has not, and asks for it."""
+        """A server dies when one member has the newest record; its successor is the one without, and asks for it."""
         server, successor, last, *_ = self._order(0)
         index = self._choose(*Kind)
         first = Death(rank=server, term=self._term, index=index, receiver=last, witness=last)
@@ -175,7 +181,7 @@ class Playwright:
         return Play(deaths=(first, second), holds=(self._hold(last, successor, Agreed, index=index),))
 
     def _fetching(self) -> Play:
-        """A server dies with an exchange's result when the other cluster has it too; its successor must ask there."""
+        """A server dies with an outer round's result that the other cluster has too; its successor must ask there."""
         server, successor, *_ = self._order(0)
         other_server = self._order(1)[0]
         index = self._choose(*([Kind.RESULT, Kind.AVERAGE] if self._is_shared else [Kind.AVERAGE]))
@@ -191,7 +197,7 @@ class Playwright:
         return draw_order(self._job, self._term, self._clusters[cluster])
 
     def _choose(self, *kinds: Kind) -> int:
-        indices = [entry.index for entry in self._entries if entry.kind in kinds]
+        indices = [record.index for record in self._records if record.kind in kinds]
         return indices[self._seed // 2 % len(indices)]
 
     def _hold(self, sender: int, receiver: int, *kinds: type, index: int | None = None) -> Hold:

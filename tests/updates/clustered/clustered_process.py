@@ -54,7 +54,7 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Entered:
-    """A rank holds an entry."""
+    """A rank holds a record."""
 
     index: int
 
@@ -68,7 +68,7 @@ class Buried:
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A rank does nothing any more: it is to die, once ``witness`` holds entry ``index``."""
+    """A rank does nothing any more: it is to die, once ``witness`` holds record ``index``."""
 
     state: str
     index: int
@@ -99,7 +99,7 @@ class Stage:
         done = self._actor.act(node, instructions)
         for one in done:
             if isinstance(one, Enter):
-                self.report(Entered(index=one.entry.index))
+                self.report(Entered(index=one.record.index))
         if self._dead != node.view.dead:
             self._dead = frozenset(node.view.dead)
             self.report(Buried(dead=self._dead))
@@ -113,7 +113,11 @@ class Stage:
         is_shared = self._assignment.contribution == "uniform"
         view = node.view
         playwright = Playwright(
-            self._assignment.seed, job=view.job, clusters=view.clusters(0), agenda=node.agenda, is_shared=is_shared
+            self._assignment.seed,
+            job=view.job,
+            clusters=view.clusters(0),
+            record_schedule=node.record_schedule,
+            is_shared=is_shared,
         )
         return playwright.write(ServerState(self._assignment.state))
 

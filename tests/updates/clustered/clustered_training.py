@@ -76,7 +76,7 @@ def train_by_the_book(
         for cluster in book:
             _cluster_mean(cluster, step)
         is_last = (step + 1) % rule.period == 0
-        step_on = _exchange(rule, book, table) if is_last else [cluster.mean + cluster.forecast for cluster in book]
+        step_on = _outer(rule, book, table) if is_last else [cluster.mean + cluster.forecast for cluster in book]
         for cluster, gradient in zip(book, step_on, strict=True):
             _set_gradient(cluster.model, gradient)
             cluster.optimizer.step()
@@ -101,8 +101,8 @@ def _cluster_mean(cluster: _Cluster, step: int) -> None:
     cluster.samples_of_term += samples
 
 
-def _exchange(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
-    brought = [cluster.total if rule.exchange == "period" else cluster.mean for cluster in book]
+def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
+    brought = [cluster.total if rule.outer == "period" else cluster.mean for cluster in book]
     step_on = []
     for c, cluster in enumerate(book):
         weights = [1.0] * len(book)

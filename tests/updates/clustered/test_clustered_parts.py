@@ -1,4 +1,4 @@
-"""The parts between protocol and fabric: vectors, messages as bytes, walks through schedules, the servers' network."""
+"""The parts between protocol and fabric: vectors, messages as bytes, executors, the servers' network."""
 
 import struct
 import threading
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
-from syncline.updates.clustered.agenda import Agenda
 from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.mailbox import HEAD_BYTES, Mailbox
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
+from syncline.updates.clustered.record_schedule import RecordSchedule
+from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
 from syncline.updates.clustered.vector import VectorArithmetic, VectorShape, combine
-from syncline.updates.clustered.walk import Slice, Walk
 
 SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))
 WAIT_S = 20
@@ -47,16 +47,16 @@ def test_halves_are_summed_in_single_precision() -> None:
 
 
 def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() -> None:
-    entry = Agenda(period=1, reelect_every=1).entry(0)
+    record = RecordSchedule(period=1, reelect_every=1).record(0)
     given = {
         2: Contribution(term=0, index=0, samples=3.0, payload=vector_of(1.0)),
         0: Contribution(term=0, index=0, samples=1.0, payload=vector_of(5.0)),
         1: Contribution(term=0, index=0, samples=0.0, payload=None),
     }
-    mean = VectorArithmetic().mean(entry, given)
+    mean = VectorArithmetic().mean(record, given)
     assert mean is not None
     assert mean.parts[0].tolist() == [2.0] * 5
-    assert VectorArithmetic().mean(entry, {1: given[1]}) is None
+    assert VectorArithmetic().mean(record, {1: given[1]}) is None
 
 
 class Ports:
@@ -151,8 +151,8 @@ def test_a_walk_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> No
             layout = Layout.build(schedule, num_elements, 300)
             slices = [Slice(tensor=tensors[rank], offsets=offsets) for offsets in layout.slices]
             tags = [first_tag(9, 1, 16 + number) for number in range(len(slices))]
-            walk = Walk(ports[rank], schedule, ranks, slices, first_tags=tags, on_done=done[place].set)
-            ports[rank].call_soon(walk.start)
+            executor = ScheduleExecutor(ports[rank], schedule, ranks, slices, first_tags=tags, on_done=done[place].set)
+            ports[rank].call_soon(executor.start)
         assert all(event.wait(WAIT_S) for event in done)
     for tensor in tensors.values():
         torch.testing.assert_close(tensor, torch.arange(num_elements, dtype=torch.float64) * (5 + 2 + 4))
@@ -166,9 +166,11 @@ def test_a_walk_that_is_given_up_does_not_end_and_gives_its_receives_back() -> N
     with Ports(2) as ports:
         layout = Layout.build(schedule, 8, 8)
         slices = [Slice(tensor=tensor, offsets=offsets) for offsets in layout.slices]
-        walk = Walk(ports[0], schedule, ranks, slices, first_tags=[first_tag(9, 1, 16)], on_done=ended.set)
+        executor = ScheduleExecutor(
+            ports[0], schedule, ranks, slices, first_tags=[first_tag(9, 1, 16)], on_done=ended.set
+        )
         passed = threading.Event()
-        for action in (walk.start, walk.abandon, walk.forget, passed.set):
+        for action in (executor.start, executor.abandon, executor.forget, passed.set):
             ports[0].call_soon(action)
         assert passed.wait(WAIT_S)
         assert not ended.is_set()
@@ -185,10 +187,10 @@ def test_what_the_file_says_goes_before_what_was_measured() -> None:
         )
     )
     measured = {f"h{k}": {"cpu_hz": 2e9, "memory_bytes": 8e9} for k in range(4)}
-    survey = Survey(topology=topology, measured=measured)
-    assert group(survey) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert group(replace(survey, use=["memory_bytes"])) == (tuple(range(8)),)
-    assert len(group(survey, clusters=3)) == 3
+    inventory = Inventory(topology=topology, measured=measured)
+    assert group(inventory) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert group(replace(inventory, use=["memory_bytes"])) == (tuple(range(8)),)
+    assert len(group(inventory, clusters=3)) == 3
 
 
 @pytest.mark.parametrize("clusters", [((0, 1),), ((0, 1), (1, 2)), ((0, 1, 2), ()), ((0, 1), (2, 3))])

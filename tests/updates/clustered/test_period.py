@@ -22,7 +22,7 @@ def gradients_of(found: Vector | None) -> list[float]:
 
 
 def end_one(period: Period) -> Vector | None:
-    """Go through a period of two batches that brings (1, 5), and whose exchange gives (4, 1)."""
+    """Go through a period of two batches that brings (1, 5), and whose outer round gives (4, 1)."""
     period.step_on(vector(1.0, 2.0))
     brought = period.bring(vector(0.0, 3.0))
     assert gradients_of(brought) == [1.0, 5.0]

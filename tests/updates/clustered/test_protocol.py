@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 from cluster_world import JOB, World, accuse
 
-from syncline.updates.clustered.agenda import Agenda, Kind
 from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Agreed, Envelope, Join, Ready, Supply
+from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import ServerState
 
 CLUSTERS = ((0, 1, 2), (3, 4), (5,))
-AGENDA = Agenda(period=2, reelect_every=2, averages=True)
+AGENDA = RecordSchedule(period=2, reelect_every=2, averages=True)
 
 
 def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
@@ -22,20 +22,20 @@ def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
     ranks = list(range(sum(sizes)))
     choose.shuffle(ranks)
     clusters = [tuple(sorted(ranks.pop() for _ in range(size))) for size in sizes]
-    agenda = Agenda(
+    record_schedule = RecordSchedule(
         period=choose.randint(1, 3),
         reelect_every=choose.randint(1, 3),
-        exchanges=num_clusters > 1,
+        has_outer_rounds=num_clusters > 1,
         averages=num_clusters > 1 and choose.random() < 0.5,
     )
-    num_entries = choose.randint(3, 14)
+    num_records = choose.randint(3, 14)
     return World(
         clusters,
-        agenda,
-        num_entries=num_entries,
+        record_schedule,
+        num_records=num_records,
         shares_results=choose.random() < 0.6,
         quorum=quorum,
-        propose=Proposer(choose.randrange(1 << 30), clusters) if agenda.averages else None,
+        propose=Proposer(choose.randrange(1 << 30), clusters) if record_schedule.averages else None,
     )
 
 
@@ -58,31 +58,31 @@ class Proposer:
         return tuple(tuple(sorted(ranks)) for ranks in clusters)
 
 
-def test_without_faults_every_rank_holds_every_entry_and_nothing_is_refused() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=30)
+def test_without_faults_every_rank_holds_every_record_and_nothing_is_refused() -> None:
+    world = World(CLUSTERS, AGENDA, num_records=30)
     world.settle()
     world.check_finished()
     assert all(player.node.num_refused == 0 for player in world.players.values())
-    kinds = [entry.kind for entry, _ in world.players[0].applied]
+    kinds = [record.kind for record, _ in world.players[0].applied]
     period = [Kind.MEAN, Kind.MEAN, Kind.RESULT]
     assert kinds == [*period, *period, Kind.AVERAGE] * 4 + kinds[28:]
 
 
 def test_without_faults_a_batch_costs_one_message_up_and_one_down_for_each_member() -> None:
-    world = World(((0, 1, 2, 3),), Agenda(period=1, reelect_every=100, exchanges=False), num_entries=10)
+    world = World(((0, 1, 2, 3),), RecordSchedule(period=1, reelect_every=100, has_outer_rounds=False), num_records=10)
     world.settle()
     assert world.num_messages == {"Join": 3, "Contribution": 30, "Agreed": 30}
 
 
-def test_without_faults_an_exchange_costs_one_message_between_each_two_servers() -> None:
-    world = World(CLUSTERS, Agenda(period=2, reelect_every=100), num_entries=3)
+def test_without_faults_an_outer_round_costs_one_message_between_each_two_servers() -> None:
+    world = World(CLUSTERS, RecordSchedule(period=2, reelect_every=100), num_records=3)
     world.settle()
     assert world.num_messages["Ready"] == 3 * 2
     assert world.num_messages["Supply"] == 0
 
 
 def test_each_term_has_its_servers() -> None:
-    world = World((tuple(range(8)),), Agenda(period=1, reelect_every=1, exchanges=False), num_entries=40)
+    world = World((tuple(range(8)),), RecordSchedule(period=1, reelect_every=1, has_outer_rounds=False), num_records=40)
     served: list[int] = []
     world.on_state = lambda rank, state: served.append(rank) if state is ServerState.COLLECTING else None
     world.settle()
@@ -119,7 +119,7 @@ def test_ranks_that_live_but_are_taken_for_dead_stop_and_the_others_agree(seed: 
 
     world.settle(choose, before_each=perhaps_accuse)
     world.check_agreement()
-    assert all(len(world.players[rank].applied) == world.num_entries for rank in world.sound()), world.describe()
+    assert all(len(world.players[rank].applied) == world.num_records for rank in world.sound()), world.describe()
     if world.sound():
         assert all(world.players[rank].stop is not None for rank in world.players if rank not in world.sound())
 
@@ -134,7 +134,7 @@ def test_the_server_dies_in_each_state(state: ServerState, shares_results: bool)
     for seed in range(1000):
         print("seed", seed)
         choose = random.Random(seed)
-        world = World(CLUSTERS, AGENDA, num_entries=14, shares_results=shares_results)
+        world = World(CLUSTERS, AGENDA, num_records=14, shares_results=shares_results)
         for _ in range(choose.randint(5, 120)):
             if choices := world.choices():
                 world.happen(choose.choice(choices))
@@ -168,7 +168,7 @@ class _killer:  # noqa: N801 - reads as a verb
 
 
 def _kill_one_who_hands_out(world: World, choose: random.Random) -> None:
-    """Let a server die whose cluster, or whose fellow servers, have heard an entry from it but in part."""
+    """Let a server die whose cluster, or whose fellow servers, have heard a record from it but in part."""
     while choices := world.choices():
         world.happen(choose.choice(choices))
         senders = Counter(
@@ -184,9 +184,9 @@ def _kill_one_who_hands_out(world: World, choose: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_one_who_was_asked_for_an_entry_dies_too(seed: int) -> None:
+def test_the_one_who_was_asked_for_an_record_dies_too(seed: int) -> None:
     choose = random.Random(seed)
-    world = World((tuple(range(5)),), Agenda(period=1, reelect_every=2, exchanges=False), num_entries=8)
+    world = World((tuple(range(5)),), RecordSchedule(period=1, reelect_every=2, has_outer_rounds=False), num_records=8)
     for _ in range(3):
         _kill_one_who_hands_out(world, choose)
         asked = [
@@ -203,7 +203,7 @@ def test_the_one_who_was_asked_for_an_entry_dies_too(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_whole_cluster_dies_and_the_weights_tell_it(seed: int) -> None:
     choose = random.Random(seed)
-    world = World(CLUSTERS, Agenda(period=1, reelect_every=2), num_entries=12)
+    world = World(CLUSTERS, RecordSchedule(period=1, reelect_every=2), num_records=12)
     for _ in range(choose.randint(0, 40)):
         world.happen(choose.choice(world.choices()))
     for rank in (0, 1, 2):
@@ -215,23 +215,23 @@ def test_a_whole_cluster_dies_and_the_weights_tell_it(seed: int) -> None:
 
 
 def test_one_cluster_alone_goes_on_with_its_own_means() -> None:
-    world = World(((0, 1), (2, 3)), Agenda(period=1, reelect_every=1), num_entries=6)
+    world = World(((0, 1), (2, 3)), RecordSchedule(period=1, reelect_every=1), num_records=6)
     for rank in (2, 3):
         world.kill(rank)
     world.settle()
     world.check_finished()
-    assert [agreed.payload for entry, agreed in world.players[0].applied if entry.is_exchange] == [None] * 3
+    assert [agreed.payload for record, agreed in world.players[0].applied if record.is_outer_round] == [None] * 3
 
 
 @pytest.mark.parametrize("seed", range(200))
 @pytest.mark.parametrize("num_deaths", [0, 1, 3])
 def test_clusters_are_made_anew_and_nobody_is_left_between_them(seed: int, num_deaths: int) -> None:
     choose = random.Random(f"{seed}/{num_deaths}")
-    agenda = Agenda(period=choose.randint(1, 2), reelect_every=choose.randint(1, 2), averages=True)
+    record_schedule = RecordSchedule(period=choose.randint(1, 2), reelect_every=choose.randint(1, 2), averages=True)
     world = World(
         CLUSTERS,
-        agenda,
-        num_entries=4 * agenda.entries_of_term,
+        record_schedule,
+        num_records=4 * record_schedule.records_of_term,
         shares_results=choose.random() < 0.6,
         propose=Proposer(seed, CLUSTERS),
     )
@@ -253,15 +253,15 @@ def test_clusters_are_made_anew_and_nobody_is_left_between_them(seed: int, num_d
 
 
 def test_who_proposes_has_heard_from_everyone() -> None:
-    agenda = Agenda(period=1, reelect_every=1, averages=True)
-    world = World(CLUSTERS, agenda, num_entries=3, propose=lambda rank, term: ())
+    record_schedule = RecordSchedule(period=1, reelect_every=1, averages=True)
+    world = World(CLUSTERS, record_schedule, num_records=3, propose=lambda rank, term: ())
     world.settle()
     proposer = draw_server(JOB, 0, CLUSTERS[0], set())
-    assert world.players[proposer].node.readings == {rank: (("of", rank),) for rank in range(6)}
+    assert world.players[proposer].node.measurements == {rank: (("of", rank),) for rank in range(6)}
 
 
 def test_a_rank_that_is_cut_off_stops() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=20, quorum=0.5)
+    world = World(CLUSTERS, AGENDA, num_records=20, quorum=0.5)
     for other in (1, 2, 3, 4, 5):
         accuse(world, 0, other)
         world.players[other].node.lose(0)
@@ -272,7 +272,7 @@ def test_a_rank_that_is_cut_off_stops() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> None:
     choose = random.Random(seed)
-    world = World(((0, 1), (2, 3, 4), (5,)), AGENDA, num_entries=20, quorum=0.5)
+    world = World(((0, 1), (2, 3, 4), (5,)), AGENDA, num_records=20, quorum=0.5)
     for _ in range(choose.randint(0, 60)):
         world.happen(choose.choice(world.choices()))
     low = (0, *choose.sample(range(1, 6), 2))
@@ -294,14 +294,14 @@ def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> N
 
 
 def test_with_a_smaller_quorum_both_halves_may_go_on() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=20, quorum=0.3)
+    world = World(CLUSTERS, AGENDA, num_records=20, quorum=0.3)
     for other in (0, 1, 2):
         world.players[5].node.lose(other)
     assert world.players[5].node.stopped is None
 
 
 def test_who_left_by_himself_is_not_waited_for_in_another_half() -> None:
-    world = World(((0,), (1,)), AGENDA, num_entries=8, quorum=0.5)
+    world = World(((0,), (1,)), AGENDA, num_records=8, quorum=0.5)
     world.settle()
     world.perform(0, world.players[0].node.depart())
     world.settle()
@@ -311,7 +311,7 @@ def test_who_left_by_himself_is_not_waited_for_in_another_half() -> None:
 
 
 def test_messages_of_old_terms_are_refused() -> None:
-    world = World(((0, 1, 2), (3, 4)), Agenda(period=1, reelect_every=1), num_entries=12)
+    world = World(((0, 1, 2), (3, 4)), RecordSchedule(period=1, reelect_every=1), num_records=12)
     world.keeps_delivered = True
     world.settle()
     before = world.key()
@@ -332,7 +332,7 @@ def test_messages_of_old_terms_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_what_comes_twice_changes_nothing(seed: int) -> None:
     choose = random.Random(seed)
-    world = World(CLUSTERS, AGENDA, num_entries=14)
+    world = World(CLUSTERS, AGENDA, num_records=14)
     world.keeps_delivered = True
 
     def repeat() -> None:
@@ -345,7 +345,7 @@ def test_what_comes_twice_changes_nothing(seed: int) -> None:
 
 
 def test_strangers_and_terms_far_away_are_refused() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=3)
+    world = World(CLUSTERS, AGENDA, num_records=3)
     node = world.players[0].node
     for sender, message in (
         (99, Join(term=0, index=-1)),
@@ -359,14 +359,14 @@ def test_strangers_and_terms_far_away_are_refused() -> None:
 
 
 def test_the_dead_travel_with_every_message() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=3)
+    world = World(CLUSTERS, AGENDA, num_records=3)
     ready = Ready(term=0, index=2, cluster=1, participants=(), samples=1.0, has_result=False)
     world.players[0].node.receive(3, Envelope(dead=(2, 4), message=ready))
     assert world.players[0].node.view.dead == {2, 4}
 
 
 def test_the_next_server_knows_the_contribution_table() -> None:
-    world = World(CLUSTERS, Agenda(period=1, reelect_every=1), num_entries=8)
+    world = World(CLUSTERS, RecordSchedule(period=1, reelect_every=1), num_records=8)
     world.settle()
     for player in world.players.values():
         assert player.node.member.result is not None
@@ -384,7 +384,7 @@ def test_what_is_no_message_is_refused(change: Callable[[bytes], bytes]) -> None
 
 
 def test_messages_survive_the_wire() -> None:
-    world = World(CLUSTERS, AGENDA, num_entries=9)
+    world = World(CLUSTERS, AGENDA, num_records=9)
     world.keeps_delivered = True
     world.kill(1)
     world.settle()

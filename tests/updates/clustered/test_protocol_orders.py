@@ -5,7 +5,7 @@ import pickle
 import pytest
 from cluster_world import World
 
-from syncline.updates.clustered.agenda import Agenda
+from syncline.updates.clustered.record_schedule import RecordSchedule
 
 
 def explore(world: World, victim: int) -> int:
@@ -36,36 +36,36 @@ def explore(world: World, victim: int) -> int:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_one_cluster_of_three(victim: int) -> None:
-    agenda = Agenda(period=1, reelect_every=1, exchanges=False)
-    assert explore(World(((0, 1, 2),), agenda, num_entries=2), victim) > 500
+    record_schedule = RecordSchedule(period=1, reelect_every=1, has_outer_rounds=False)
+    assert explore(World(((0, 1, 2),), record_schedule, num_records=2), victim) > 500
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_pair_and_a_single(victim: int) -> None:
-    agenda = Agenda(period=1, reelect_every=1)
-    assert explore(World(((0, 1), (2,)), agenda, num_entries=2), victim) > 200
+    record_schedule = RecordSchedule(period=1, reelect_every=1)
+    assert explore(World(((0, 1), (2,)), record_schedule, num_records=2), victim) > 200
 
 
 def test_two_singles_whose_results_differ_and_who_average() -> None:
-    agenda = Agenda(period=1, reelect_every=1, averages=True)
-    assert explore(World(((0,), (1,)), agenda, num_entries=6, shares_results=False), 0) > 100
+    record_schedule = RecordSchedule(period=1, reelect_every=1, averages=True)
+    assert explore(World(((0,), (1,)), record_schedule, num_records=6, shares_results=False), 0) > 100
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("proposals", [(((0, 1),), ((1,), (0,))), ((), ((0, 1),))])
 def test_two_singles_become_a_pair_or_change_numbers(victim: int, proposals) -> None:
     """Each rank proposes something else, and ranks know at different times what is agreed."""
-    agenda = Agenda(period=1, reelect_every=1, averages=True)
-    world = World(((0,), (1,)), agenda, num_entries=5, propose=Proposals(proposals))
+    record_schedule = RecordSchedule(period=1, reelect_every=1, averages=True)
+    world = World(((0,), (1,)), record_schedule, num_records=5, propose=Proposals(proposals))
     assert explore(world, victim) > 50
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_of_a_pair_changes_sides(victim: int) -> None:
-    agenda = Agenda(period=1, reelect_every=1, averages=True)
+    record_schedule = RecordSchedule(period=1, reelect_every=1, averages=True)
     changed = ((1,), (0, 2))
-    world = World(((0, 1), (2,)), agenda, num_entries=4, propose=Proposals((changed,) * 3))
-    after_entries(world, 2)
+    world = World(((0, 1), (2,)), record_schedule, num_records=4, propose=Proposals((changed,) * 3))
+    after_records(world, 2)
     assert explore(world, victim) > 200
 
 
@@ -79,7 +79,7 @@ class Proposals:
         return self._of_rank[rank]
 
 
-def after_entries(world: World, number: int) -> None:
-    """Go on, without a death, until all hold so many entries: so the orders that are left are fewer."""
+def after_records(world: World, number: int) -> None:
+    """Go on, without a death, until all hold so many records: so the orders that are left are fewer."""
     while any(len(player.applied) < number for player in world.players.values()):
         world.happen(world.choices()[0])

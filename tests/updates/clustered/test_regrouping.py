@@ -9,22 +9,22 @@ from clustered_training import KilledError, batch, train
 
 from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
-from syncline.machines.network import NetworkReading
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
+from syncline.machines.network import NetworkMeasurement
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates.clustered.messages import NO_PROPOSAL, Proposal
-from syncline.updates.clustered.regrouping import Regrouping, reading_of
+from syncline.updates.clustered.regrouping import Regrouping, measurement_of
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
 HOSTS = Topology.flat(4, rate=1e8)
 ALL = range(4)
-FAST_AND_SLOW = {rank: reading_of({"batch_s": 0.1 if rank % 2 else 0.5}, ("whole exp_avg",)) for rank in range(4)}
+FAST_AND_SLOW = {rank: measurement_of({"batch_s": 0.1 if rank % 2 else 0.5}, ("whole exp_avg",)) for rank in range(4)}
 
 
 def regrouping(**choices) -> Regrouping:
-    return Regrouping(survey=Survey(topology=HOSTS), num_clusters=None, seed=0, **choices)
+    return Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=None, seed=0, **choices)
 
 
 def test_what_machines_measured_divides_them_anew() -> None:
@@ -34,34 +34,34 @@ def test_what_machines_measured_divides_them_anew() -> None:
 
 def test_clusters_that_are_as_good_stay() -> None:
     assert regrouping().propose(((0, 2), (1, 3)), FAST_AND_SLOW, living=ALL) == NO_PROPOSAL
-    alike = {rank: reading_of({"batch_s": 0.1}, ()) for rank in range(4)}
+    alike = {rank: measurement_of({"batch_s": 0.1}, ()) for rank in range(4)}
     assert regrouping().propose(((0, 1), (2, 3)), alike, living=ALL) == NO_PROPOSAL
     assert regrouping().propose(((0, 1), (2, 3)), {}, living=ALL) == NO_PROPOSAL
 
 
 def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:
-    readings = {rank: reading_of({"batch_s": 0.5 if rank == 3 else 0.1}, ()) for rank in range(4)}
-    assert regrouping().propose(((2, 3), (0, 1)), readings, living=ALL).clusters == ((3,), (0, 1, 2))
+    measurements = {rank: measurement_of({"batch_s": 0.5 if rank == 3 else 0.1}, ()) for rank in range(4)}
+    assert regrouping().propose(((2, 3), (0, 1)), measurements, living=ALL).clusters == ((3,), (0, 1, 2))
 
 
 def test_state_that_cannot_be_averaged_keeps_ranks_where_they_are() -> None:
-    stuck = FAST_AND_SLOW | {2: reading_of({"batch_s": 0.5}, ("fixed factors",))}
+    stuck = FAST_AND_SLOW | {2: measurement_of({"batch_s": 0.5}, ("fixed factors",))}
     assert regrouping().propose(((0, 1), (2, 3)), stuck, living=ALL) == NO_PROPOSAL
 
 
 def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    too_many = Regrouping(survey=Survey(topology=HOSTS), num_clusters=5, seed=0)
+    too_many = Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=5, seed=0)
     assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == NO_PROPOSAL
     assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
 
 
 def test_dead_hosts_are_not_compared() -> None:
     """Rank 4 was the only other kind of machine; without it the others are alike, and stay together."""
-    five = Regrouping(survey=Survey(topology=Topology.flat(5, rate=1e8)), num_clusters=None, seed=0)
-    readings = {rank: reading_of({"batch_s": 9.0 if rank == 4 else 0.1}, ()) for rank in range(5)}
+    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8)), num_clusters=None, seed=0)
+    measurements = {rank: measurement_of({"batch_s": 9.0 if rank == 4 else 0.1}, ()) for rank in range(5)}
     together = ((0, 1, 2, 3, 4),)
-    assert five.propose(together, readings, living=range(5)).clusters == ((0, 1, 2, 3), (4,))
-    assert five.propose(together, readings, living=range(4)) == NO_PROPOSAL
+    assert five.propose(together, measurements, living=range(5)).clusters == ((0, 1, 2, 3), (4,))
+    assert five.propose(together, measurements, living=range(4)) == NO_PROPOSAL
 
 
 @pytest.mark.parametrize(("dead", "expected"), [(1, ((0, 2), (1, 3, 4))), (4, ((0, 2), (1, 3, 4)))])
@@ -69,15 +69,15 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
     """Both dead ranks were in cluster 1; a host far away that is dead divides nobody."""
     far = {host: 0.2 for host in range(5) if host != dead}
     network = [
-        NetworkReading(echoes_s=far if host == dead else {dead: 0.2} | {o: 0.004 for o in far if o != host})
+        NetworkMeasurement(echoes_s=far if host == dead else {dead: 0.2} | {o: 0.004 for o in far if o != host})
         for host in range(5)
     ]
-    survey = Survey(topology=Topology.flat(5, rate=1e8), network=network, use=("batch_s", "latency_s"))
-    readings = {rank: reading_of({"batch_s": 0.1 if rank % 2 or rank == 4 else 0.5}, ()) for rank in range(5)}
+    inventory = Inventory(topology=Topology.flat(5, rate=1e8), network=network, use=("batch_s", "latency_s"))
+    measurements = {rank: measurement_of({"batch_s": 0.1 if rank % 2 or rank == 4 else 0.5}, ()) for rank in range(5)}
     living = [rank for rank in range(5) if rank != dead]
-    readings[dead] = reading_of({"batch_s": 50.0}, ())
-    regrouping = Regrouping(survey=survey, num_clusters=None, seed=0)
-    assert regrouping.propose(((0, 3), (1, 2, 4)), readings, living=living).clusters == expected
+    measurements[dead] = measurement_of({"batch_s": 50.0}, ())
+    regrouping = Regrouping(inventory=inventory, num_clusters=None, seed=0)
+    assert regrouping.propose(((0, 3), (1, 2, 4)), measurements, living=living).clusters == expected
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ DIVISIONS = (((0, 1, 2, 3, 4),), ((0, 2), (1, 3, 4)), ((0, 4), (1,), (2, 3)), ((
 def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Propose one division after the other, whatever was measured."""
 
-    def propose(self, clusters, readings, *, living) -> Proposal:
-        known = sorted({name for reading in readings.values() for name in dict(reading)["state"]})
+    def propose(self, clusters, measurements, *, living) -> Proposal:
+        known = sorted({name for measurement in measurements.values() for name in dict(measurement)["state"]})
         number = DIVISIONS.index(clusters) + 1 if clusters in DIVISIONS else 1
         return Proposal(clusters=DIVISIONS[number % len(DIVISIONS)], state=tuple(known))
 

@@ -1,7 +1,7 @@
 """A whole overlapped fleet in one object, for one bucket: the machines, exact numbers, and messages one may deliver.
 
-A gradient is an integer with a digit of its own, so a sum of gradients tells what it was made of. The mean of a turn is
-exact, since every gradient is a multiple of all sums of weights that can occur.
+A gradient is an integer with a digit of its own, so a sum of gradients tells what it was made of. The mean of a round
+is exact, since every gradient is a multiple of all sums of weights that can occur.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FleetWorker:
     def __init__(self, rank: int, fleet: Fleet) -> None:
         self.rank = rank
         self.machine = BucketWorker(
-            window=fleet.window, num_turns=fleet.num_iterations, push=fleet.push, holds_back=fleet.holds_back
+            window=fleet.window, num_rounds=fleet.num_iterations, push=fleet.push, holds_back=fleet.holds_back
         )
         self.clock = PeriodClock(fleet.num_iterations)
         self.places: dict[int, int] = {}
@@ -54,11 +54,11 @@ def _twin(original):
 
 
 def _twin_run(run):
-    return run.__class__(run.place, run.first, run.last, run.weight, run.turn, run.pushed_at)
+    return run.__class__(run.place, run.first, run.last, run.weight, run.round_number, run.pushed_at)
 
 
 def _twin_account(account):
-    fields = (account.accepted.copy(), account.last_turn, account.told, account.is_busy, account.final_turn)
+    fields = (account.accepted.copy(), account.last_round, account.told, account.is_busy, account.final_round)
     return account.__class__(*fields, account.due.copy())
 
 
@@ -147,16 +147,16 @@ class Fleet:
         self._use(worker)
 
     def _send(self, worker: FleetWorker, send: Send) -> None:
-        assert send.turn <= send.iteration, "a gradient was pushed for a turn from the future"
+        assert send.round_number <= send.iteration, "a gradient was pushed for a round from the future"
         run = worker.machine._out[-1]
-        self.runs[worker.rank, send.turn] = (run.first, run.last)
+        self.runs[worker.rank, send.round_number] = (run.first, run.last)
         push = Push(
             worker=worker.rank,
             period=send.period,
-            turn=send.turn,
+            round_number=send.round_number,
             iteration=send.iteration,
             weight=send.weight,
-            place=send.turn,
+            place=send.round_number,
         )
         worker.up.append(push)
         worker.up_values.append(worker.places[send.place])
@@ -166,7 +166,9 @@ class Fleet:
     def _use(self, worker: FleetWorker) -> None:
         use = worker.machine.use()
         if use is not None:
-            newest = max((turn for turn in self.closings if turn <= use.closed), default=0)  # the others are abandoned
+            newest = max(
+                (round_number for round_number in self.closings if round_number <= use.closed), default=0
+            )  # the others are abandoned
             assert newest <= worker.clock.iteration, "a global gradient from the future was used"
             own = self.gradient(worker.rank, worker.clock.num_steps)
             replaced = own if use.replaces else 0
@@ -239,9 +241,9 @@ class Fleet:
 
     def _obey(self, instruction) -> None:
         match instruction:
-            case Fold(turn=turn, contributions=contributions):
+            case Fold(round_number=round_number, contributions=contributions):
                 self.cumulative += self._mean(contributions)
-                self.closings[turn] = tuple(one.worker for one in contributions)
+                self.closings[round_number] = tuple(one.worker for one in contributions)
             case Average(contributions=contributions):
                 total = sum(int(one.weight) * self.held[one.worker, one.place][0] for one in contributions)
                 self.average = Fraction(total, sum(int(one.weight) for one in contributions))
@@ -268,9 +270,9 @@ class Fleet:
     def reference_cumulative(self, closed: int) -> int:
         """C(closed) from the list of who was in, and what each had put in its run."""
         total = 0
-        for turn, members in self.closings.items():
-            if turn <= closed:
-                runs = [(member, *self.runs[member, turn]) for member in members]
+        for round_number, members in self.closings.items():
+            if round_number <= closed:
+                runs = [(member, *self.runs[member, round_number]) for member in members]
                 total += sum(self._run_sum(*run) for run in runs) // len(runs)
         return total
 
@@ -280,12 +282,18 @@ class Fleet:
     def check(self, worker: FleetWorker) -> None:
         """All that was fed is C(used) and the own gradients that are not in it; each gradient enters once."""
         used = worker.machine.used
-        inside = [turn for turn, members in self.closings.items() if turn <= used and worker.rank in members]
-        own_inside = sum(self._run_sum(worker.rank, *self.runs[worker.rank, turn]) for turn in inside)
+        inside = [
+            round_number
+            for round_number, members in self.closings.items()
+            if round_number <= used and worker.rank in members
+        ]
+        own_inside = sum(self._run_sum(worker.rank, *self.runs[worker.rank, round_number]) for round_number in inside)
         assert worker.base == self.reference_cumulative(used)
         assert worker.fed == worker.base + worker.own - own_inside
-        settled = {number for turn in inside for number in range(*self.runs[worker.rank, turn])}
-        assert len(settled) == sum(self.runs[worker.rank, turn][1] - self.runs[worker.rank, turn][0] for turn in inside)
+        settled = {number for round_number in inside for number in range(*self.runs[worker.rank, round_number])}
+        assert len(settled) == sum(
+            self.runs[worker.rank, round_number][1] - self.runs[worker.rank, round_number][0] for round_number in inside
+        )
 
     # --- states that differ only in the workers' names are one ---------------------------------------------------
 
@@ -302,7 +310,7 @@ class Fleet:
         other.workers[rank] = _clone_worker(other.workers[rank])
         shard = other.shard = _twin(self.shard)
         shard._accounts = {rank: _twin_account(account) for rank, account in shard._accounts.items()}
-        shard._held = {turn: dict(held) for turn, held in shard._held.items()}
+        shard._held = {round_number: dict(held) for round_number, held in shard._held.items()}
         shard._ends = {part: dict(ended) for part, ended in shard._ends.items()}
         shard._late, shard._unfinished, shard._outdated = shard._late.copy(), shard._unfinished.copy(), Counter()
         return other
@@ -323,19 +331,23 @@ class Fleet:
             machine.clock,
             machine.used,
             (making.first, making.last) if making else (),
-            sending.turn if sending else 0,
-            tuple((run.turn, run.first, run.last, run.pushed_at if self.holds_back else 0) for run in machine._out),
-            tuple((event.turn, event.iteration) for event in worker.up if isinstance(event, Push)),
+            sending.round_number if sending else 0,
+            tuple(
+                (run.round_number, run.first, run.last, run.pushed_at if self.holds_back else 0) for run in machine._out
+            ),
+            tuple((event.round_number, event.iteration) for event in worker.up if isinstance(event, Push)),
             (reply.closed, reply.clock) if isinstance(reply, Reply) else (),
-            account.last_turn,
+            account.last_round,
             account.told,
             account.is_busy,
             tuple(
-                (turn, *self.runs[worker.rank, turn])
-                for turn, members in self.closings.items()
+                (round_number, *self.runs[worker.rank, round_number])
+                for round_number, members in self.closings.items()
                 if worker.rank in members
             ),
             tuple(
-                (turn, held[worker.rank].iteration) for turn, held in self.shard._held.items() if worker.rank in held
+                (round_number, held[worker.rank].iteration)
+                for round_number, held in self.shard._held.items()
+                if worker.rank in held
             ),
         )

@@ -39,7 +39,7 @@ class Worker:
 
 
 class Buckets:
-    """Decisions only, as :class:`Exchange` has them made; gradients are left out."""
+    """Decisions only, as :class:`ServerClient` has them made; gradients are left out."""
 
     def __init__(self, *, num_workers, num_buckets, num_iterations, quorum, max_staleness, window=1, push="current"):
         self.max_staleness = max_staleness
@@ -48,7 +48,7 @@ class Buckets:
         ]
         self.workers = [
             Worker(
-                [Link(BucketWorker(window=window, num_turns=num_iterations, push=push)) for _ in range(num_buckets)],
+                [Link(BucketWorker(window=window, num_rounds=num_iterations, push=push)) for _ in range(num_buckets)],
                 num_iterations,
             )
             for _ in range(num_workers)
@@ -131,7 +131,14 @@ class Buckets:
     def push(rank: int, link: Link, instructions) -> None:
         for one in instructions:
             if isinstance(one, Send):
-                push = Push(worker=rank, period=0, turn=one.turn, iteration=one.iteration, weight=1.0, place=one.turn)
+                push = Push(
+                    worker=rank,
+                    period=0,
+                    round_number=one.round_number,
+                    iteration=one.iteration,
+                    weight=1.0,
+                    place=one.round_number,
+                )
                 link.up.append(push)
 
     def serve(self, bucket: int, event) -> None:
@@ -195,9 +202,9 @@ def test_a_question_tells_the_servers_who_waits() -> None:
             one_step(model, optimizer, fleet.rank, 0)
             has_stepped.set()
         else:
-            exchange = optimizer.training.updater.exchange
-            for link in exchange.links:
-                exchange._port.call_soon(link.ask)
+            client = optimizer.training.updater.client
+            for link in client.links:
+                client._port.call_soon(link.ask)
             assert has_stepped.wait(JOIN_S / 2)
         while optimizer.iteration < 4:
             one_step(model, optimizer, fleet.rank, 1)

@@ -1,7 +1,7 @@
 """Every order in which steps, pushes and pulls can happen, for small fleets: each gradient enters once.
 
 ``Fleet.check`` runs after every step of every worker in every reachable state; it compares what was fed to the
-optimizer with a plain reference made from the list of who was in which turn.
+optimizer with a plain reference made from the list of who was in which round.
 """
 
 import gc
@@ -59,7 +59,7 @@ def test_three_workers_four_iterations(quorum: int, num_states: int) -> None:
 @pytest.mark.parametrize("push", ["current", "previous"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: str, window: int) -> None:
-    """No push is missed by a turn that others wait for, whatever each worker has learnt of how long pushes take."""
+    """No push is missed by a round that others wait for, whatever each worker has learnt of how long pushes take."""
 
     def check(fleet: Fleet) -> None:
         check_finished(fleet)
@@ -86,7 +86,7 @@ def test_three_workers_that_hold_back_what_would_not_return(quorum: int, push: s
         *((window, 2, 2, None, "current") for window in (1, 2)),
         *((window, 2, 3, 0, "current") for window in (1, 2)),
         # With one push out a worker may end with a gradient that it could not push, and only its end, which is not
-        # played here, tells the server that nobody will make up a turn: see the random fleets.
+        # played here, tells the server that nobody will make up a round: see the random fleets.
         (2, 2, 2, 1, "previous"),
         *((window, 1, 2, None, "current") for window in (1, 2)),
     ],

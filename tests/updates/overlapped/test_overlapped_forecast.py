@@ -12,9 +12,9 @@ NUM_WORKERS, SIZE, NUM_TURNS = 8, 200, 40
 
 
 def learnt(*, noise: float, drift: float) -> tuple[Forecast, float, float]:
-    """Return a worker's forecast after many turns, its mean error and that of the own gradient alone.
+    """Return a worker's forecast after many rounds, its mean error and that of the own gradient alone.
 
-    The common gradient moves by ``drift`` from turn to turn; each worker's differs from it by ``noise``.
+    The common gradient moves by ``drift`` from round to round; each worker's differs from it by ``noise``.
     """
     generator = torch.Generator().manual_seed(5)
     common = torch.randn(SIZE, generator=generator)

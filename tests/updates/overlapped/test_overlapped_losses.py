@@ -76,7 +76,7 @@ def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
     def body(fleet):
         model, optimizer = start(fleet, rule, make_adam)
         if fleet.rank == 2:
-            hold_last_average(optimizer.training.updater.exchange, server=3, until_lost={0, 1}, num_periods=2)
+            hold_last_average(optimizer.training.updater.client, server=3, until_lost={0, 1}, num_periods=2)
         for step in range(8):
             one_step(model, optimizer, fleet.rank, step)
         if fleet.rank == 2:
@@ -88,17 +88,17 @@ def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
     assert torch.equal(results[2], results[0])
 
 
-def hold_last_average(exchange, *, server: int, until_lost: set[int], num_periods: int) -> None:
+def hold_last_average(client, *, server: int, until_lost: set[int], num_periods: int) -> None:
     """Deliver what ``server`` sends at the end of the last period when those ranks are lost."""
-    port, held = exchange._port, []
+    port, held = client._port, []
     receive = port.receive
 
     def is_last() -> bool:
-        return exchange.counts.num_periods == num_periods - 1 and exchange.links[0]._has_ended
+        return client.counts.num_periods == num_periods - 1 and client.links[0]._has_ended
 
     def receive_late(peer, tag, destination, *, urgency, on_received) -> None:
         def received() -> None:
-            if peer == server and is_last() and not until_lost <= set(exchange.lost):
+            if peer == server and is_last() and not until_lost <= set(client.lost):
                 held.append(on_received)
             else:
                 on_received()
@@ -106,7 +106,7 @@ def hold_last_average(exchange, *, server: int, until_lost: set[int], num_period
         receive(peer, tag, destination, urgency=urgency, on_received=received)
 
     def release(peer: int, error: Exception) -> None:
-        if until_lost <= set(exchange.lost):
+        if until_lost <= set(client.lost):
             while held:
                 held.pop(0)()
 

@@ -10,9 +10,9 @@ from syncline.topology import Topology
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
 from syncline.updates.overlapped.events import Use
 from syncline.updates.overlapped.inbox import PullBuffers
+from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, tag
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
 from syncline.updates.overlapped.terms import BucketTerms, Terms
-from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, tag
 
 SLOW_RANK = """
 topology: one slow link
@@ -72,8 +72,8 @@ numbers = st.integers(0, 2**32 - 1)
 
 
 @given(st.sampled_from([Kind.PUSH, Kind.END, Kind.HELLO]), numbers, numbers, numbers, st.floats(0, 1e12))
-def test_up_headers_go_round(kind: Kind, period: int, turn: int, iteration: int, weight: float) -> None:
-    header = UpHeader(kind=kind, period=period, turn=turn, iteration=iteration, weight=weight)
+def test_up_headers_go_round(kind: Kind, period: int, round_number: int, iteration: int, weight: float) -> None:
+    header = UpHeader(kind=kind, period=period, round_number=round_number, iteration=iteration, weight=weight)
     memory = memoryview(bytearray(UpHeader.SIZE_BYTES))
     header.encode(memory)
     assert UpHeader.decode(memory) == header
@@ -98,13 +98,13 @@ def test_an_answer_names_ranks() -> None:
 
 def test_tags_differ() -> None:
     tags = {
-        tag(stream, lane, number, epoch=epoch)
+        tag(stream, kind, number, epoch=epoch)
         for stream in (3, 4)
-        for lane in Lane
+        for kind in MessageKind
         for number in range(3)
         for epoch in range(3)
     }
-    assert len(tags) == 2 * len(Lane) * 3 * 3
+    assert len(tags) == 2 * len(MessageKind) * 3 * 3
 
 
 def make_buffers() -> PullBuffers:

@@ -202,7 +202,7 @@ def test_training_goes_on_at_a_periods_end(outer: Nesterov | None, num_first: in
     results = run_fleets(2, second)
     assert torch.equal(results[0], results[1])
     if outer is None:
-        assert torch.allclose(results[0], alone_with_two_crews(num_first), rtol=1e-11, atol=1e-12)
+        assert torch.allclose(results[0], alone_with_two_groups(num_first), rtol=1e-11, atol=1e-12)
     elif num_first == 2:
         assert torch.allclose(results[0], uninterrupted(outer), rtol=1e-11, atol=1e-12)
 
@@ -217,7 +217,7 @@ def uninterrupted(outer: Nesterov) -> torch.Tensor:
     return run_fleets(2, body)[0]
 
 
-def alone_with_two_crews(num_first: int) -> torch.Tensor:
+def alone_with_two_groups(num_first: int) -> torch.Tensor:
     from small_regression import make_model
 
     model = make_model()

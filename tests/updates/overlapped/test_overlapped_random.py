@@ -13,11 +13,11 @@ from syncline.updates.overlapped.events import Push
 def repeat_something(fleet: Fleet, chance: random.Random) -> None:
     """Let a push that was counted (or dropped) arrive again, as it was or for an older period."""
     worker = chance.choice(fleet.workers)
-    turns = [turn for rank, turn in fleet.runs if rank == worker.rank]
-    pushed = [turn for turn in turns if turn <= fleet.shard._accounts[worker.rank].last_turn]
+    rounds = [round_number for rank, round_number in fleet.runs if rank == worker.rank]
+    pushed = [round_number for round_number in rounds if round_number <= fleet.shard._accounts[worker.rank].last_round]
     if worker.is_dead or not pushed:
         return
-    push = Push(worker=worker.rank, period=0, turn=chance.choice(pushed), iteration=1, weight=7.0, place=-2)
+    push = Push(worker=worker.rank, period=0, round_number=chance.choice(pushed), iteration=1, weight=7.0, place=-2)
     push = replace(push, period=chance.choice([0, -1]))
     before, closed = fleet.cumulative, fleet.shard.closed
     fleet.hand_in(push, 12345)
@@ -70,8 +70,8 @@ def test_random_fleet(seed: int) -> None:
         assert fleet.average == mean
 
 
-def test_an_end_frees_who_waits_for_a_turn_that_nobody_else_will_push() -> None:
-    """Two of three have made a turn and end with a gradient that they could not push; the third has pushed for more."""
+def test_an_end_frees_who_waits_for_a_round_that_nobody_else_will_push() -> None:
+    """Two of three have made a round and end with a gradient that they could not push; the third pushed for more."""
     for seed in range(100):
         fleet = Fleet(num_workers=3, num_iterations=2, quorum=2, max_staleness=1, push="previous", window=1, end=True)
         run(fleet, random.Random(seed), num_losses=0)

@@ -37,7 +37,7 @@ def test_the_fleet_tells_what_the_update_counted():
 
 
 def test_what_was_pushed_is_in_a_global_gradient_or_counted_as_dropped() -> None:
-    """With M < N; what each worker sent and who was in which turn is recorded. Messages arrive in a random order."""
+    """With M < N; what each worker sent and who was in which round is recorded. Messages arrive in a random order."""
 
     def body(fleet):
         rule = Overlapped(period=PERIOD, quorum=2, max_staleness=2, bucket_bytes=128, should_record=True)

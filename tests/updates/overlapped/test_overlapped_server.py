@@ -20,10 +20,10 @@ from syncline.updates.overlapped.events import (
 from syncline.updates.overlapped.server import ServerShard
 
 
-def push(worker: int, turn: int, *, period: int = 0, weight: float = 8.0, iteration: int | None = None) -> Push:
-    place = 10 * worker + turn
-    when = turn if iteration is None else iteration
-    return Push(worker=worker, period=period, turn=turn, iteration=when, weight=weight, place=place)
+def push(worker: int, round_number: int, *, period: int = 0, weight: float = 8.0, iteration: int | None = None) -> Push:
+    place = 10 * worker + round_number
+    when = round_number if iteration is None else iteration
+    return Push(worker=worker, period=period, round_number=round_number, iteration=when, weight=weight, place=place)
 
 
 def given(event: Push) -> Contribution:
@@ -43,7 +43,7 @@ def test_the_first_m_make_the_gradient_in_rank_order_and_all_are_told() -> None:
     second, first = push(2, 1, weight=3.0), push(0, 1, iteration=5)
     assert shard.handle(second) == []
     assert shard.handle(first) == [
-        Fold(turn=1, contributions=(given(first), given(second))),
+        Fold(round_number=1, contributions=(given(first), given(second))),
         Release(worker=0, place=1),
         Release(worker=2, place=21),
         Reply(worker=0, period=0, closed=1, clock=1, accepted=(1,)),
@@ -59,21 +59,21 @@ def test_late_repeated_and_outdated_pushes_only_release_their_place() -> None:
     for event in (push(2, 1), push(2, 1), push(0, 1), push(2, 2, period=-1), push(2, 2, period=1)):
         assert shard.handle(event) == [Release(worker=event.worker, place=event.place)]
     statistics = shard.statistics()
-    assert (statistics.num_turns, statistics.late, statistics.outdated) == (1, {2: 1}, {0: 1, 2: 3})
+    assert (statistics.num_rounds, statistics.late, statistics.outdated) == (1, {2: 1}, {0: 1, 2: 3})
 
 
 def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -> None:
     shard = ServerShard(workers=range(2), quorum=1, window=2)
     shard.handle(push(0, 1))
-    for turn in (2, 3, 4):
-        instructions = shard.handle(push(0, turn))
+    for round_number in (2, 3, 4):
+        instructions = shard.handle(push(0, round_number))
         assert not any(isinstance(one, Reply) for one in instructions)
     assert shard.handle(Replied(worker=0)) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
     assert shard.handle(Replied(worker=1)) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
     assert shard.handle(Replied(worker=1)) == []
 
 
-def test_a_turn_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() -> None:
+def test_a_round_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() -> None:
     """It may wait, in another bucket, for the very one whose push lies here."""
     shard = ServerShard(workers=range(3), quorum=2, window=1)
     shard.handle(push(2, 1))
@@ -84,18 +84,18 @@ def test_a_turn_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() 
     assert shard.handle(push(2, 2)) == [Release(worker=2, place=22)]
     assert shard.closed == 2
     shard.handle(push(0, 3))
-    assert shard.handle(push(2, 3))[0] == Fold(turn=3, contributions=(given(push(0, 3)), given(push(2, 3))))
+    assert shard.handle(push(2, 3))[0] == Fold(round_number=3, contributions=(given(push(0, 3)), given(push(2, 3))))
 
 
 def told(shard: ServerShard, closed: int) -> list[Reply]:
     return [Reply(worker=rank, period=0, closed=closed, clock=0, accepted=()) for rank in shard.alive if rank != 1]
 
 
-def test_where_all_workers_are_needed_a_turn_waits_for_each() -> None:
+def test_where_all_workers_are_needed_a_round_waits_for_each() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=1)
     shard.handle(push(0, 1))
     assert shard.handle(Waiting(worker=1)) == []
-    assert shard.handle(push(1, 1))[0] == Fold(turn=1, contributions=(given(push(0, 1)), given(push(1, 1))))
+    assert shard.handle(push(1, 1))[0] == Fold(round_number=1, contributions=(given(push(0, 1)), given(push(1, 1))))
 
 
 def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() -> None:
@@ -104,11 +104,11 @@ def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() 
     shard.handle(leftover)
     shard.handle(Lost(worker=2))
     ends = [end(1, weight=2.0), end(0)]
-    # Worker 1 ends: turn 1 can still get worker 0.
+    # Worker 1 ends: round 1 can still get worker 0.
     assert shard.handle(ends[0]) == []
     assert shard.missing() == (0,)
     assert shard.handle(ends[1]) == [
-        Release(worker=1, place=11),  # abandoned: nobody can push for turn 1 any more
+        Release(worker=1, place=11),  # abandoned: nobody can push for round 1 any more
         Average(period=0, part=0, contributions=(ended(ends[1]), ended(ends[0]))),
         Release(worker=0, place=90),
         Release(worker=1, place=91),
@@ -141,7 +141,7 @@ def test_a_loss_may_complete_the_period_and_too_many_losses_fail_once() -> None:
     assert shard.handle(Lost(worker=1)) == []
 
 
-def test_a_turn_that_cannot_find_its_workers_is_abandoned() -> None:
+def test_a_round_that_cannot_find_its_workers_is_abandoned() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=4)
     shard.handle(end(0))
     assert shard.handle(push(1, 1)) == [
@@ -165,7 +165,7 @@ def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> 
         Release(worker=1, place=71),
         Release(worker=2, place=72),
         Clear(period=4),
-        Fold(turn=1, contributions=(given(early),)),
+        Fold(round_number=1, contributions=(given(early),)),
         Release(worker=1, place=11),
         Reply(worker=1, period=4, closed=1, clock=1, accepted=(1,)),
         Reply(worker=2, period=4, closed=1, clock=1, accepted=()),
@@ -197,15 +197,15 @@ def test_a_successor_does_not_wait_for_the_dead() -> None:
     assert ReplyAverage(worker=1, period=3, part=0, is_last=True) in instructions
 
 
-def test_a_worker_that_stops_leaves_turns_to_abandon_but_what_it_has_pushed_counts() -> None:
+def test_a_worker_that_stops_leaves_rounds_to_abandon_but_what_it_has_pushed_counts() -> None:
     """Its note may overtake its last push."""
     shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
     first, second = push(0, 1), push(1, 1)
     shard.handle(first)
     shard.handle(push(0, 2))
-    assert shard.handle(Stop(worker=1, period=0, last_turn=1)) == []
+    assert shard.handle(Stop(worker=1, period=0, last_round=1)) == []
     assert shard.handle(second) == [
-        Fold(turn=1, contributions=(given(first), given(second))),
+        Fold(round_number=1, contributions=(given(first), given(second))),
         Release(worker=0, place=1),
         Release(worker=1, place=11),
         Release(worker=0, place=2),
@@ -215,12 +215,12 @@ def test_a_worker_that_stops_leaves_turns_to_abandon_but_what_it_has_pushed_coun
 
 
 def test_the_first_message_of_a_new_period_begins_it_where_periods_end_elsewhere() -> None:
-    for event in (push(1, 1, period=1), Stop(worker=1, period=1, last_turn=0)):
+    for event in (push(1, 1, period=1), Stop(worker=1, period=1, last_round=0)):
         shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
         shard.handle(push(0, 1))
         assert shard.handle(event) == [Release(worker=0, place=1), Clear(period=1)]
         assert (shard.period, shard.statistics().unfinished) == (1, {0: 1})
         late = push(0, 2)
         assert shard.handle(late) == [Release(worker=0, place=2)]
-        assert shard.handle(Stop(worker=0, period=0, last_turn=2)) == []
+        assert shard.handle(Stop(worker=0, period=0, last_round=2)) == []
         assert shard.statistics().outdated == {0: 1}

@@ -13,8 +13,8 @@ from syncline.updates import Overlapped
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.membership import Membership, Move, is_believed
+from syncline.updates.overlapped.messages import UpHeader
 from syncline.updates.overlapped.tree_mean import TreeMean
-from syncline.updates.overlapped.wire import UpHeader
 from thread_fleets import run_fleets
 
 PERIOD = 8

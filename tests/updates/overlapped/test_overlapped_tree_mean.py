@@ -8,7 +8,7 @@ from overlapped_training import one_step, start
 
 from small_regression import make_sgd
 from syncline.errors import UpdateError
-from syncline.fabric import PATIENT
+from syncline.fabric import BULK
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import Overlapped
@@ -129,9 +129,9 @@ def test_all_else_goes_before_what_no_step_waits_for() -> None:
 
     for pushed, averaged in run_fleets(3, body):
         assert pushed
-        assert min(pushed) >= PATIENT
+        assert min(pushed) >= BULK
         assert averaged
-        assert max(averaged) < PATIENT
+        assert max(averaged) < BULK
 
 
 def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None:

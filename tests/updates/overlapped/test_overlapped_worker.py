@@ -6,11 +6,17 @@ from syncline.updates.overlapped.worker import BucketWorker
 
 
 def make(*, window: int = 3, push: str = "current") -> BucketWorker:
-    return BucketWorker(window=window, num_turns=20, push=push)
+    return BucketWorker(window=window, num_rounds=20, push=push)
 
 
-def send(place: int, turn: int, *, iteration: int | None = None, weight: float = 8.0) -> Send:
-    return Send(place=place, period=0, turn=turn, iteration=turn if iteration is None else iteration, weight=weight)
+def send(place: int, round_number: int, *, iteration: int | None = None, weight: float = 8.0) -> Send:
+    return Send(
+        place=place,
+        period=0,
+        round_number=round_number,
+        iteration=round_number if iteration is None else iteration,
+        weight=weight,
+    )
 
 
 def reply(closed: int, *accepted: int, clock: int | None = None, period: int = 0) -> Reply:
@@ -61,7 +67,7 @@ def test_what_was_late_is_settled_but_not_subtracted() -> None:
     assert worker.staleness == 0
 
 
-def test_a_worker_that_is_behind_pushes_for_the_first_turn_that_may_be_open() -> None:
+def test_a_worker_that_is_behind_pushes_for_the_first_round_that_may_be_open() -> None:
     worker, clock = make(), PeriodClock(20)
     worker.step(iteration=clock.tick(fleet=worker.clock, weight=1.0), weight=1.0)
     worker.sent()
@@ -83,7 +89,7 @@ def test_a_place_is_not_used_again_before_its_push_has_left() -> None:
     worker.end_period()
     assert worker.step(iteration=1, weight=8.0) == [Keep(place=1, add=False)]
     worker.sent()
-    assert worker.hurry(iteration=1) == [Send(place=1, period=1, turn=1, iteration=1, weight=8.0)]
+    assert worker.hurry(iteration=1) == [Send(place=1, period=1, round_number=1, iteration=1, weight=8.0)]
 
 
 def test_replies_of_an_older_period_and_older_replies_change_nothing() -> None:
@@ -151,4 +157,6 @@ def test_what_would_not_come_back_before_the_period_ends_is_held_back_unless_it_
     assert worker.hurry(iteration=19) == [send(4, 6, iteration=19)]
     worker.sent()
     worker.end_period()
-    assert worker.step(iteration=1, weight=8.0)[1:] == [Send(place=0, period=1, turn=1, iteration=1, weight=8.0)]
+    assert worker.step(iteration=1, weight=8.0)[1:] == [
+        Send(place=0, period=1, round_number=1, iteration=1, weight=8.0)
+    ]

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from syncline.errors import StorageError, UpdateError
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.phased import storage as storage_module
+from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.messages import HEADER_BYTES, Message, decode
 from syncline.updates.phased.phases import Kind, Pass, Phase
-from syncline.updates.phased.rooms import Rooms
 from syncline.updates.phased.state_file import ShardState, read_state
 from syncline.updates.phased.storage import Folder, TemporaryFiles
-from syncline.updates.piece import Segment
+from syncline.updates.shard_view import Segment
 
 TENSORS = {
     "weight": torch.randn(3, 5, dtype=torch.float64),
@@ -218,12 +218,12 @@ def test_more_tensors_than_a_header_describes() -> None:
 
 
 def test_rooms_are_used_again_and_counted() -> None:
-    rooms = Rooms(num_rooms=2, num_bytes=100)
-    first, second = rooms.take(100), rooms.take(60)
-    rooms.give_back(first)
-    third = rooms.take(30)
+    buffers = BufferPool(num_buffers=2, num_bytes=100)
+    first, second = buffers.take(100), buffers.take(60)
+    buffers.give_back(first)
+    third = buffers.take(30)
     assert third.data_ptr() == first.data_ptr()
-    assert rooms.ledger.live_bytes == 90
-    rooms.give_back(second)
-    rooms.give_back(third)
-    assert (rooms.ledger.live_bytes, rooms.ledger.peak_bytes) == (0, 160)
+    assert buffers.ledger.live_bytes == 90
+    buffers.give_back(second)
+    buffers.give_back(third)
+    assert (buffers.ledger.live_bytes, buffers.ledger.peak_bytes) == (0, 160)

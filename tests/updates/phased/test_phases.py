@@ -29,8 +29,8 @@ def forward(stage: int) -> Phase:
     return Phase(Kind.FORWARD, stage)
 
 
-def turn(stage: int) -> Phase:
-    return Phase(Kind.TURN, stage)
+def loss_phase(stage: int) -> Phase:
+    return Phase(Kind.LOSS, stage)
 
 
 def backward(stage: int) -> Phase:
@@ -41,7 +41,7 @@ def whole_pass(kind: Pass, num_stages: int) -> list[Phase]:
     if kind is EVALUATE:
         return [forward(stage) for stage in range(num_stages)]
     last = num_stages - 1
-    return [forward(k) for k in range(last)] + [turn(last)] + [backward(k) for k in reversed(range(last))]
+    return [forward(k) for k in range(last)] + [loss_phase(last)] + [backward(k) for k in reversed(range(last))]
 
 
 def check_order(clock: PairClock, passes: list[Pass], side: Side) -> None:
@@ -62,7 +62,7 @@ def test_one_step_of_four_stages_at_the_first_rank() -> None:
     assert phases.computed(forward(0), TRAIN) == [Send(forward(1))]
     assert phases.loaded(2) == []
     assert phases.arrived(forward(2)) == [Compute(forward(2))]
-    assert phases.computed(forward(2), TRAIN) == [Send(turn(3))]
+    assert phases.computed(forward(2), TRAIN) == [Send(loss_phase(3))]
     assert phases.arrived(backward(2)) == [LoadState(2), Compute(backward(2))]
     assert phases.state_loaded(2) == []
     assert phases.computed(backward(2), TRAIN) == [Send(backward(1)), Reduce(2)]
@@ -91,7 +91,7 @@ def test_room_is_made_once_the_stage_is_stored() -> None:
     phases.computed(forward(2), TRAIN)
     phases.loaded(4)
     phases.arrived(forward(4))
-    assert phases.computed(forward(4), TRAIN) == [Send(turn(5))]  # 4 and 2 are what the way back begins with
+    assert phases.computed(forward(4), TRAIN) == [Send(loss_phase(5))]  # 4 and 2 are what the way back begins with
     phases.arrived(backward(4))
     phases.state_loaded(4)
     phases.computed(backward(4), TRAIN)
@@ -105,10 +105,10 @@ def test_no_update_writes_to_memory_that_is_being_stored() -> None:
     phases.start()
     phases.loaded(1)
     for _ in range(2):
-        phases.arrived(turn(1))
+        phases.arrived(loss_phase(1))
         phases.begin(TRAIN)
         phases.state_loaded(1)
-        phases.computed(turn(1), TRAIN)
+        phases.computed(loss_phase(1), TRAIN)
         done = phases.reduced(1)
         if done:
             assert done == [Update(1)]

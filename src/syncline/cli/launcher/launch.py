@@ -27,7 +27,7 @@ from syncline.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for; None where he said nothing."""
+    """What the user asked for; None where they said nothing."""
 
     command: tuple[str, ...]
     topology: str | None = None

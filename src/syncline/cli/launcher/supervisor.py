@@ -125,7 +125,7 @@ class Supervisor:
         self.living = set(ranks)
         self.failures: list[Failure] = []
         self.ended_by: int | None = None
-        """The signal by which the user ended the job, if he did."""
+        """The signal by which the user ended the job, if they did."""
         self._limits = limits or Limits()
         self._due: list[tuple[float, int]] = []
         self._num_ended_well = 0

@@ -237,7 +237,7 @@ PYBIND11_MODULE(_native, module) {
         .def("ended", &SliceOrder::ended, "call"_a, "num_bytes"_a)
         .def("next", &SliceOrder::next);
 
-    py::class_<Walker, std::shared_ptr<Walker>>(module, "Walker")
+    py::class_<Walker, std::shared_ptr<Walker>>(module, "SliceExecutor")
         .def(py::init<std::shared_ptr<Exchange>, std::shared_ptr<TemporaryPool>, int64_t>(), "exchange"_a, "pool"_a,
              "max_inflight_bytes"_a)
         .def_property_readonly("inflight_bytes", &Walker::inflight_bytes)
@@ -260,7 +260,7 @@ PYBIND11_MODULE(_native, module) {
         .def("awaited_peers", &CallRun::awaited_peers)
         .def("open_peers", &CallRun::open_peers);
 
-    py::class_<Exchange, std::shared_ptr<Exchange>>(module, "Exchange")
+    py::class_<Exchange, std::shared_ptr<Exchange>>(module, "NativeTransport")
         .def(py::init<std::shared_ptr<GrantScheduler>>(), "scheduler"_a)
         .def("fileno", &Exchange::fileno)
         .def("close", &Exchange::close)

@@ -1,5 +1,5 @@
 """The clustered update (mechanism 5): groups of like machines, each behind a temporary server that is drawn anew.
 
 What is here decides without I/O, from the features of machines to the protocol of members and servers; `rule` alone
-knows torch. Read `agenda` first, then `member` and `server`: they are the protocol.
+knows torch. Read `record_schedule` first, then `member` and `server`: they are the protocol.
 """

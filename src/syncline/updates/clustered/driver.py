@@ -1,6 +1,6 @@
-"""The driver: carries out what the protocol says, on the loop's thread, and hands entries to the training thread.
+"""The driver: carries out what the protocol says, on the loop's thread, and hands records to the training thread.
 
-The training thread provides what an entry needs and waits until it is agreed; all else happens without it.
+The training thread provides what a record needs and waits until it is agreed; all else happens without it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from syncline.fabric import Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.topology import Topology
-from syncline.updates.clustered.agenda import Agenda, Entry
-from syncline.updates.clustered.chronicle import Chronicle
 from syncline.updates.clustered.contribution import resized
-from syncline.updates.clustered.exchanges import Exchanges, Mixing
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import Mailbox
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Proposal, Reading
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Measurement, Proposal
 from syncline.updates.clustered.node import Node
+from syncline.updates.clustered.outer_rounds import Mixing, OuterRounds
+from syncline.updates.clustered.record_schedule import Record, RecordSchedule
+from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
 
@@ -45,7 +45,7 @@ class Part:
 
     job: str
     clusters: tuple[tuple[int, ...], ...]
-    agenda: Agenda
+    record_schedule: RecordSchedule
     mixing: Mixing
     quorum: float
     stream: int
@@ -67,19 +67,19 @@ class Driver:
             job=part.job,
             rank=port.rank,
             clusters=part.clusters,
-            agenda=part.agenda,
+            record_schedule=part.record_schedule,
             arithmetic=VectorArithmetic(),
             shares_results=part.mixing.is_uniform,
             quorum=part.quorum,
             reclusters=part.reclusters,
         )
         self._sent_bytes_inside = 0
-        self._chronicle = Chronicle(trace, self._node.view)
+        self._recorder = Recorder(trace, self._node.view)
         self._mailbox = Mailbox(
             port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
         )
-        self._exchanges = Exchanges(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
-        self._entered: queue.SimpleQueue[tuple[Entry, Agreed] | SynclineError] = queue.SimpleQueue()
+        self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
+        self._entered: queue.SimpleQueue[tuple[Record, Agreed] | SynclineError] = queue.SimpleQueue()
         self._failure: SynclineError | None = None
         self._losses: dict[int, Exception] = {}
         self._over = threading.Event()
@@ -93,21 +93,21 @@ class Driver:
         self._port.call_soon(self._begin)
 
     def provide(
-        self, *, samples: float, payload: Vector | None, reading: Reading = (), proposal: Proposal = NO_PROPOSAL
+        self, *, samples: float, payload: Vector | None, measurement: Measurement = (), proposal: Proposal = NO_PROPOSAL
     ) -> None:
-        """Give what the next entry needs; the payload must not change any more."""
+        """Give what the next record needs; the payload must not change any more."""
         self.raise_failure()
-        self._port.call_soon(self._provide, samples, payload, reading, proposal)
+        self._port.call_soon(self._provide, samples, payload, measurement, proposal)
 
-    def readings(self) -> dict[int, Reading]:
+    def measurements(self) -> dict[int, Measurement]:
         """Return what this rank heard of others if it is the one whose proposal counts in this term; else nothing."""
-        return self._port.run(self._readings(), ANSWER_S)
+        return self._port.run(self._measurements(), ANSWER_S)
 
-    def wait(self) -> tuple[Entry, Agreed]:
-        """Wait for the next entry. Raises what went wrong, or DeadlineError with what is waited for."""
+    def wait(self) -> tuple[Record, Agreed]:
+        """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
         try:
             with self._progress.waiting():
-                found = self._await_entry()
+                found = self._await_record()
         except queue.Empty:
             state = self._port.run(self._describe(), ANSWER_S)
             raise DeadlineError(
@@ -118,8 +118,8 @@ class Driver:
             raise found
         return found
 
-    def _await_entry(self) -> tuple[Entry, Agreed] | SynclineError:
-        """Wait for the next entry; leave behind whoever it waits for that does not train. Raises queue.Empty."""
+    def _await_record(self) -> tuple[Record, Agreed] | SynclineError:
+        """Wait for the next record; leave behind whoever it waits for that does not train. Raises queue.Empty."""
         limit_s = min(self._port.stalls.limit_s, self._part.timeout_s)
         end_s = time.monotonic() + max(self._part.timeout_s, limit_s + STALL_GRACE_S)
         wait_s = limit_s
@@ -176,9 +176,9 @@ class Driver:
             if self._port.is_lost(peer):
                 self._perform(self._node.lose(peer))
 
-    def _provide(self, samples: float, payload: Vector | None, reading: Reading, proposal: Proposal) -> None:
-        self._chronicle.provided()
-        self._perform(self._node.provide(samples=samples, payload=payload, reading=reading, proposal=proposal))
+    def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, proposal: Proposal) -> None:
+        self._recorder.provided()
+        self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
         self._perform(self._node.receive(peer, envelope))
@@ -212,18 +212,18 @@ class Driver:
             if isinstance(instruction, Send):
                 self._send(instruction)
             elif isinstance(instruction, Enter):
-                self._chronicle.entered(instruction.entry)
-                self._entered.put((instruction.entry, instruction.agreed))
+                self._recorder.entered(instruction.record)
+                self._entered.put((instruction.record, instruction.agreed))
             elif isinstance(instruction, Run):
-                self._chronicle.began(instruction, self._exchanges.sent_bytes)
+                self._recorder.began(instruction, self._outer_rounds.sent_bytes)
                 result = self._node.member.result
-                self._exchanges.run(instruction, result.contributions if result else (), self._finish)
+                self._outer_rounds.run(instruction, result.contributions if result else (), self._finish)
             elif isinstance(instruction, Abandon):
-                self._exchanges.abandon(instruction.entry, instruction.participants)
+                self._outer_rounds.abandon(instruction.record, instruction.participants)
             else:
                 self._fail(instruction)
         if self._last_statistics is None:
-            self._chronicle.look_at_election(self._node.term)
+            self._recorder.look_at_election(self._node.term)
         if self._node.is_over:
             self._over.set()
 
@@ -234,9 +234,9 @@ class Driver:
             self._sent_bytes_inside += num_bytes
 
     def _finish(self, run: Run, payload: Vector, contributions: tuple[float, ...]) -> None:
-        self._chronicle.ended(run, self._exchanges.sent_bytes)
-        instructions = self._node.finish_exchange(
-            entry=run.entry,
+        self._recorder.ended(run, self._outer_rounds.sent_bytes)
+        instructions = self._node.finish_outer_round(
+            record=run.record,
             participants=run.participants,
             samples=run.samples,
             payload=payload,
@@ -258,9 +258,9 @@ class Driver:
     async def _describe(self) -> str:
         return repr(self._node).strip("<>")
 
-    async def _readings(self) -> dict[int, Reading]:
+    async def _measurements(self) -> dict[int, Measurement]:
         _, proposer = self._node.view.participants(self._node.term)[0]
-        return dict(self._node.readings) if proposer == self._port.rank else {}
+        return dict(self._node.measurements) if proposer == self._port.rank else {}
 
     async def _statistics(self) -> ClusteredStatistics:
         return self._take_statistics()
@@ -275,11 +275,11 @@ class Driver:
             clusters=clusters,
             servers=tuple(view.server(cluster, node.term) for cluster in range(size)),
             term=node.term,
-            period=node.member.next_entry.period,
+            period=node.member.next_record.period,
             contributions=None if table is None else tuple(tuple(row) for row in table.tolist()),
             samples_of_clusters=result.samples if result is not None else None,
             sent_bytes_inside=self._sent_bytes_inside,
-            sent_bytes_between=self._mailbox.num_sent_bytes - self._sent_bytes_inside + self._exchanges.sent_bytes,
+            sent_bytes_between=self._mailbox.num_sent_bytes - self._sent_bytes_inside + self._outer_rounds.sent_bytes,
             num_replaced_servers=node.num_replaced,
             num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),

@@ -14,11 +14,11 @@ from typing import Literal
 
 from syncline.errors import ConfigurationError
 from syncline.machines.features import LATENCY, UPLINK
-from syncline.machines.network import NetworkReading
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
+from syncline.machines.network import NetworkMeasurement
 from syncline.runtime.communicator import Communicator
 from syncline.topology import Host
-from syncline.updates.clustered.sounding import sound_network
+from syncline.updates.clustered.probe import probe_network
 from syncline.updates.control import ControlStream
 
 _log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ ClusterChoice = Literal["auto"] | int | Sequence[Sequence[int]]
 def measure_hosts(
     control: ControlStream,
     communicator: Communicator,
-    wanted: Survey,
+    wanted: Inventory,
     *,
     stream: int,
     read: Callable[[], Mapping[str, float]] | None,
-) -> Survey:
+) -> Inventory:
     """Return ``wanted`` with what all hosts measure, the same on every rank; every rank calls it.
 
     ``read`` returns the features of the machine that it is called on; without it nothing is measured.
@@ -43,38 +43,38 @@ def measure_hosts(
     if read is None:
         return wanted
     is_first_of_host = topology.host_of(control.rank).ranks[0].rank == control.rank
-    gathered = control.exchange(dict(read()) if is_first_of_host else {}, "features of the machines")
+    gathered = control.all_gather(dict(read()) if is_first_of_host else {}, "features of the machines")
     measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
-    network: Sequence[NetworkReading] = ()
+    network: Sequence[NetworkMeasurement] = ()
     if wanted.lacks:
         port = communicator.open_port("a look at the network")
         echoes, rates = LATENCY in wanted.lacks, UPLINK in wanted.lacks
-        network = sound_network(control, port, topology, stream=stream, echoes=echoes, rates=rates)
+        network = probe_network(control, port, topology, stream=stream, echoes=echoes, rates=rates)
     return replace(wanted, measured=measured, network=network)
 
 
-def agree_on_clusters(control: ControlStream, survey: Survey, *, clusters: ClusterChoice, seed: int) -> Clusters:
+def agree_on_clusters(control: ControlStream, inventory: Inventory, *, clusters: ClusterChoice, seed: int) -> Clusters:
     """Return the ranks of each cluster, the same on every rank; every rank calls it, and raises what rank 0 does."""
     if not isinstance(clusters, str | int):
-        return check_clusters(clusters, survey.topology.num_ranks)
+        return check_clusters(clusters, inventory.topology.num_ranks)
     decided: tuple[Clusters, str | None] = ((), None)
     if control.rank == 0:
         try:
-            decided = group(survey, clusters=clusters, seed=seed), None
+            decided = group(inventory, clusters=clusters, seed=seed), None
         except ConfigurationError as error:
             decided = (), str(error)
-    found, error_text = control.exchange(decided, "clusters")[0]
+    found, error_text = control.all_gather(decided, "clusters")[0]
     if error_text is not None:
         raise ConfigurationError(error_text)
     return tuple(tuple(ranks) for ranks in found)
 
 
-def group(survey: Survey, *, clusters: Literal["auto"] | int = "auto", seed: int = 0) -> Clusters:
+def group(inventory: Inventory, *, clusters: Literal["auto"] | int = "auto", seed: int = 0) -> Clusters:
     """Return the ranks of each cluster of like hosts."""
-    table, clustering = survey.divide(num_clusters=None if isinstance(clusters, str) else clusters, seed=seed)
+    table, clustering = inventory.divide(num_clusters=None if isinstance(clusters, str) else clusters, seed=seed)
     shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
     _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
-    return ranks_of(survey.topology.hosts, clustering.clusters)
+    return ranks_of(inventory.topology.hosts, clustering.clusters)
 
 
 def ranks_of(hosts: Sequence[Host], clusters: Sequence[Sequence[int]]) -> Clusters:

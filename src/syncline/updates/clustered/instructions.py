@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from syncline.updates.clustered.agenda import Entry
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Participants, Payload
+from syncline.updates.clustered.record_schedule import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +20,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enter:
-    """This rank now holds ``agreed``: apply it, and provide what the next entry needs."""
+    """This rank now holds ``agreed``: apply it, and provide what the next record needs."""
 
-    entry: Entry
+    record: Record
     agreed: Agreed = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Exchange ``payload`` with the other participants, and report :meth:`Node.finish_exchange`."""
+    """Exchange ``payload`` with the other participants, and report :meth:`Node.finish_outer_round`."""
 
-    entry: Entry
+    record: Record
     participants: Participants
     samples: tuple[float, ...]
     """Of each participant, in their order."""
@@ -39,9 +39,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
-    """Give up the exchange that runs: its participants are no longer those that are alive."""
+    """Give up the outer round that runs: its participants are no longer those that are alive."""
 
-    entry: Entry
+    record: Record
     participants: Participants
 
 
@@ -58,5 +58,5 @@ Instruction = Send | Enter | Run | Abandon | Stop
 class Arithmetic(Protocol):
     """How payloads are reckoned with; passed in, so that tests can reckon with symbols."""
 
-    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Payload:
+    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Payload:
         """Return the mean of gradients, weighted by samples, added in rank order."""

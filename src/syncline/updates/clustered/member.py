@@ -1,11 +1,11 @@
-"""The member: every rank's part in its cluster. It contributes to one entry at a time and takes what is agreed.
+"""The member: every rank's part in its cluster. It contributes to one record at a time and takes what is agreed.
 
 A member keeps the newest mean and the newest result, until the next of its kind. That is all that a cluster needs to go
-on when its server dies: whoever is drawn next hears from every member which entry it holds, gets the newest one if it
+on when its server dies: whoever is drawn next hears from every member which record it holds, gets the newest one if it
 lacks that, and sends it to the others who do (see `server`).
 
-A member follows the server of the term that its next entry belongs to, and beside it that of its newest exchange: until
-the next exchange is agreed, other clusters may still lack the last one and ask for it.
+A member follows the server of the term that its next record belongs to, and beside it that of its newest outer round:
+until the next outer round is agreed, other clusters may still lack the last one and ask for it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from syncline.updates.clustered.agenda import Agenda, Entry, Kind
 from syncline.updates.clustered.messages import (
     NO_PROPOSAL,
     Agreed,
     Contribution,
     Join,
+    Measurement,
     Message,
     Payload,
     Proposal,
-    Reading,
 )
+from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.view import View
 
 
@@ -32,7 +32,7 @@ class MemberState(Enum):
 
     COMPUTING = "computing"
     AWAITING_MEAN = "awaiting the mean"
-    AWAITING_RESULT = "awaiting the exchange's result"
+    AWAITING_RESULT = "awaiting the outer round's result"
     AWAITING_AVERAGE = "awaiting the average of the parameters"
 
 
@@ -45,21 +45,21 @@ _AWAITING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provided:
-    """What this rank has in place for an entry."""
+    """What this rank has in place for a record."""
 
     index: int
     samples: float
     payload: Payload = field(repr=False)
-    reading: Reading = ()
+    measurement: Measurement = ()
     proposal: Proposal = NO_PROPOSAL
 
 
 class Member:
     """Decides for one rank as a member; messages come back as (receiver, message)."""
 
-    def __init__(self, view: View, agenda: Agenda) -> None:
+    def __init__(self, view: View, record_schedule: RecordSchedule) -> None:
         self._view = view
-        self._agenda = agenda
+        self._record_schedule = record_schedule
         self.position = -1
         self.provided: dict[int, Provided] = {}
         self.mean: Agreed | None = None
@@ -68,43 +68,43 @@ class Member:
         self._contributed: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
-        return f"<Member rank {self._view.rank}: holds entry {self.position}, {self.state.value}>"
+        return f"<Member rank {self._view.rank}: holds record {self.position}, {self.state.value}>"
 
     @property
-    def next_entry(self) -> Entry:
-        """The entry that this member needs."""
-        return self._agenda.entry(self.position + 1)
+    def next_record(self) -> Record:
+        """The record that this member needs."""
+        return self._record_schedule.record(self.position + 1)
 
     @property
     def state(self) -> MemberState:
         """What it does."""
         if self.position + 1 not in self.provided:
             return MemberState.COMPUTING
-        return _AWAITING[self.next_entry.kind]
+        return _AWAITING[self.next_record.kind]
 
     @property
     def oldest_term(self) -> int:
         """The oldest term that still matters: messages of terms before it are refused."""
         if self.position < 0:
             return 0
-        newest_exchange = self._agenda.last_exchange(self.position)
-        held = self._agenda.entry(self.position)
-        return held.term if newest_exchange is None else newest_exchange.term
+        newest_outer_round = self._record_schedule.last_outer_round(self.position)
+        held = self._record_schedule.record(self.position)
+        return held.term if newest_outer_round is None else newest_outer_round.term
 
     def provide(self, provided: Provided) -> list[tuple[int, Message]]:
-        """Contribute to the next entry."""
-        assert provided.index == self.position + 1, f"{self!r} was given entry {provided.index}"
+        """Contribute to the next record."""
+        assert provided.index == self.position + 1, f"{self!r} was given record {provided.index}"
         self.provided[provided.index] = provided
         return self.follow()
 
     def take(self, agreed: Agreed) -> bool:
-        """Take an entry if it is the next one; False if it is not needed."""
+        """Take a record if it is the next one; False if it is not needed."""
         if agreed.index != self.position + 1 or agreed.index not in self.provided:
             return False
         self.position = agreed.index
-        if self._agenda.entry(agreed.index).is_exchange:
+        if self._record_schedule.record(agreed.index).is_outer_round:
             self.result = agreed
-            # Other clusters may still need what this one brought to its newest exchange, and nothing older.
+            # Other clusters may still need what this one brought to its newest outer round, and nothing older.
             self.provided = {index: kept for index, kept in self.provided.items() if index == agreed.index}
         else:
             self.mean = agreed
@@ -114,7 +114,7 @@ class Member:
     def follow(self) -> list[tuple[int, Message]]:
         """Join the servers that are not joined yet, and contribute to the one who needs it."""
         messages: list[tuple[int, Message]] = []
-        terms = {self.oldest_term, self.next_entry.term}
+        terms = {self.oldest_term, self.next_record.term}
         self._followed = {term: server for term, server in self._followed.items() if term in terms}
         for term in sorted(terms):
             server = self._view.own_server(term)
@@ -124,22 +124,22 @@ class Member:
         return messages + self._contribute()
 
     def held(self, index: int) -> Agreed | None:
-        """Return an entry if this member still keeps it."""
+        """Return a record if this member still keeps it."""
         return next((agreed for agreed in (self.mean, self.result) if agreed and agreed.index == index), None)
 
     def _contribute(self) -> list[tuple[int, Message]]:
-        entry = self.next_entry
-        provided = self.provided.get(entry.index)
-        server = self._followed[entry.term]
-        if provided is None or self._contributed == (entry.index, server):
+        record = self.next_record
+        provided = self.provided.get(record.index)
+        server = self._followed[record.term]
+        if provided is None or self._contributed == (record.index, server):
             return []
-        self._contributed = (entry.index, server)
-        payload = provided.payload if entry.kind is Kind.MEAN else None
+        self._contributed = (record.index, server)
+        payload = provided.payload if record.kind is Kind.MEAN else None
         message = Contribution(
-            term=entry.term,
-            index=entry.index,
+            term=record.term,
+            index=record.index,
             samples=provided.samples,
-            reading=provided.reading,
+            measurement=provided.measurement,
             payload=payload,
         )
         return [(server, message)]

@@ -20,7 +20,7 @@ Participants = tuple[tuple[int, int], ...]
 Clusters = tuple[tuple[int, ...], ...]
 """The ranks of each cluster."""
 
-Reading = tuple[tuple[str, Any], ...]
+Measurement = tuple[tuple[str, Any], ...]
 """What a rank tells of itself, by name, so that clusters can be made anew; the protocol hands it on."""
 
 
@@ -37,7 +37,7 @@ NO_PROPOSAL = Proposal()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A member to a server: I follow you in this term; the newest entry that I hold is ``index`` (-1: none)."""
+    """A member to a server: I follow you in this term; the newest record that I hold is ``index`` (-1: none)."""
 
     term: int
     index: int
@@ -45,23 +45,23 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """A member to its server: my part of entry ``index``. For a mean the payload is my gradient.
+    """A member to its server: my part of record ``index``. For a mean the payload is my gradient.
 
-    For an exchange there is no payload, and it says: I hold all that my cluster brings to it.
+    For an outer round there is no payload, and it says: I hold all that my cluster brings to it.
     """
 
     term: int
     index: int
     samples: float
-    reading: Reading = ()
+    measurement: Measurement = ()
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """An entry itself, to a member, or to a server of another cluster that lacks it.
+    """A record itself, to a member, or to a server of another cluster that lacks it.
 
-    ``samples`` are those of the cluster (a mean) or of each cluster (an exchange; 0 for one that had no part in it).
+    ``samples`` are those of the cluster (a mean) or of each cluster (an outer round; 0 for one that had no part in it).
     A payload of None means that there is nothing to change: no other cluster had a part.
     """
 
@@ -69,7 +69,7 @@ class Agreed:
     index: int
     samples: tuple[float, ...]
     contributions: tuple[float, ...] = ()
-    """After a result: the table of contributions, row by row; what a next server needs beside the entries."""
+    """After a result: the table of contributions, row by row; what a next server needs beside the records."""
     clusters: Clusters = ()
     """After a term: the clusters of the next one, if they are others."""
     state: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """A server to a member that holds entry ``index``: send it to me, for I do not."""
+    """A server to a member that holds record ``index``: send it to me, for I do not."""
 
     term: int
     index: int
@@ -95,9 +95,9 @@ class Ready:
     participants: Participants
     samples: float
     has_result: bool
-    readings: tuple[tuple[int, Reading], ...] = ()
+    measurements: tuple[tuple[int, Measurement], ...] = ()
     clusters: Clusters = ()
-    """What this server proposes; that of the first participant is agreed, with the exchange itself."""
+    """What this server proposes; that of the first participant is agreed, with the outer round itself."""
     state: tuple[str, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 Members of a cluster step from the same mean, so they stay equal only if their optimizers are. When clusters are made
 anew, the members of each send their state with the gradients of the first batch; its mean, weighted by samples as the
-gradients are, comes back with theirs, and all of them take it. That is one entry, so no death can divide them.
+gradients are, comes back with theirs, and all of them take it. That is one record, so no death can divide them.
 
 Each vector holds one state of the shape of the parameters (Adam: `exp_avg`, `exp_avg_sq`); the place where a vector of
 gradients tells which of them exist holds one value for each parameter: first whether it has any state, then the states

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from syncline.updates.clustered.agenda import Agenda, Entry
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
 from syncline.updates.clustered.member import Member, MemberState, Provided
 from syncline.updates.clustered.messages import (
@@ -14,15 +13,16 @@ from syncline.updates.clustered.messages import (
     Envelope,
     Farewell,
     Join,
+    Measurement,
     Message,
     Notice,
     Participants,
     Payload,
     Proposal,
-    Reading,
     Ready,
     Supply,
 )
+from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.server import Server
 from syncline.updates.clustered.view import View
 
@@ -35,7 +35,7 @@ class Node:
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
     stops, instead of training on by itself. With a quorum of a half, so does one that sees exactly half of them without
-    the lowest: of two halves that lost sight of each other, one goes on. ``shares_results`` says that an exchange's
+    the lowest: of two halves that lost sight of each other, one goes on. ``shares_results`` says that an outer round's
     result is the same for all clusters, so that one who has it can give it to the others.
     """
 
@@ -45,15 +45,15 @@ class Node:
         job: str,
         rank: int,
         clusters: Sequence[Sequence[int]],
-        agenda: Agenda,
+        record_schedule: RecordSchedule,
         arithmetic: Arithmetic,
         shares_results: bool = True,
         quorum: float = 0.5,
         reclusters: bool = False,
     ) -> None:
         self.view = View(job=job, rank=rank, clusters=clusters, reclusters=reclusters)
-        self.agenda = agenda
-        self.member = Member(self.view, agenda)
+        self.record_schedule = record_schedule
+        self.member = Member(self.view, record_schedule)
         self.servers: dict[int, Server] = {}
         self.num_refused = 0
         self.num_replaced = 0
@@ -62,7 +62,7 @@ class Node:
         self._arithmetic = arithmetic
         self._shares_results = shares_results
         self._quorum = quorum
-        self.readings: dict[int, Reading] = {}
+        self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
         self._mail: list[tuple[int, Message]] = []
         self._early: list[tuple[int, Message]] = []
@@ -74,8 +74,8 @@ class Node:
 
     @property
     def term(self) -> int:
-        """The term of the entry that this rank needs next."""
-        return self.member.next_entry.term
+        """The term of the record that this rank needs next."""
+        return self.member.next_record.term
 
     def begin(self) -> list[Instruction]:
         """Join the first server."""
@@ -83,15 +83,15 @@ class Node:
         return self._flush()
 
     def provide(
-        self, *, samples: float, payload: Payload, reading: Reading = (), proposal: Proposal = NO_PROPOSAL
+        self, *, samples: float, payload: Payload, measurement: Measurement = (), proposal: Proposal = NO_PROPOSAL
     ) -> list[Instruction]:
-        """Note that what the next entry needs of this rank is in place."""
+        """Note that what the next record needs of this rank is in place."""
         if self.stopped is None:
             provided = Provided(
                 index=self.member.position + 1,
                 samples=samples,
                 payload=payload,
-                reading=reading,
+                measurement=measurement,
                 proposal=proposal,
             )
             self._post(self.member.provide(provided))
@@ -119,14 +119,14 @@ class Node:
         return self._flush()
 
     def awaited(self) -> frozenset[int]:
-        """Return who has a part in the entry that this rank waits for; nobody while it computes.
+        """Return who has a part in the record that this rank waits for; nobody while it computes.
 
-        A mean needs all of the own cluster, an exchange all that live.
+        A mean needs all of the own cluster, an outer round all that live.
         """
         if self.member.state is MemberState.COMPUTING or self.stopped is not None:
             return frozenset()
-        entry = self.member.next_entry
-        needed = self.view.live() if entry.is_exchange else self.view.live_members(entry.term)
+        record = self.member.next_record
+        needed = self.view.live() if record.is_outer_round else self.view.live_members(record.term)
         return frozenset(needed) - {self.view.rank} - self.departed
 
     def depart(self) -> list[Instruction]:
@@ -140,19 +140,19 @@ class Node:
         """Whether everyone who lives needs nothing any more."""
         return self.stopped is not None or self.departed.issuperset(self.view.live())
 
-    def finish_exchange(
+    def finish_outer_round(
         self,
         *,
-        entry: Entry,
+        record: Record,
         participants: Participants,
         samples: tuple[float, ...],
         payload: Payload,
         contributions: tuple[float, ...] = (),
     ) -> list[Instruction]:
-        """Take the outcome of the exchange that was asked for."""
-        server = self.servers.get(entry.term)
+        """Take the outcome of the outer round that was asked for."""
+        server = self.servers.get(record.term)
         if server is not None and self.stopped is None:
-            server.finish_exchange(entry, participants, samples, (payload, contributions))
+            server.finish_outer_round(record, participants, samples, (payload, contributions))
             self._gather(server)
         return self._flush()
 
@@ -249,10 +249,10 @@ class Node:
         if server is not None and isinstance(message, Join):
             server.join(peer, message)
         elif server is not None and isinstance(message, Contribution):
-            self._note_readings([(peer, message.reading)])
+            self._note_measurements([(peer, message.measurement)])
             is_welcome = server.contribute(peer, message)
         elif server is not None and isinstance(message, Ready):
-            self._note_readings(message.readings)
+            self._note_measurements(message.measurements)
             server.hear(message)
         self.num_refused += not is_welcome
         if server is not None:
@@ -265,7 +265,7 @@ class Node:
         if term not in self.servers:
             self.servers[term] = Server(
                 self.view,
-                self.agenda,
+                self.record_schedule,
                 self.member,
                 self._arithmetic,
                 term=term,
@@ -274,7 +274,7 @@ class Node:
         return self.servers[term]
 
     def _take(self, peer: int, agreed: Agreed) -> None:
-        """Take an entry as a member, or as a server that fetches it for its cluster."""
+        """Take a record as a member, or as a server that fetches it for its cluster."""
         if self.view.cluster_of(peer, agreed.term) != self.view.own_cluster(agreed.term):
             server = self._server(agreed.term)
             self.num_refused += server is None or not server.fetch(agreed)
@@ -284,14 +284,14 @@ class Node:
         if not self.member.take(agreed):
             self.num_refused += 1
             return
-        entry = self.agenda.entry(agreed.index)
-        self._instructions.append(Enter(entry=entry, agreed=agreed))
-        if agreed.index == self.agenda.last_of_term(entry.term) and entry.term == self.view.last_known_term:
-            self._begin_term(entry.term + 1, agreed)
+        record = self.record_schedule.record(agreed.index)
+        self._instructions.append(Enter(record=record, agreed=agreed))
+        if agreed.index == self.record_schedule.last_of_term(record.term) and record.term == self.view.last_known_term:
+            self._begin_term(record.term + 1, agreed)
         oldest = self.member.oldest_term
         self.servers = {term: server for term, server in self.servers.items() if term >= oldest}
         self._post(self.member.follow())
-        for server in tuple(self.servers.values()):  # a successor takes its seat once it holds the entry itself
+        for server in tuple(self.servers.values()):  # a successor takes its seat once it holds the record itself
             server.advance()
             self._gather(server)
 
@@ -301,5 +301,5 @@ class Node:
         early, self._early = self._early, []
         self._mail += [(peer, message) for peer, message in early if peer not in self.view.dead]
 
-    def _note_readings(self, readings: Iterable[tuple[int, Reading]]) -> None:
-        self.readings |= {rank: reading for rank, reading in readings if reading}
+    def _note_measurements(self, measurements: Iterable[tuple[int, Measurement]]) -> None:
+        self.measurements |= {rank: measurement for rank, measurement in measurements if measurement}

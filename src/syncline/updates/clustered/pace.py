@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
+from syncline.machines.measurement import read_moment
 from syncline.machines.nvml import Gpu, find_gpu
-from syncline.machines.reading import read_moment
 
 
 class Pace:

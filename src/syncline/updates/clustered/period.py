@@ -1,6 +1,6 @@
-"""What a cluster does with its means in a period of several batches, and with what the exchange at the end gave.
+"""What a cluster does with its means in a period of several batches, and with what the outer round at the end gave.
 
-    brought    = sum of the cluster's means, which goes to the exchange; its result is R
+    brought    = sum of the cluster's means, which goes to the outer round; its result is R
     difference = R - brought
     last step  : mean + difference - what was forecast       so R is the sum of what was stepped on in the period
 
@@ -9,8 +9,8 @@ own mean tells what is new, the period before how the mean of all clusters diffe
 different data keep to the common way within a period too, and not only at its end. These are the control variates of
 SCAFFOLD (Karimireddy et al., 2020), made of what is exchanged anyway: no traffic, and one more vector.
 The weight w below 1 is for where clusters are many or their rate is high: a forecast as a whole may then swing up.
-Where no other cluster is left, the exchange has no result: what was forecast in the period is taken back, and nothing
-is forecast any more.
+Where no other cluster is left, the outer round has no result: what was forecast in the period is taken back, and
+nothing is forecast any more.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Period:
         return mean if mean is None or self._forecast is None else mean.copy().add(self._forecast)
 
     def bring(self, mean: Vector | None) -> Vector | None:
-        """Take the mean of the last batch; return what the cluster brings to the exchange, None if nobody had data."""
+        """Take the mean of the last batch; return what goes to the outer round, None if nobody had data."""
         self._take(mean)
         return self._brought
 
     def end(self, mean: Vector | None, result: Vector | None) -> Vector | None:
-        """Take the exchange's result, None if nobody had data; return what to step on in the last batch."""
+        """Take the outer round's result, None if nobody had data; return what to step on in the last batch."""
         brought, num_means = self._brought, self._num_means
         self._brought, self._num_means = None, 0
         if result is None:

@@ -1,7 +1,7 @@
 """Clusters made anew: who tells what of its machine, and what the one who proposes makes of it.
 
-The protocol hands readings to the servers and makes one server's proposal part of what is agreed at a term's end
-(`council`); so ranks need not hear the same readings, nor round alike, to go on with the same clusters.
+The protocol hands measurements to the servers and makes one server's proposal part of what is agreed at a term's end
+(`outer_round`); so ranks need not hear the same measurements, nor round alike, to go on with the same clusters.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import keep_numbers, reconsider
 from syncline.machines.features import Feature
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
 from syncline.updates.clustered.grouping import Clusters, ranks_of
-from syncline.updates.clustered.messages import NO_PROPOSAL, Proposal, Reading
+from syncline.updates.clustered.messages import NO_PROPOSAL, Measurement, Proposal
 from syncline.updates.clustered.moving import can_move
 
 _log = logging.getLogger(__name__)
@@ -25,27 +25,29 @@ _log = logging.getLogger(__name__)
 class Regrouping:
     """What clusters are made anew from, and how."""
 
-    survey: Survey
+    inventory: Inventory
     num_clusters: int | None
     seed: int
 
-    def propose(self, clusters: Clusters, readings: Mapping[int, Reading], *, living: Collection[int]) -> Proposal:
-        """Return the clusters that the ranks' readings make, if they are clearly better than ``clusters``.
+    def propose(
+        self, clusters: Clusters, measurements: Mapping[int, Measurement], *, living: Collection[int]
+    ) -> Proposal:
+        """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``.
 
         Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
         """
-        readings = {rank: reading for rank, reading in readings.items() if rank in living}
-        told = {rank: dict(reading) for rank, reading in readings.items()}
-        state = tuple(sorted({name for reading in told.values() for name in reading["state"]}))
+        measurements = {rank: measurement for rank, measurement in measurements.items() if rank in living}
+        told = {rank: dict(measurement) for rank, measurement in measurements.items()}
+        state = tuple(sorted({name for measurement in told.values() for name in measurement["state"]}))
         if not told or not can_move(state):
             return NO_PROPOSAL
-        topology = self.survey.topology
-        newer = self._of_hosts({rank: dict(reading["features"]) for rank, reading in told.items()})
+        topology = self.inventory.topology
+        newer = self._of_hosts({rank: dict(measurement["features"]) for rank, measurement in told.items()})
         cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
         hosts = [host for host in topology.hosts if any(rank.rank in living for rank in host.ranks)]
         labels = [cluster_of[host.ranks[0].rank] for host in hosts]
         try:
-            table = self.survey.table(newer, hosts=[host.name for host in hosts])
+            table = self.inventory.table(newer, hosts=[host.name for host in hosts])
             found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
         except ConfigurationError as error:  # what divided the machines at the start may not divide them now
             _log.warning("clusters stay as they are: %s", error)
@@ -60,9 +62,9 @@ class Regrouping:
         """Return what the first rank of each host that told anything told of it."""
         told = {
             host.name: [features[rank.rank] for rank in host.ranks if rank.rank in features]
-            for host in self.survey.topology.hosts
+            for host in self.inventory.topology.hosts
         }
-        return {name: readings[0] for name, readings in told.items() if readings}
+        return {name: measurements[0] for name, measurements in told.items() if measurements}
 
 
 def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Clusters:
@@ -75,6 +77,6 @@ def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Cluster
     return tuple(tuple(sorted(ranks)) for ranks in ranks_of_cluster)
 
 
-def reading_of(features: Mapping[str, Feature], state: Sequence[str]) -> Reading:
+def measurement_of(features: Mapping[str, Feature], state: Sequence[str]) -> Measurement:
     """Return what a rank tells: its machine's features over past periods, and the names of its optimizer state."""
     return (("features", tuple(sorted(features.items()))), ("state", tuple(state)))

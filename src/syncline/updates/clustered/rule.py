@@ -10,13 +10,13 @@ import torch
 
 from syncline.errors import ConfigurationError
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.clustered.agenda import Agenda
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
-from syncline.updates.clustered.exchanges import Mixing
 from syncline.updates.clustered.grouping import ClusterChoice
+from syncline.updates.clustered.outer_rounds import Mixing
+from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.clustered.updater import ClusteredUpdater
 from syncline.updates.inner import check_is_served
-from syncline.updates.lane import LaneOptions
 from syncline.updates.rule import Setting
 
 
@@ -24,25 +24,25 @@ from syncline.updates.rule import Setting
 class Clustered:
     """Average gradients inside clusters of like machines each batch, and between clusters once a period (mechanism 5).
 
-    ``period``: batches between two exchanges of the clusters. ``reelect_every``: periods after which each cluster draws
-    a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows), how
-    many, or the ranks of each. ``features``: the features that count (default: all); ``weights``: how much (default:
-    1 each); ``measures``: whether each machine reads its own, beside what the topology says, and measures latencies and
-    uplinks, when the training starts, where the topology does not say them. ``probe_folder``: where the disk's rate is
-    tried (default: the working directory; of a folder in memory nothing is told).
+    ``period``: batches between two outer rounds of the clusters. ``reelect_every``: periods after which each cluster
+    draws a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows),
+    how many, or the ranks of each. ``features``: the features that count (default: all); ``weights``: how much
+    (default: 1 each); ``measures``: whether each machine reads its own, beside what the topology says, and measures
+    latencies and uplinks, when the training starts, where the topology does not say them. ``probe_folder``: where the
+    disk's rate is tried (default: the working directory; of a folder in memory nothing is told).
 
-    ``exchange="period"`` replaces, at a period's end, the sum of the own cluster's means by the mean of all clusters';
+    ``outer="period"`` replaces, at a period's end, the sum of the own cluster's means by the mean of all clusters';
     ``"last"`` exchanges the last batch's mean alone, the literal form. ``contribution="uniform"`` weights clusters by
     samples, so that all get the same mean; ``"cosine"`` also by how alike their past gradients were, with ``decay``
     and at least ``min_weight``. ``averages``: average the parameters at each re-election (default: where clusters can
     drift apart, which is with a period above 1 or with ``"cosine"``; where clusters see different data this is what
-    keeps an adaptive optimizer together, so re-elect often; with SGD without momentum the exchange alone makes clusters
-    equal at the end of a period, and ``averages=False`` halves what goes between them).
+    keeps an adaptive optimizer together, so re-elect often; with SGD without momentum the outer round alone makes
+    clusters equal at the end of a period, and ``averages=False`` halves what goes between them).
 
     ``forecast``: step in each batch on the cluster's mean, plus this part (0 to 1) of what the period before told of
     how the mean of all clusters differs from it. Where clusters see different data, training with SGD takes fewer steps
     with it (SCAFFOLD, Karimireddy et al., 2020). Try it: with a high rate or more than two clusters 1.0 can make
-    training diverge, and a shorter period or 0.7 serves better. It needs ``exchange="period"`` and a period above 1.
+    training diverge, and a shorter period or 0.7 serves better. It needs ``outer="period"`` and a period above 1.
 
     A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
     ``quorum`` of all ranks (itself included) stops with an error. A rank cannot tell a death from a cut of the network,
@@ -71,7 +71,7 @@ class Clustered:
     clusters: ClusterChoice = "auto"
     recluster_every: int = 0
     contribution: Literal["uniform", "cosine"] = "uniform"
-    exchange: Literal["period", "last"] = "period"
+    outer: Literal["period", "last"] = "period"
     forecast: float = 0.0
     features: Sequence[str] | None = None
     weights: Mapping[str, float] | None = field(default=None, hash=False)
@@ -85,7 +85,7 @@ class Clustered:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        for name, allowed in {"contribution": ("uniform", "cosine"), "exchange": ("period", "last")}.items():
+        for name, allowed in {"contribution": ("uniform", "cosine"), "outer": ("period", "last")}.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"Clustered: {name} is one of {allowed}, not {getattr(self, name)!r}")
         for name in ("period", "reelect_every", "bucket_bytes"):
@@ -110,16 +110,16 @@ class Clustered:
                 "Clustered: recluster_every needs clusters that are not written down, and parameters that are averaged "
                 "at each re-election; leave out clusters=(...) and say averages=True, or leave out recluster_every"
             )
-        if self.forecast and (self.exchange != "period" or self.period == 1):
+        if self.forecast and (self.outer != "period" or self.period == 1):
             raise ConfigurationError(
-                'Clustered: forecast needs exchange="period" and a period above 1, which tell it how clusters differ; '
-                f"not exchange={self.exchange!r} and period={self.period}"
+                'Clustered: forecast needs outer="period" and a period above 1, which tell it how clusters differ; '
+                f"not outer={self.outer!r} and period={self.period}"
             )
 
     @property
     def can_drift(self) -> bool:
         """Whether clusters' parameters can differ at the end of a period."""
-        return self.period > 1 or self.contribution == "cosine" or self.exchange == "last"
+        return self.period > 1 or self.contribution == "cosine" or self.outer == "last"
 
     @property
     def will_average(self) -> bool:
@@ -127,9 +127,9 @@ class Clustered:
         return self.can_drift if self.averages is None else self.averages
 
     @property
-    def lane_options(self) -> LaneOptions:
+    def schedule_options(self) -> BucketScheduleOptions:
         """No collective moves the buckets; this is the cheapest to plan."""
-        return LaneOptions(is_divided=False)
+        return BucketScheduleOptions(is_divided=False)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
@@ -139,13 +139,13 @@ class Clustered:
         """Agree on the clusters, and begin to work on a model."""
         return ClusteredUpdater(setting, self)
 
-    def agenda(self, num_clusters: int) -> Agenda:
+    def record_schedule(self, num_clusters: int) -> RecordSchedule:
         """Return the order in which a job with so many clusters agrees on things."""
         has_others = num_clusters > 1 or self.recluster_every > 0
-        return Agenda(
+        return RecordSchedule(
             period=self.period,
             reelect_every=self.reelect_every,
-            exchanges=has_others,
+            has_outer_rounds=has_others,
             averages=has_others and self.will_average,
         )
 

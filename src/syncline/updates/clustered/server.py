@@ -1,27 +1,25 @@
 """The temporary server of one cluster in one term: it collects, reckons the mean, and hands out what is agreed.
 
     OPENING     not all live members have joined
-    LEVELLING   the newest entry is held by other members alone; one of them was asked to send it
-    COLLECTING  waiting for the members' contributions to the next entry
-    READYING    an exchange: waiting until the servers of all clusters are ready
-    EXCHANGING  an exchange runs
-    FETCHING    an exchange is over; another server has the result and sends it
-    CLOSED      the term's last entry was handed out; it only helps those who lack an exchange's result
+    LEVELLING   the newest record is held by other members alone; one of them was asked to send it
+    COLLECTING  waiting for the members' contributions to the next record
+    READYING    an outer round: waiting until the servers of all clusters are ready
+    AVERAGING  an outer round runs
+    FETCHING    an outer round is over; another server has the result and sends it
+    CLOSED      the term's last record was handed out; it only helps those who lack an outer round's result
 
 It may die in any of them. Its successor begins at OPENING, with nothing but what the members tell it.
 
-Why nothing is lost and nothing comes twice: (1) a member contributes to an entry only when it holds the one before, so
-live members differ by one entry at most, and whoever holds the newer one has it to give; (2) the successor opens only
-after every live member joined it, and from then on none of them listens to its predecessor: so an entry has one value;
-(3) a member takes the entry after its own and no other, so a second copy is refused.
+Why nothing is lost and nothing comes twice: (1) a member contributes to a record only when it holds the one before, so
+live members differ by one record at most, and whoever holds the newer one has it to give; (2) the successor opens only
+after every live member joined it, and from then on none of them listens to its predecessor: so a record has one value;
+(3) a member takes the record after its own and no other, so a second copy is refused.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from syncline.updates.clustered.agenda import Agenda, Entry, Kind
-from syncline.updates.clustered.council import Council, CouncilState
 from syncline.updates.clustered.instructions import Abandon, Arithmetic, Run
 from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.messages import (
@@ -34,6 +32,8 @@ from syncline.updates.clustered.messages import (
     Ready,
     Supply,
 )
+from syncline.updates.clustered.outer_round import OuterRound, OuterRoundState
+from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.view import View
 
 
@@ -44,15 +44,15 @@ class ServerState(Enum):
     LEVELLING = "levelling"
     COLLECTING = "collecting"
     READYING = "readying"
-    EXCHANGING = "exchanging"
+    AVERAGING = "exchanging"
     FETCHING = "fetching"
     CLOSED = "closed"
 
 
 _OF_COUNCIL = {
-    CouncilState.READYING: ServerState.READYING,
-    CouncilState.EXCHANGING: ServerState.EXCHANGING,
-    CouncilState.FETCHING: ServerState.FETCHING,
+    OuterRoundState.READYING: ServerState.READYING,
+    OuterRoundState.AVERAGING: ServerState.AVERAGING,
+    OuterRoundState.FETCHING: ServerState.FETCHING,
 }
 
 
@@ -60,14 +60,21 @@ class Server:
     """Decides for one rank as its cluster's server in ``term``; what it says is left in ``outbox``."""
 
     def __init__(
-        self, view: View, agenda: Agenda, member: Member, arithmetic: Arithmetic, *, term: int, shares_results: bool
+        self,
+        view: View,
+        record_schedule: RecordSchedule,
+        member: Member,
+        arithmetic: Arithmetic,
+        *,
+        term: int,
+        shares_results: bool,
     ) -> None:
         self.term = term
         self.state = ServerState.OPENING
         self.outbox: list[tuple[int, Message]] = []
         self.instructions: list[Run | Abandon] = []
         self._view = view
-        self._agenda = agenda
+        self._record_schedule = record_schedule
         self._member = member
         self._arithmetic = arithmetic
         self._shares_results = shares_results
@@ -75,7 +82,7 @@ class Server:
         self._contributions: dict[int, dict[int, Contribution]] = {}
         self._supplied: tuple[int, int] | None = None
         self._handed_out = -1
-        self._councils: dict[int, Council] = {}
+        self._outer_rounds: dict[int, OuterRound] = {}
         self._early: list[Ready] = []
 
     def __repr__(self) -> str:
@@ -99,9 +106,9 @@ class Server:
         self.advance()
 
     def contribute(self, rank: int, message: Contribution) -> bool:
-        """Take a member's part of an entry; False if that entry is agreed already, or is not of this term."""
+        """Take a member's part of a record; False if that record is agreed already, or is not of this term."""
         is_stale = message.index <= self._positions.get(rank, -1)
-        if is_stale or self._agenda.entry(message.index).term != self.term:
+        if is_stale or self._record_schedule.record(message.index).term != self.term:
             return False
         self._positions[rank] = message.index - 1
         self._contributions.setdefault(message.index, {})[rank] = message
@@ -109,33 +116,33 @@ class Server:
         return True
 
     def hear(self, message: Ready) -> None:
-        """Note that another cluster's server is ready for an exchange, perhaps before this one."""
-        council = self._councils.get(message.index)
-        if council is None:
+        """Note that another cluster's server is ready for an outer round, perhaps before this one."""
+        outer_round = self._outer_rounds.get(message.index)
+        if outer_round is None:
             self._early.append(message)
             return
-        council.hear(message)
-        self._decide(council)
+        outer_round.hear(message)
+        self._decide(outer_round)
 
     def fetch(self, agreed: Agreed) -> bool:
         """Take a result from a server that has it; False if it is not needed."""
-        council = self._councils.get(agreed.index)
-        if council is None or council.has_result:
+        outer_round = self._outer_rounds.get(agreed.index)
+        if outer_round is None or outer_round.has_result:
             return False
-        council.has_result = True
+        outer_round.has_result = True
         self._hand_out(agreed)
         return True
 
-    def finish_exchange(
+    def finish_outer_round(
         self,
-        entry: Entry,
+        record: Record,
         participants: Participants,
         samples: tuple[float, ...],
         result: tuple[Payload, tuple[float, ...]],
     ) -> None:
-        """Take the payload of the exchange that was asked for, and the new table of contributions."""
-        council = self._councils.get(entry.index)
-        if council is None or not council.finish(participants):
+        """Take the payload of the outer round that was asked for, and the new table of contributions."""
+        outer_round = self._outer_rounds.get(record.index)
+        if outer_round is None or not outer_round.finish(participants):
             return
         of_cluster = [0.0] * len(self._view.clusters(self.term))
         for (cluster, _), amount in zip(participants, samples, strict=True):
@@ -144,11 +151,11 @@ class Server:
         self._hand_out(
             Agreed(
                 term=self.term,
-                index=entry.index,
+                index=record.index,
                 samples=tuple(of_cluster),
                 contributions=contributions,
-                clusters=council.proposal.clusters,
-                state=council.proposal.state,
+                clusters=outer_round.proposal.clusters,
+                state=outer_round.proposal.state,
                 payload=payload,
             )
         )
@@ -159,25 +166,25 @@ class Server:
         if any(rank not in self._positions for rank in live):
             self.state = ServerState.OPENING
             return
-        newest = min(max(self._positions[rank] for rank in live), self._agenda.last_of_term(self.term))
+        newest = min(max(self._positions[rank] for rank in live), self._record_schedule.last_of_term(self.term))
         if not self._level(live, newest):
             self.state = ServerState.LEVELLING
             return
-        self._revive_council(newest)
-        entry = self._agenda.entry(newest + 1)
-        if entry.term != self.term:
+        self._revive_outer_round(newest)
+        record = self._record_schedule.record(newest + 1)
+        if record.term != self.term:
             self.state = ServerState.CLOSED
             return
-        self._collect(live, entry)
+        self._collect(live, record)
 
     def refresh(self) -> None:
-        """Someone died: go on without him."""
-        for council in tuple(self._councils.values()):
-            self._convene(council)
+        """Someone died: go on without them."""
+        for outer_round in tuple(self._outer_rounds.values()):
+            self._convene(outer_round)
         self.advance()
 
     def _level(self, live: tuple[int, ...], newest: int) -> bool:
-        """Send the newest entry to those who lack it; False if this rank must first get it itself."""
+        """Send the newest record to those who lack it; False if this rank must first get it itself."""
         if self._member.position < newest and self._handed_out < newest:
             holder = next(rank for rank in live if self._positions[rank] >= newest)
             if self._supplied != (newest, holder):
@@ -191,76 +198,78 @@ class Server:
                 self.outbox.append((rank, held))
         return True
 
-    def _collect(self, live: tuple[int, ...], entry: Entry) -> None:
-        contributions = self._contributions.get(entry.index, {})
-        council = self._councils.get(entry.index)
-        if council is not None and not council.has_result:
-            self.state = _OF_COUNCIL[council.state]
+    def _collect(self, live: tuple[int, ...], record: Record) -> None:
+        contributions = self._contributions.get(record.index, {})
+        outer_round = self._outer_rounds.get(record.index)
+        if outer_round is not None and not outer_round.has_result:
+            self.state = _OF_COUNCIL[outer_round.state]
         elif any(rank not in contributions for rank in live):
             self.state = ServerState.COLLECTING
-        elif entry.kind is Kind.MEAN:
+        elif record.kind is Kind.MEAN:
             samples = sum(contribution.samples for contribution in contributions.values())
-            payload = self._arithmetic.mean(entry, contributions)
-            self._hand_out(Agreed(term=self.term, index=entry.index, samples=(samples,), payload=payload))
+            payload = self._arithmetic.mean(record, contributions)
+            self._hand_out(Agreed(term=self.term, index=record.index, samples=(samples,), payload=payload))
         else:
-            self._open_council(entry, has_result=False)
+            self._open_outer_round(record, has_result=False)
 
     def _hand_out(self, agreed: Agreed) -> None:
         self._contributions.pop(agreed.index, None)
         self._handed_out = agreed.index
-        if self._agenda.entry(agreed.index).is_exchange:
-            self._councils = {index: council for index, council in self._councils.items() if index >= agreed.index}
+        if self._record_schedule.record(agreed.index).is_outer_round:
+            self._outer_rounds = {
+                index: outer_round for index, outer_round in self._outer_rounds.items() if index >= agreed.index
+            }
         for rank in self._view.live_members(self.term):
             self._positions[rank] = agreed.index
             self.outbox.append((rank, agreed))
         self.advance()
 
-    def _revive_council(self, newest: int) -> None:
-        """Take the seat of a predecessor: its last exchange is over here, but maybe not in all clusters."""
-        entry = self._agenda.last_exchange(newest) if newest >= 0 else None
-        if entry is None or entry.term != self.term or entry.index in self._councils:
+    def _revive_outer_round(self, newest: int) -> None:
+        """Take the seat of a predecessor: its last outer round is over here, but maybe not in all clusters."""
+        record = self._record_schedule.last_outer_round(newest) if newest >= 0 else None
+        if record is None or record.term != self.term or record.index in self._outer_rounds:
             return
-        if self._member.position >= entry.index and not any(index > entry.index for index in self._councils):
-            self._open_council(entry, has_result=True)
+        if self._member.position >= record.index and not any(index > record.index for index in self._outer_rounds):
+            self._open_outer_round(record, has_result=True)
 
-    def _open_council(self, entry: Entry, *, has_result: bool) -> None:
-        contributions = self._contributions.get(entry.index, {})
-        council = Council(
+    def _open_outer_round(self, record: Record, *, has_result: bool) -> None:
+        contributions = self._contributions.get(record.index, {})
+        outer_round = OuterRound(
             self._view,
-            entry,
-            self._member.provided[entry.index],
-            readings={rank: message.reading for rank, message in contributions.items() if message.reading},
+            record,
+            self._member.provided[record.index],
+            measurements={rank: message.measurement for rank, message in contributions.items() if message.measurement},
             has_result=has_result,
-            is_shared=self._shares_results or entry.kind is Kind.AVERAGE,
+            is_shared=self._shares_results or record.kind is Kind.AVERAGE,
         )
-        self._councils[entry.index] = council
+        self._outer_rounds[record.index] = outer_round
         for message in self._early:
-            if message.index == entry.index:
-                council.hear(message)
-        self._early = [message for message in self._early if message.index > entry.index]
-        self._convene(council)
+            if message.index == record.index:
+                outer_round.hear(message)
+        self._early = [message for message in self._early if message.index > record.index]
+        self._convene(outer_round)
 
     def _finish_alone(self, run: Run) -> None:
         """Finish where no cluster is left, or none has anything, to exchange: nothing changes, nor does the table."""
         held = self._member.result
-        self.finish_exchange(
-            run.entry, run.participants, run.samples, (None, () if held is None else held.contributions)
+        self.finish_outer_round(
+            run.record, run.participants, run.samples, (None, () if held is None else held.contributions)
         )
 
-    def _convene(self, council: Council) -> None:
-        abandoned, messages = council.refresh()
+    def _convene(self, outer_round: OuterRound) -> None:
+        abandoned, messages = outer_round.refresh()
         self.instructions += abandoned
         self.outbox += messages
-        self._decide(council)
+        self._decide(outer_round)
 
-    def _decide(self, council: Council) -> None:
-        runs, receivers = council.decide()
+    def _decide(self, outer_round: OuterRound) -> None:
+        runs, receivers = outer_round.decide()
         for run in runs:
-            if len(run.participants) == 1 or (run.entry.kind is Kind.RESULT and not any(run.samples)):
+            if len(run.participants) == 1 or (run.record.kind is Kind.RESULT and not any(run.samples)):
                 self._finish_alone(run)
             else:
                 self.instructions.append(run)
-        held = self._member.held(council.entry.index)
+        held = self._member.held(outer_round.record.index)
         self.outbox += [(server, held) for server in receivers if held is not None]
-        if not council.has_result:
-            self.state = _OF_COUNCIL[council.state]
+        if not outer_round.has_result:
+            self.state = _OF_COUNCIL[outer_round.state]

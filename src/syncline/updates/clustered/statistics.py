@@ -21,7 +21,7 @@ class ClusteredStatistics:
     contributions: tuple[tuple[float, ...], ...] | None
     """Row c, column k: what cluster k contributed to c; None with ``contribution="uniform"``, which needs no table."""
     samples_of_clusters: tuple[float, ...] | None
-    """Samples of each cluster in the newest exchange, its weight in the mean: 0 for one that had no part."""
+    """Samples of each cluster in the newest outer round, its weight in the mean: 0 for one that had no part."""
     sent_bytes_inside: int
     sent_bytes_between: int
     num_replaced_servers: int
@@ -37,7 +37,7 @@ class ClusteredStatistics:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The share of each cluster in the newest exchange, by samples; None before the first."""
+        """The share of each cluster in the newest outer round, by samples; None before the first."""
         samples = self.samples_of_clusters
         if samples is None or sum(samples) <= 0:
             return None

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from syncline.machines.reading import read_machine
-from syncline.machines.survey import Survey
+from syncline.machines.inventory import Inventory
+from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import Bucket
-from syncline.updates.clustered.agenda import Kind
 from syncline.updates.clustered.driver import Driver, Part
 from syncline.updates.clustered.grouping import Clusters, agree_on_clusters, measure_hosts
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Proposal, Reading
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Measurement, Proposal
 from syncline.updates.clustered.moving import MovingState, num_vectors
 from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
-from syncline.updates.clustered.regrouping import Regrouping, reading_of
+from syncline.updates.clustered.record_schedule import Kind
+from syncline.updates.clustered.regrouping import Regrouping, measurement_of
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape, joined
 from syncline.updates.report import PendingReport
@@ -42,35 +42,35 @@ class ClusteredUpdater(WholeUpdater):
 
     def __init__(self, setting: Setting, rule: Clustered) -> None:
         super().__init__(setting)
-        communicator = self.channel.communicator
-        stream = self.channel.lanes[0].stream
-        wanted = Survey(topology=communicator.topology, use=rule.features, weights=rule.weights)
+        communicator = self.collectives.communicator
+        stream = self.collectives.bucket_schedules[0].stream
+        wanted = Inventory(topology=communicator.topology, use=rule.features, weights=rule.weights)
         gpu = gpu_of(self.buckets)
         folder = None if rule.probe_folder is None else Path(rule.probe_folder)
         read = partial(read_machine, probe_directory=folder, gpu=gpu)
         measures = rule.measures and isinstance(rule.clusters, str | int)
-        self.survey = measure_hosts(
-            self.channel.control, communicator, wanted, stream=stream, read=read if measures else None
+        self.inventory = measure_hosts(
+            self.collectives.control, communicator, wanted, stream=stream, read=read if measures else None
         )
         self.clusters: Clusters = agree_on_clusters(
-            self.channel.control, self.survey, clusters=rule.clusters, seed=rule.seed
+            self.collectives.control, self.inventory, clusters=rule.clusters, seed=rule.seed
         )
-        self.agenda = rule.agenda(len(self.clusters))
-        sums = rule.exchange == "period" and rule.period > 1 and self.agenda.exchanges
+        self.record_schedule = rule.record_schedule(len(self.clusters))
+        sums = rule.outer == "period" and rule.period > 1 and self.record_schedule.has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         part = Part(
             job=f"{rule.seed}/{stream}",
             clusters=self.clusters,
-            agenda=self.agenda,
+            record_schedule=self.record_schedule,
             mixing=rule.mixing,
             quorum=rule.quorum,
             stream=stream,
-            timeout_s=self.channel.timeout_s,
+            timeout_s=self.collectives.timeout_s,
             reclusters=rule.recluster_every > 0,
         )
-        name = f"clustered update {self.clusters} {self.agenda} {rule.contribution} {rule.exchange}"
-        port, trace = communicator.open_port(name), self.channel.trace
+        name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution} {rule.outer}"
+        port, trace = communicator.open_port(name), self.collectives.trace
         self._driver = Driver(port, communicator.topology, self._shape, part, trace, communicator.progress)
         self._position = 0
         self._samples = 0.0
@@ -83,14 +83,14 @@ class ClusteredUpdater(WholeUpdater):
         """The state that is to be made equal in this cluster with the next mean; None if it is equal."""
         self._recluster_every = rule.recluster_every
         self._regrouping = Regrouping(
-            survey=self.survey,
+            inventory=self.inventory,
             num_clusters=rule.clusters if isinstance(rule.clusters, int) else None,
             seed=rule.seed,
         )
         self._driver.start()
 
     @property
-    def scribe(self) -> int:
+    def checkpoint_writer(self) -> int:
         """The lowest rank that lives: one may be lost at any time, so nobody waits for all."""
         return self._driver.living[0]
 
@@ -99,7 +99,7 @@ class ClusteredUpdater(WholeUpdater):
         self._driver.raise_failure()
 
     def reduce(self, bucket: Bucket) -> None:
-        """Wait for the step: a gradient is sent as the user leaves it, clipped if he does so."""
+        """Wait for the step: a gradient is sent as the user leaves it, clipped if they do."""
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take note of how many samples are behind the gradients."""
@@ -141,16 +141,16 @@ class ClusteredUpdater(WholeUpdater):
             self._pace.close()
 
     def _batch(self, samples: float, gradients: Vector | None) -> None:
-        """Go through the entries of one batch: its mean, and at a period's end the result and the average."""
+        """Go through the records of one batch: its mean, and at a period's end the result and the average."""
         mean = self._mean(samples, gradients)
-        if self.agenda.entry(self._position).kind is Kind.RESULT:
-            step_on = self._exchange(mean)
+        if self.record_schedule.record(self._position).kind is Kind.RESULT:
+            step_on = self._outer(mean)
         else:
             step_on = mean if self._period is None else self._period.step_on(mean)
         if step_on is not None:
             self._show(step_on)
             self.optimizer.step()
-        if self.agenda.entry(self._position).kind is Kind.AVERAGE:
+        if self.record_schedule.record(self._position).kind is Kind.AVERAGE:
             self._average()
 
     def _mean(self, samples: float, gradients: Vector | None) -> Vector | None:
@@ -172,14 +172,14 @@ class ClusteredUpdater(WholeUpdater):
         self._moving = None
         return mean
 
-    def _exchange(self, mean: Vector | None) -> Vector | None:
+    def _outer(self, mean: Vector | None) -> Vector | None:
         """Exchange what the period brought, or the last batch alone; return what to step on in the last batch."""
         brought = mean if self._period is None else self._period.bring(mean)
         samples, self._samples_of_period = self._samples_of_period, 0.0
         if self._pace is not None:
             self._pace.end_period()
         own = brought if brought is not None else self._shape.zeros()
-        result = self._agree(samples, own, "exchange of clusters", reading=self._reading())
+        result = self._agree(samples, own, "exchange of clusters", measurement=self._measurement())
         if self._period is not None:
             return self._period.end(mean, result)
         return mean if result is None else result
@@ -199,30 +199,30 @@ class ClusteredUpdater(WholeUpdater):
             bucket.unstage_parameters()
 
     def _is_regrouping(self) -> bool:
-        """Whether the term of the next entry is one after which clusters may be made anew."""
-        term = self.agenda.entry(self._position).term
+        """Whether the term of the next record is one after which clusters may be made anew."""
+        term = self.record_schedule.record(self._position).term
         return self._recluster_every > 0 and (term + 1) % self._recluster_every == 0
 
-    def _reading(self) -> Reading:
+    def _measurement(self) -> Measurement:
         if not self._is_regrouping():
             return ()
-        return reading_of({} if self._pace is None else self._pace.summary(), self._moving_state.names())
+        return measurement_of({} if self._pace is None else self._pace.summary(), self._moving_state.names())
 
     def _propose(self) -> Proposal:
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
         if not self._is_regrouping():
             return NO_PROPOSAL
         start_s = time.monotonic()
-        readings = self._driver.readings()
+        measurements = self._driver.measurements()
         living = self._driver.living
-        proposal = self._regrouping.propose(self.clusters, readings, living=living) if readings else NO_PROPOSAL
+        proposal = self._regrouping.propose(self.clusters, measurements, living=living) if measurements else NO_PROPOSAL
         if self._pace is not None:
             self._pace.waited(time.monotonic() - start_s)  # this too is for others
         return proposal
 
     def _move(self, agreed: Agreed) -> None:
         """Go on in a new cluster: its optimizers are made equal with its first mean, unless they are already."""
-        before = next(ranks for ranks in self.clusters if self.channel.rank in ranks)
+        before = next(ranks for ranks in self.clusters if self.collectives.rank in ranks)
         self.clusters = agreed.clusters
         if self._moving is not None or before not in self.clusters:
             self._moving = agreed.state
@@ -235,19 +235,19 @@ class ClusteredUpdater(WholeUpdater):
         payload: Vector | None,
         phase: str,
         *,
-        reading: Reading = (),
+        measurement: Measurement = (),
         proposal: Proposal = NO_PROPOSAL,
     ) -> Vector | None:
-        """Provide what the next entry needs, wait for it, and return its payload."""
+        """Provide what the next record needs, wait for it, and return its payload."""
         start_ns = time.monotonic_ns()
-        self._driver.provide(samples=samples, payload=payload, reading=reading, proposal=proposal)
-        entry, agreed = self._driver.wait()
-        assert entry.index == self._position, f"entry {entry.index} came in place of {self._position}"
+        self._driver.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal)
+        record, agreed = self._driver.wait()
+        assert record.index == self._position, f"record {record.index} came in place of {self._position}"
         self._position += 1
-        self.channel.note_wait(phase, start_ns)
+        self.collectives.note_wait(phase, start_ns)
         if self._pace is not None:
             self._pace.waited((time.monotonic_ns() - start_ns) / 1e9)
-        if entry.kind is Kind.MEAN:
+        if record.kind is Kind.MEAN:
             self._samples_of_period += agreed.samples[0]
             self._samples_of_term += agreed.samples[0]
         if agreed.clusters:
@@ -256,10 +256,10 @@ class ClusteredUpdater(WholeUpdater):
         return found
 
     def _is_at_start(self) -> bool:
-        if self._position == 0 or not self.agenda.exchanges:
+        if self._position == 0 or not self.record_schedule.has_outer_rounds:
             return True
-        last = self.agenda.entry(self._position - 1)
-        return last.kind is (Kind.AVERAGE if self.agenda.averages else Kind.RESULT)
+        last = self.record_schedule.record(self._position - 1)
+        return last.kind is (Kind.AVERAGE if self.record_schedule.averages else Kind.RESULT)
 
     def _own_gradients(self) -> Vector:
         own = self._shape.empty()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.clustered.agenda import Entry
 from syncline.updates.clustered.messages import Contribution
+from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.memory import bytes_of
 
 ALIGNMENT_BYTES = 64
@@ -127,7 +127,7 @@ def combine(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
 class VectorArithmetic:
     """Reckons with vectors for the protocol."""
 
-    def mean(self, entry: Entry, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
+    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
         """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
         with_data = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
         total = sum(contribution.samples for contribution in with_data)

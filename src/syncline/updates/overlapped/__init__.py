@@ -1,32 +1,32 @@
 """The overlapped update: step on the own gradient at once, fold in the global one when it comes (mechanism 4).
 
-A bucket has one *server shard*. N workers push gradients to it; the first M for a turn make a global gradient, which
+A bucket has one *server shard*. N workers push gradients to it; the first M for a round make a global gradient, which
 all workers pull. Buckets know nothing of each other; what follows is the life of one of them within a period.
 
-**Turns.** Global gradients are numbered 1, 2, ... within a period: G(1), G(2), ... A worker that pushes a gradient says
-for which turn; its turns only rise. Where the network keeps up with the workers, turn j *is* iteration j. Where it does
-not, a worker never waits and never queues: while a push is still on its way, the gradients of further iterations are
-added together and make up the next push, so a push is the sum over a *run* of iterations, most often a run of one.
-A worker that is behind skips the turns that it knows to be closed: its next push is for the first turn that may still
-be open, so that its data counts. This cannot starve a turn: whoever pushes for turn j either pushed for j - 1 or knows
-that j - 1 is closed, so wherever M workers pushed for j, j - 1 closes too.
+**Rounds.** Global gradients are numbered 1, 2, ... within a period: G(1), G(2), ... A worker that pushes a gradient
+says for which round; its rounds only rise. Where the network keeps up with the workers, round j *is* iteration j. Where
+it does not, a worker never waits and never queues: while a push is still on its way, the gradients of further
+iterations are added together and make up the next push, so a push is the sum over a *run* of iterations, most often a
+run of one. A worker that is behind skips the rounds that it knows to be closed: its next push is for the first round
+that may still be open, so that its data counts. This cannot starve a round: whoever pushes for round j either pushed
+for j - 1 or knows that j - 1 is closed, so wherever M workers pushed for j, j - 1 closes too.
 
 **What the server sends** is cumulative: C(j) = G(1) + ... + G(j), with j = ``closed``, where
 
     G(k) = sum over the M workers in k of  weight * push  /  sum of their weights     (weight: samples of an iteration)
 
-and, to each worker, which of *its own* pushes are in (``accepted``: the latest turns in which it was among the M). It
-needs no list of everybody: a worker subtracts nothing but its own. A turn that can no longer find M workers (some are
+and, to each worker, which of *its own* pushes are in (``accepted``: the latest rounds in which it was among the M). It
+needs no list of everybody: a worker subtracts nothing but its own. A round that can no longer find M workers (some are
 dead, have ended their period, or wait) is *abandoned*: it counts as closed, and nobody is in. So ``closed`` never
 skips, and one number says what C holds.
 
 **Who waits** for ``max_staleness`` in one bucket pushes nothing in any, and with M < N two workers can wait for each
-other: each has a push out in one bucket for a turn in which only the other is missing, whose push for the turn before
+other: each has a push out in one bucket for a round in which only the other is missing, whose push for the round before
 came late, or who has left it out. Servers hear who waits from the questions that are asked in a long wait, and do not
 count on them, until they push again. With M = N there is no such pair: the later of the two to make its last step had
 been told of all that the other had pushed before.
 
-**What a worker does** with C(j), when it last used C(i), i < j: its own pushes for turns i < k <= j are now *settled*,
+**What a worker does** with C(j), when it last used C(i), i < j: its own pushes for rounds i < k <= j are now *settled*,
 and the others are not touched.
 
     rule "swap":      C(j) - C(i)  -  sum of its settled pushes that are in     is added to the gradient of this step
@@ -39,25 +39,26 @@ subtracted. Thus at every moment, whatever was skipped, dropped or overtaken,
 
 and every gradient enters once. That line is the invariant which the tests check in every reachable state.
 
-Several turns that come at once are fed as one gradient. A turn that stands for a run of r iterations is fed in r equal
-parts, unless the user says ``spread=False``: the sum is the same, but Adam sees gradients of the size it is used to.
-(On scikit-learn's digits sorted by label, simulated, 8 workers, 256 iterations of which a turn takes 8 or 32, one seed:
-loss .81 and 1.32 in parts, 1.16 and 1.66 at once, 1.91 without any exchange but the averages.)
+Several rounds that come at once are fed as one gradient. A round that stands for a run of r iterations is fed in r
+equal parts, unless the user says ``spread=False``: the sum is the same, but Adam sees gradients of the size it is used
+to. (On scikit-learn's digits sorted by label, simulated, 8 workers, 256 iterations of which a round takes 8 or 32, one
+seed: loss .81 and 1.32 in parts, 1.16 and 1.66 at once, 1.91 without any exchange but the averages.)
 
 **What is bounded.** A worker holds its own pushes until they are settled: at most ``window`` of them, then runs grow
-instead. The server holds, for each worker, the pushes whose turn is open: at most ``window``, then it takes no more
+instead. The server holds, for each worker, the pushes whose round is open: at most ``window``, then it takes no more
 from that worker. C is one buffer, and one reply for each worker is under way. Late pushes are dropped on arrival.
 
-**The clock.** Each push carries its worker's iteration, each reply the lowest iteration of the M that closed its turn.
+**The clock.** Each push carries its worker's iteration, each reply the lowest iteration of the M that closed its round.
 A worker's iteration number never lags behind that clock: one that is slow leaves numbers out. So a worker uses G(j)
 only when j <= i, all reach the period's last iteration together, each having done as many iterations as it could, and
 the average at the end is weighted by the samples that each really used. With M = N no number is ever left out.
 
 **A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
-and sends everyone the same bytes. Then turns and sums begin anew, and what still arrives for the old period is dropped.
-Where every rank is a worker and every global gradient needs all of them, the parameters do not pass through servers but
-are summed on the planner's tree (:mod:`.tree_mean`); a worker then only tells the servers that it *stops*, and the
-first message of a new period begins that. Towards the end a worker makes no pushes that could not come back in time.
+and sends everyone the same bytes. Then rounds and sums begin anew, and what still arrives for the old period is
+dropped. Where every rank is a worker and every global gradient needs all of them, the parameters do not pass through
+servers but are summed on the planner's tree (:mod:`.tree_mean`); a worker then only tells the servers that it *stops*,
+and the first message of a new period begins that. Towards the end a worker makes no pushes that could not come back in
+time.
 
 **Losses.** A worker that dies is not waited for. If it was a server too, the next living rank in a circle takes over
 its shards. What lay at the dead server is forgotten, so own gradients that were out stay steps of their workers; until
@@ -65,8 +66,8 @@ the period ends they may differ by what only some of them had pulled. The succes
 period it is in, and with which parameters that began, since one may have received the last average and another not.
 
 Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
-:mod:`.wire`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
-:mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.exchange` (one rank), :mod:`.average`, :mod:`.outer`,
+:mod:`.peer_transport`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
+:mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.operation` (one rank), :mod:`.average`, :mod:`.outer`,
 :mod:`.tree_mean`, :mod:`.fixed_point`;
 :mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
 """

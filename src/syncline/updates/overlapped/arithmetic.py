@@ -71,10 +71,10 @@ def own_inside(use: Use, place: Callable[[int], torch.Tensor], gradient: torch.T
 class Feed:
     """How corrections come into the gradients that a worker's optimizer gets.
 
-    A correction is added to the gradient of the step at hand, be it for one turn or for several. Where the network does
-    not keep up, a turn stands for a run of r iterations, and its correction is r times as large; with ``should_spread``
-    it is added in r equal parts to the next r steps. The optimizer gets the same sum, in gradients of the size that it
-    is used to; one that is large and rare would make Adam's steps small for long.
+    A correction is added to the gradient of the step at hand, be it for one round or for several. Where the network
+    does not keep up, a round stands for a run of r iterations, and its correction is r times as large; with
+    ``should_spread`` it is added in r equal parts to the next r steps. The optimizer gets the same sum, in gradients of
+    the size that it is used to; one that is large and rare would make Adam's steps small for long.
     """
 
     def __init__(self, *, should_spread: bool) -> None:

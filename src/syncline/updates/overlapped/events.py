@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A gradient of ``worker`` for ``turn`` lies at ``place``."""
+    """A gradient of ``worker`` for ``round_number`` lies at ``place``."""
 
     worker: int
     period: int
-    turn: int
+    round_number: int
     iteration: int
     """The worker's iteration when it pushed."""
     weight: float
@@ -42,11 +42,11 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """``worker`` has ended ``period``, which is averaged elsewhere; it pushes for no turn after ``last_turn``."""
+    """``worker`` has ended ``period``, which is averaged elsewhere; it pushes for no round after ``last_round``."""
 
     worker: int
     period: int
-    last_turn: int
+    last_round: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Contribution:
 class Fold:
     """Add the weighted mean of these (in rank order) to the cumulative sum."""
 
-    turn: int
+    round_number: int
     contributions: tuple[Contribution, ...]
 
 
@@ -137,7 +137,7 @@ class Reply:
     closed: int
     clock: int
     accepted: tuple[int, ...]
-    """The latest turns in which ``worker`` was, rising."""
+    """The latest rounds in which ``worker`` was, rising."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class Send:
 
     place: int
     period: int
-    turn: int
+    round_number: int
     iteration: int
     weight: float
 

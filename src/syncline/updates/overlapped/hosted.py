@@ -33,19 +33,19 @@ from syncline.updates.overlapped.events import (
     Stop,
     Waiting,
 )
-from syncline.updates.overlapped.recording import Recorder
-from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
-from syncline.updates.overlapped.wire import (
+from syncline.updates.overlapped.messages import (
     DownHeader,
     Kind,
-    Lane,
+    MessageKind,
     Question,
     UpHeader,
     decode_stop,
     encode_stop,
     tag,
 )
+from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.server import ServerShard
+from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class HostedShard:
         mailbox.is_posted = True
         self._port.receive(
             worker,
-            tag(self.bucket.stream, Lane.UP, mailbox.number, epoch=self._epoch),
+            tag(self.bucket.stream, MessageKind.UP, mailbox.number, epoch=self._epoch),
             mailbox.places[place].memory,
             urgency=self.bucket.urgency,
             on_received=partial(self._landed, worker, place),
@@ -153,10 +153,10 @@ class HostedShard:
 
     def _obey(self, instruction: ServerInstruction) -> None:
         match instruction:
-            case Fold(turn=turn, contributions=given):
+            case Fold(round_number=round_number, contributions=given):
                 weights = [one.weight for one in given]
                 add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
-                self._note("fold", self.machine.period, turn, given)
+                self._note("fold", self.machine.period, round_number, given)
             case Average(period=period, part=part, contributions=given):
                 out = self._averages.setdefault(part, torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype))
                 average(self._values(given), [one.weight for one in given], out=out)
@@ -215,7 +215,7 @@ class HostedShard:
         number, mailbox.reply_number = mailbox.reply_number, mailbox.reply_number + 1
         self._port.send(
             worker,
-            tag(self.bucket.stream, Lane.DOWN, number, epoch=self._epoch),
+            tag(self.bucket.stream, MessageKind.DOWN, number, epoch=self._epoch),
             message.memory,
             urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
@@ -223,11 +223,11 @@ class HostedShard:
         )
 
     def _await_stop(self, worker: int, number: int) -> None:
-        """Learn that ``worker`` has ended a period, of each in turn."""
-        message = encode_stop(period=0, last_turn=0)
+        """Learn that ``worker`` has ended a period, of each one after the other."""
+        message = encode_stop(period=0, last_round=0)
         self._port.receive(
             worker,
-            tag(self.bucket.stream, Lane.STOP, number, epoch=self._epoch),
+            tag(self.bucket.stream, MessageKind.STOP, number, epoch=self._epoch),
             message,
             urgency=self.bucket.urgency,
             on_received=partial(self._stopped, worker, number, message),
@@ -236,8 +236,8 @@ class HostedShard:
     def _stopped(self, worker: int, number: int, message: memoryview) -> None:
         if self._is_retired or worker not in self.machine.alive:
             return
-        period, last_turn = decode_stop(message)
-        self._handle(Stop(worker=worker, period=period, last_turn=last_turn))
+        period, last_round = decode_stop(message)
+        self._handle(Stop(worker=worker, period=period, last_round=last_round))
         self._await_stop(worker, number + 1)
 
     def _await_question(self, worker: int) -> None:
@@ -245,7 +245,7 @@ class HostedShard:
         question = self._mailboxes[worker].question
         self._port.receive(
             worker,
-            tag(self.bucket.stream, Lane.ASK, question.number, epoch=self._epoch),
+            tag(self.bucket.stream, MessageKind.ASK, question.number, epoch=self._epoch),
             question.asked,
             urgency=self.bucket.urgency,
             on_received=partial(self._answer, worker),
@@ -259,7 +259,7 @@ class HostedShard:
         answer = Question.encode_answer(self.machine.missing())
         self._port.send(
             worker,
-            tag(self.bucket.stream, Lane.ANSWER, number, epoch=self._epoch),
+            tag(self.bucket.stream, MessageKind.ANSWER, number, epoch=self._epoch),
             answer,
             urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
@@ -273,7 +273,7 @@ def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
         return Push(
             worker=worker,
             period=header.period,
-            turn=header.turn,
+            round_number=header.round_number,
             iteration=header.iteration,
             weight=header.weight,
             place=place,
@@ -282,10 +282,10 @@ def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
         return End(
             worker=worker,
             period=header.period,
-            part=header.turn,
+            part=header.round_number,
             weight=header.weight,
             place=place,
             iteration=header.iteration,
-            is_last=header.turn == header.last_part,
+            is_last=header.round_number == header.last_part,
         )
     return Hello(worker=worker, period=header.period, place=place, iteration=header.iteration)

@@ -19,10 +19,10 @@ from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
 from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
 from syncline.updates.overlapped.inbox import PullBuffers
+from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, encode_stop, tag
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
-from syncline.updates.overlapped.wire import DownHeader, Kind, Lane, Question, UpHeader, encode_stop, tag
 from syncline.updates.overlapped.worker import BucketWorker
 
 
@@ -45,7 +45,7 @@ class WorkerLink:
         self.bucket = bucket
         self.server = server
         self.epoch = 0
-        self.machine = BucketWorker(window=terms.window, num_turns=terms.period, push=terms.push)
+        self.machine = BucketWorker(window=terms.window, num_rounds=terms.period, push=terms.push)
         self.num_forgotten = 0
         """Pushes that died with a server."""
         self.dropped: tuple[int, ...] = (0,) * terms.world_size
@@ -93,7 +93,7 @@ class WorkerLink:
             self._push(instruction, epoch)
 
     def use(self, gradient: torch.Tensor) -> int:
-        """Fold the newest global gradient, if it was not used yet, into ``gradient``; return how many turns it adds."""
+        """Fold the newest global gradient, if it is not used yet, into ``gradient``; return how many rounds it adds."""
         with self._changed:
             used = self.machine.used
             use = self.machine.use()
@@ -114,7 +114,7 @@ class WorkerLink:
         with self._changed:
             self._pulls.give_back()
         self._trace.span(
-            f"fold into bucket {self.bucket.index}", "fold", start_ns, self._trace.now_ns(), turn=use.closed
+            f"fold into bucket {self.bucket.index}", "fold", start_ns, self._trace.now_ns(), round_number=use.closed
         )
         self._port.call_soon(self.on_room)
         return use.closed - used
@@ -139,7 +139,7 @@ class WorkerLink:
             header = UpHeader(
                 kind=Kind.END,
                 period=self.machine.period,
-                turn=part,
+                round_number=part,
                 iteration=iteration,
                 last_part=len(parts) - 1,
                 weight=weight,
@@ -159,14 +159,14 @@ class WorkerLink:
         with self._changed:
             self._has_ended = True
             self._pulls.reset()
-            note = encode_stop(period=self.machine.period, last_turn=self.machine.last_turn)
+            note = encode_stop(period=self.machine.period, last_round=self.machine.last_round)
             number = self.machine.period
         self._port.call_soon(self._tell_stop, note, number)
 
     def _tell_stop(self, note: memoryview, number: int) -> None:
         self._port.send(
             self.server,
-            tag(self.bucket.stream, Lane.STOP, number, epoch=self.epoch),
+            tag(self.bucket.stream, MessageKind.STOP, number, epoch=self.epoch),
             note,
             urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
@@ -225,10 +225,14 @@ class WorkerLink:
         self._note(send)
         message = self._places[send.place]
         header = UpHeader(
-            kind=Kind.PUSH, period=send.period, turn=send.turn, iteration=send.iteration, weight=send.weight
+            kind=Kind.PUSH,
+            period=send.period,
+            round_number=send.round_number,
+            iteration=send.iteration,
+            weight=send.weight,
         )
         header.encode(message.memory)
-        self._port.call_soon(self._transmit, message, epoch, send.turn)
+        self._port.call_soon(self._transmit, message, epoch, send.round_number)
 
     def _note(self, instruction: WorkerInstruction) -> None:
         if self._recorder is not None:
@@ -244,7 +248,7 @@ class WorkerLink:
             return
         self._port.receive(
             self.server,
-            tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch),
+            tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch),
             message.memory,
             urgency=self.bucket.urgency,
             on_received=partial(self._on_reply, self.epoch, self._trace.now_ns()),
@@ -254,8 +258,8 @@ class WorkerLink:
         """Ask the server whom it waits for."""
         server, question, epoch = self.server, self._question, self.epoch
         urgency = self.bucket.urgency
-        answer_tag = tag(self.bucket.stream, Lane.ANSWER, question.number, epoch=epoch)
-        ask_tag = tag(self.bucket.stream, Lane.ASK, question.number, epoch=epoch)
+        answer_tag = tag(self.bucket.stream, MessageKind.ANSWER, question.number, epoch=epoch)
+        ask_tag = tag(self.bucket.stream, MessageKind.ASK, question.number, epoch=epoch)
         question.number += 1
         self._port.receive(
             server, answer_tag, question.answered, urgency=urgency, on_received=partial(self._on_answer, question)
@@ -266,7 +270,9 @@ class WorkerLink:
         """Go on with another server, or another shard of this one; what was pushed to the one before is forgotten."""
         with self._changed:
             if self._port.is_lost(self.server):
-                self._port.cancel(self.server, tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch))
+                self._port.cancel(
+                    self.server, tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch)
+                )
                 self._pulls.drop_landed()
             elif not self._pulls.abandon_landing():
                 self._let_land()
@@ -293,26 +299,30 @@ class WorkerLink:
     def _let_land(self) -> None:
         """Take what the server may have sent already, and do nothing with it."""
         sink = self.bucket.make_down(self._terms)
-        down_tag = tag(self.bucket.stream, Lane.DOWN, self._down_number, epoch=self.epoch)
+        down_tag = tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch)
         urgency = self.bucket.urgency
         self._port.receive(self.server, down_tag, sink.memory, urgency=urgency, on_received=lambda: None)
 
-    def _transmit(self, message: Message, epoch: int, turn: int | None = None) -> None:
-        """Send ``message``; with ``turn`` it is a push, and the machine is told when it has left."""
+    def _transmit(self, message: Message, epoch: int, round_number: int | None = None) -> None:
+        """Send ``message``; with ``round_number`` it is a push, and the machine is told when it has left."""
         if epoch != self.epoch:
             return  # it was for a server that is dead; what is to be said to its successor was said in move()
         number, self._up_number = self._up_number, self._up_number + 1
         self._port.send(
             self.server,
-            tag(self.bucket.stream, Lane.UP, number, epoch=epoch),
+            tag(self.bucket.stream, MessageKind.UP, number, epoch=epoch),
             message.memory,
             urgency=self.bucket.urgency,
             connection_class=self.bucket.connection_class,
-            on_sent=partial(self._on_sent, epoch, turn, self._trace.now_ns()) if turn is not None else None,
+            on_sent=partial(self._on_sent, epoch, round_number, self._trace.now_ns())
+            if round_number is not None
+            else None,
         )
 
-    def _on_sent(self, epoch: int, turn: int, start_ns: int) -> None:
-        self._trace.span(f"push of bucket {self.bucket.index}", "push", start_ns, self._trace.now_ns(), turn=turn)
+    def _on_sent(self, epoch: int, round_number: int, start_ns: int) -> None:
+        self._trace.span(
+            f"push of bucket {self.bucket.index}", "push", start_ns, self._trace.now_ns(), round_number=round_number
+        )
         with self._changed:
             if epoch == self.epoch:
                 self.machine.sent()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from syncline.runtime.port import Port
-from syncline.updates.overlapped.wire import Lane, tag
+from syncline.updates.overlapped.messages import MessageKind, tag
 
 URGENCY = -1
 _NOTE = struct.Struct("<IB")
@@ -50,4 +50,4 @@ class LossNotes:
         self._on_note(peer, lost, bool(is_left_behind))
 
     def _tag(self, number: int) -> int:
-        return tag(self._stream, Lane.NOTE, number, epoch=0)
+        return tag(self._stream, MessageKind.NOTE, number, epoch=0)

@@ -16,7 +16,7 @@ class ServerNote:
     what: str
     period: int
     number: int
-    """The turn, or the part."""
+    """The round, or the part."""
     members: tuple[tuple[int, float], ...]
 
 

@@ -2,8 +2,8 @@
 
 Every rank records what its worker was told to do in each step, and who was in the global gradients of the shards that
 it hosted (``Overlapped(should_record=True)``). That is all that arrivals ever decide; with the same data, the rest
-follows. Workers are carried on in turn, each as far as what it used then exists. Runs in which a rank was lost cannot
-be replayed.
+follows. Workers are carried on one after the other, each as far as what it used then exists. Runs in which a rank was
+lost cannot be replayed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Ledger:
         self.num_events = 0
         self.num_ranks = num_ranks
 
-    def push(self, bucket: int, period: int, turn: int, worker: int, values: torch.Tensor) -> None:
-        self._pushes[bucket, period, turn, worker] = values.clone()
+    def push(self, bucket: int, period: int, round_number: int, worker: int, values: torch.Tensor) -> None:
+        self._pushes[bucket, period, round_number, worker] = values.clone()
 
     def start(self, bucket: int, period: int, values: torch.Tensor) -> None:
         """Let ``values`` be what the period begins with, where it ends with a collective."""
@@ -166,7 +166,7 @@ class _Hands:
             return True
         key = (bucket, instruction.place)
         if isinstance(instruction, Send):
-            self.ledger.push(bucket, self.period, instruction.turn, self.replica.rank, self._places[key])
+            self.ledger.push(bucket, self.period, instruction.round_number, self.replica.rank, self._places[key])
         elif isinstance(instruction, Keep) and instruction.add:
             self._places[key].add_(gradient)
         else:

@@ -11,16 +11,16 @@ import torch
 
 from syncline.errors import ConfigurationError
 from syncline.updates.bucket import Bucket
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
-from syncline.updates.lane import LaneOptions
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
-from syncline.updates.overlapped.exchange import Exchange
 from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
@@ -34,7 +34,7 @@ FRESH = 8
 """With gradients that are staler than so many iterations, "rebase" is no better than "swap" (decision 0012)."""
 WINDOW = 1
 """Pushes of one worker that may be out for one bucket. A second one would stand in the queue of a link that is full,
-and its gradients grow old there; a worker near a server would fill a larger window with one iteration each, turns that
+and its gradients grow old there; a worker near a server would fill a larger window with one iteration each, rounds that
 then wait for workers far away, whose runs are long (decision 0005)."""
 
 
@@ -106,9 +106,9 @@ class Overlapped:
             raise ConfigurationError(f'Overlapped: servers is "shared" or "dedicated:k", not {self.servers!r}')
 
     @property
-    def lane_options(self) -> LaneOptions:
+    def schedule_options(self) -> BucketScheduleOptions:
         """No collective moves the buckets; this is the cheapest to plan."""
-        return LaneOptions(is_divided=False)
+        return BucketScheduleOptions(is_divided=False)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UpdateError` if the optimizer wants a closure."""
@@ -154,14 +154,14 @@ class OverlappedUpdater(WholeUpdater):
 
     def __init__(self, setting: Setting, rule: Overlapped) -> None:
         super().__init__(setting)
-        communicator = self.channel.communicator
+        communicator = self.collectives.communicator
         terms, kind = rule.terms(communicator.world_size), rule.kind(self.optimizer)
         plans = [bucket.plan for bucket in self.buckets]
         buckets = [
             BucketTerms(
                 index=plan.index,
-                stream=self.channel.lanes[plan.index].stream,
-                connection_class=max(self.channel.classes[plan.index], plan.index * rule.num_classes // len(plans)),
+                stream=self.collectives.bucket_schedules[plan.index].stream,
+                connection_class=max(self.collectives.classes[plan.index], plan.index * rule.num_classes // len(plans)),
                 num_elements=plan.num_elements,
                 dtype=plan.dtype,
             )
@@ -171,7 +171,7 @@ class OverlappedUpdater(WholeUpdater):
         self._spread = rule.spread
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
         self.recorder = Recorder() if rule.should_record else None
-        self.exchange = Exchange(
+        self.client = ServerClient(
             communicator.open_port(f"overlapped update {terms}"),
             terms,
             buckets,
@@ -179,13 +179,13 @@ class OverlappedUpdater(WholeUpdater):
             max_staleness=rule.max_staleness,
             is_additive=kind != "swap",
             make_feed=self._make_feed,
-            timeout_s=self.channel.timeout_s,
+            timeout_s=self.collectives.timeout_s,
             progress=communicator.progress,
-            note_wait=self.channel.note_wait,
-            trace=self.channel.trace,
+            note_wait=self.collectives.note_wait,
+            trace=self.collectives.trace,
             recorder=self.recorder,
         )
-        self._tree_mean = TreeMean(self.channel.control, self.buckets) if terms.ends_on_tree else None
+        self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None
         self._end_of_period = EndOfPeriod(
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
@@ -195,16 +195,16 @@ class OverlappedUpdater(WholeUpdater):
 
     def _begin(self) -> None:
         self._note_start()
-        self.exchange.start()
-        if not self.exchange.links:
-            self.exchange.serve()
-            self.exchange.close()
+        self.client.start()
+        if not self.client.links:
+            self.client.serve()
+            self.client.close()
             raise SystemExit(0)
 
     def _note_start(self) -> None:
         """Take note of what a period begins with, which a checkpoint may have brought."""
-        if self.exchange.counts.num_periods == 0:
-            for link, bucket in zip(self.exchange.links, self.buckets, strict=False):
+        if self.client.counts.num_periods == 0:
+            for link, bucket in zip(self.client.links, self.buckets, strict=False):
                 link.keep_start(bucket.parameters)
         self._end_of_period.begin()
         if self._tree_mean is not None:
@@ -218,17 +218,17 @@ class OverlappedUpdater(WholeUpdater):
 
         A period that was ended early counts the iterations of the worker that came furthest in it.
         """
-        return self.exchange.iteration
+        return self.client.iteration
 
     @property
     def is_at_period_start(self) -> bool:
         """Whether a period has just ended, so that all ranks have the same parameters."""
-        return self.exchange.clock.num_steps == 0
+        return self.client.clock.num_steps == 0
 
     @property
-    def scribe(self) -> int | None:
+    def checkpoint_writer(self) -> int | None:
         """Of a fleet that goes on without lost ranks, or has ranks that only serve, the lowest worker that lives."""
-        terms, lost = self.exchange.terms, self.exchange.lost
+        terms, lost = self.client.terms, self.client.lost
         if terms.quorum == terms.world_size and not terms.shrinks:
             return None
         return min((rank for rank in terms.workers if rank not in lost), default=None)
@@ -247,22 +247,22 @@ class OverlappedUpdater(WholeUpdater):
 
     def step(self) -> None:
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
-        trace = self.channel.trace
+        trace = self.collectives.trace
         start_ns = trace.now_ns()
         if self.is_at_period_start:
             self._note_start()
         with self._rescue_if_needed():
-            self.exchange.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
+            self.client.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
             self._show_gradients()
             self.optimizer.step()
         else:
-            own = [link.unsettled() for link in self.exchange.links]
+            own = [link.unsettled() for link in self.client.links]
             self._rebase.step([feed.collected() for feed in self._feeds], own)
         self._weight = 0.0
         trace.span("local step", "update", start_ns, trace.now_ns(), step=self.step_number)
         self.step_number += 1
-        if self.exchange.clock.is_last:
+        if self.client.clock.is_last:
             self.end_period()
 
     def end_period(self) -> None:
@@ -270,36 +270,36 @@ class OverlappedUpdater(WholeUpdater):
         if self.is_at_period_start:
             return
         if self._rebase is not None:
-            self._rebase.finish([link.unsettled() for link in self.exchange.links])
-        trace = self.channel.trace
-        start_ns, number = trace.now_ns(), self.exchange.counts.num_periods
+            self._rebase.finish([link.unsettled() for link in self.client.links])
+        trace = self.collectives.trace
+        start_ns, number = trace.now_ns(), self.client.counts.num_periods
         with self._rescue_if_needed():
             self._average()
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
     def _average(self) -> None:
         parts = self._end_of_period.gather()
-        if self._tree_mean is not None and self.exchange.end_together(self._tree_mean):
+        if self._tree_mean is not None and self.client.end_together(self._tree_mean):
             self._end_of_period.finish([[True] for _ in parts])
         else:
-            self._end_of_period.finish(self.exchange.end_period(parts))
+            self._end_of_period.finish(self.client.end_period(parts))
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
-        return self.exchange.statistics()
+        return self.client.statistics()
 
     def progress(self) -> str:
         """Say how stale, how often global, what was dropped and how long was waited."""
-        return self.exchange.statistics().progress()
+        return self.client.statistics().progress()
 
     def finish(self) -> None:
         """End the period that is under way: after a close, all ranks have the same parameters."""
         self.end_period()
-        self.exchange.drain()
+        self.client.drain()
 
     def close(self) -> None:
         """Release everything; what is under way is given up."""
-        self.exchange.close()
+        self.client.close()
 
     def _make_feed(self) -> Feed | Collect:
         if self._rebase is None:
@@ -309,7 +309,7 @@ class OverlappedUpdater(WholeUpdater):
 
     def _raise_failure(self) -> None:
         with self._rescue_if_needed():
-            self.exchange.raise_failure()
+            self.client.raise_failure()
 
     @contextlib.contextmanager
     def _rescue_if_needed(self) -> Iterator[None]:
@@ -317,11 +317,11 @@ class OverlappedUpdater(WholeUpdater):
         try:
             yield
         except QuorumLostError as error:
-            alive = [rank for rank in self.exchange.terms.workers if rank not in error.missing]
+            alive = [rank for rank in self.client.terms.workers if rank not in error.missing]
             path, self._rescue = self._rescue, None
-            if path is not None and self.save_alone is not None and self.channel.rank == min(alive):
+            if path is not None and self.save_alone is not None and self.collectives.rank == min(alive):
                 self.save_alone(path)
-                error.add_note(f"rank {self.channel.rank} has written a checkpoint of what it had to {path}")
+                error.add_note(f"rank {self.collectives.rank} has written a checkpoint of what it had to {path}")
             raise
 
     def _show_gradients(self) -> None:

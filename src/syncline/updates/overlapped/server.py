@@ -36,14 +36,14 @@ from syncline.updates.overlapped.events import (
 class ShardStatistics:
     """What a server shard counted; the mappings are by worker."""
 
-    num_turns: int
+    num_rounds: int
     """Global gradients made."""
     num_abandoned: int
-    """Turns that could not find their M workers any more."""
+    """Rounds that could not find their M workers any more."""
     late: dict[int, int]
-    """Pushes for a turn that was closed: dropped."""
+    """Pushes for a round that was closed: dropped."""
     unfinished: dict[int, int]
-    """Pushes whose turn was still open when it was abandoned or the period ended: dropped."""
+    """Pushes whose round was still open when it was abandoned or the period ended: dropped."""
     outdated: dict[int, int]
     """Pushes of an older period, repeated, or from a worker that had ended its period: dropped."""
 
@@ -53,18 +53,18 @@ class _Account:
     """What the shard knows of one worker."""
 
     accepted: deque[int]
-    last_turn: int = 0
+    last_round: int = 0
     told: int = 0
     is_busy: bool = False
-    final_turn: int | None = None
-    """Its last turn of this period, once that is known: it has ended the period."""
+    final_round: int | None = None
+    """Its last round of this period, once that is known: it has ended the period."""
     due: deque[ReplyAverage] = field(default_factory=deque)
     is_waiting: bool = False
     """It has said so since its last push: until it is freed, perhaps by another bucket, it pushes nothing."""
 
-    def may_push(self, turn: int) -> bool:
-        """Whether a push for ``turn`` may come."""
-        return self.last_turn < turn and (self.final_turn is None or turn <= self.final_turn)
+    def may_push(self, round_number: int) -> bool:
+        """Whether a push for ``round_number`` may come."""
+        return self.last_round < round_number and (self.final_round is None or round_number <= self.final_round)
 
 
 class ServerShard:
@@ -102,14 +102,14 @@ class ServerShard:
         self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
         self._has_failed = False
-        self._num_turns = 0
+        self._num_rounds = 0
         self._num_abandoned = 0
         self._late: Counter[int] = Counter()
         self._unfinished: Counter[int] = Counter()
         self._outdated: Counter[int] = Counter()
 
     def __repr__(self) -> str:
-        return f"<ServerShard period {self.period}: {self.closed} turns closed, {len(self._held)} open>"
+        return f"<ServerShard period {self.period}: {self.closed} rounds closed, {len(self._held)} open>"
 
     def handle(self, event: ServerEvent) -> list[ServerInstruction]:
         """Take one event; return what is to be done, in this order."""
@@ -150,7 +150,7 @@ class ServerShard:
         return self._late[worker] + self._unfinished[worker] + self._outdated[worker]
 
     def missing(self) -> tuple[int, ...]:
-        """Return whom the next thing (the open turn, or the period's end) waits for: workers that live."""
+        """Return whom the next thing (the open round, or the period's end) waits for: workers that live."""
         if self._greetings is not None:
             return tuple(worker for worker in self.alive if worker not in self._greetings)
         some_end = next((ended for ended in self._ends.values() if ended), None)
@@ -160,29 +160,29 @@ class ServerShard:
     def statistics(self) -> ShardStatistics:
         """Return what was counted since the start."""
         return ShardStatistics(
-            num_turns=self._num_turns,
+            num_rounds=self._num_rounds,
             num_abandoned=self._num_abandoned,
             late=dict(self._late),
             unfinished=dict(self._unfinished),
             outdated=dict(self._outdated),
         )
 
-    # --- turns ---------------------------------------------------------------------------------------------------
+    # --- rounds ---------------------------------------------------------------------------------------------------
 
     def _push(self, push: Push) -> list[ServerInstruction]:
         account = self._accounts[push.worker]
         begun = self._go_on_to(push.period)
         dropped: list[ServerInstruction] = [Release(worker=push.worker, place=push.place)]
-        if push.period != self.period or not account.may_push(push.turn):
+        if push.period != self.period or not account.may_push(push.round_number):
             self._outdated[push.worker] += 1
             return [*begun, *dropped]
-        account.last_turn = push.turn
+        account.last_round = push.round_number
         account.is_waiting = False
-        if push.turn <= self.closed:
+        if push.round_number <= self.closed:
             self._late[push.worker] += 1
             return dropped
         contribution = Contribution(worker=push.worker, weight=push.weight, iteration=push.iteration, place=push.place)
-        self._held.setdefault(push.turn, {})[push.worker] = contribution
+        self._held.setdefault(push.round_number, {})[push.worker] = contribution
         return [*begun, *self._advance()]
 
     def _advance(self) -> list[ServerInstruction]:
@@ -190,13 +190,13 @@ class ServerShard:
         instructions: list[ServerInstruction] = []
         before = self.closed
         while self._held:
-            turn = self.closed + 1
-            present = self._held.get(turn, {})
+            round_number = self.closed + 1
+            present = self._held.get(round_number, {})
             needed = self._needed(present)
             if len(present) >= needed:
-                instructions += self._close(turn)
-            elif len(present) + self._num_to_come(turn, present) < needed:
-                instructions += self._abandon(turn)
+                instructions += self._close(round_number)
+            elif len(present) + self._num_to_come(round_number, present) < needed:
+                instructions += self._abandon(round_number)
             else:
                 break
         if self.closed > before:
@@ -209,13 +209,13 @@ class ServerShard:
         num_able = len({*self.alive, *present})
         return max(1, min(self.quorum, num_able)) if self._shrinks else self.quorum
 
-    def _num_to_come(self, turn: int, present: Iterable[int]) -> int:
-        """Return how many workers may still push for ``turn``."""
+    def _num_to_come(self, round_number: int, present: Iterable[int]) -> int:
+        """Return how many workers may still push for ``round_number``."""
         accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
-        return sum(account.may_push(turn) and not account.is_waiting for account in accounts.values())
+        return sum(account.may_push(round_number) and not account.is_waiting for account in accounts.values())
 
     def _wait(self, worker: int) -> list[ServerInstruction]:
-        """Do not count on ``worker`` for a turn while it waits: it may wait for whoever waits for that turn.
+        """Do not count on ``worker`` for a round while it waits: it may wait for whoever waits for that round.
 
         Where a global gradient needs all workers, none can be ahead in one bucket and behind in another as that takes.
         """
@@ -224,19 +224,19 @@ class ServerShard:
         self._accounts[worker].is_waiting = True
         return self._advance()
 
-    def _close(self, turn: int) -> list[ServerInstruction]:
-        present = self._held.pop(turn)
+    def _close(self, round_number: int) -> list[ServerInstruction]:
+        present = self._held.pop(round_number)
         contributions = tuple(present[worker] for worker in sorted(present))
-        self.closed = turn
+        self.closed = round_number
         self.clock = max(self.clock, min(one.iteration for one in contributions))
-        self._num_turns += 1
+        self._num_rounds += 1
         for one in contributions:
-            self._accounts[one.worker].accepted.append(turn)
-        return [Fold(turn=turn, contributions=contributions), *self._release(contributions)]
+            self._accounts[one.worker].accepted.append(round_number)
+        return [Fold(round_number=round_number, contributions=contributions), *self._release(contributions)]
 
-    def _abandon(self, turn: int) -> list[ServerInstruction]:
-        present = self._held.pop(turn, {})
-        self.closed = turn
+    def _abandon(self, round_number: int) -> list[ServerInstruction]:
+        present = self._held.pop(round_number, {})
+        self.closed = round_number
         self._num_abandoned += 1
         self._unfinished.update(present.keys())
         return self._release(present.values())
@@ -253,7 +253,7 @@ class ServerShard:
         if account.due:
             account.is_busy = True
             return [account.due.popleft()]
-        if account.final_turn is not None or account.told == self.closed:
+        if account.final_round is not None or account.told == self.closed:
             return []
         account.is_busy = True
         account.told = self.closed
@@ -268,7 +268,7 @@ class ServerShard:
             self._outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
         account = self._accounts[end.worker]
-        account.final_turn = account.last_turn
+        account.final_round = account.last_round
         self._last_part = end.part if end.is_last else end.part + 1
         ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
         return self._advance() + self._average(end.part)
@@ -298,7 +298,7 @@ class ServerShard:
         begun = self._go_on_to(stop.period)
         if stop.period != self.period:
             return begun
-        self._accounts[stop.worker].final_turn = stop.last_turn
+        self._accounts[stop.worker].final_round = stop.last_round
         return [*begun, *self._advance()]
 
     def _go_on_to(self, period: int) -> list[ServerInstruction]:
@@ -312,8 +312,8 @@ class ServerShard:
         self._ends.clear()
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
-            account.last_turn = account.told = 0
-            account.final_turn = None
+            account.last_round = account.told = 0
+            account.final_round = None
             account.is_waiting = False
             account.accepted.clear()
         return [*self._release(leftover), Clear(period=period)]
@@ -361,7 +361,7 @@ class ServerShard:
         return [*instructions, *releases, *self._succeed(newest.period)]
 
     def _succeed(self, period: int) -> list[ServerInstruction]:
-        """Take over the bucket in ``period``, with nothing known of its turns, and take what had to wait."""
+        """Take over the bucket in ``period``, with nothing known of its rounds, and take what had to wait."""
         self._greetings = None
         instructions = self._begin_period(period)
         for worker in self.alive:

@@ -54,7 +54,7 @@ class OverlappedStatistics:
 
 
 @dataclass(slots=True)
-class ExchangeCounts:
+class ClientCounts:
     """The counters, while they run."""
 
     num_steps: int = 0
@@ -65,12 +65,12 @@ class ExchangeCounts:
     waited_s: dict[str, float] = field(default_factory=lambda: {"staleness": 0.0, "period": 0.0})
     waited_for: Counter[int] = field(default_factory=Counter)
 
-    def note_step(self, *, staleness: int, num_turns: int) -> None:
+    def note_step(self, *, staleness: int, num_rounds: int) -> None:
         """Count a step."""
         self.num_steps += 1
         self.sum_staleness += staleness
         self.max_staleness = max(self.max_staleness, staleness)
-        self.num_with_global += num_turns > 0
+        self.num_with_global += num_rounds > 0
 
     def note_wait(self, phase: str, seconds: float, awaited: tuple[int, ...]) -> None:
         """Count a wait."""

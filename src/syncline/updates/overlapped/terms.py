@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.fabric import PATIENT
+from syncline.fabric import BULK
 from syncline.updates.memory import bytes_of
 from syncline.updates.overlapped.arithmetic import sum_dtype
-from syncline.updates.overlapped.wire import DownHeader, UpHeader
+from syncline.updates.overlapped.messages import DownHeader, UpHeader
 from syncline.updates.overlapped.worker import PushOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms of the exchange, equal on every rank."""
+    """The terms of the exchange with servers, equal on every rank."""
 
     world_size: int
     workers: tuple[int, ...]
@@ -56,7 +56,7 @@ class BucketTerms:
     @property
     def urgency(self) -> int:
         """Of all its messages: after those of collectives, since no step waits for these."""
-        return PATIENT + self.index
+        return BULK + self.index
 
     def make_up(self) -> Message:
         """Return room for a message from a worker."""

@@ -25,7 +25,7 @@ class _Run:
     """Number of the first of these among all own gradients of this period."""
     last: int
     weight: float
-    turn: int = 0
+    round_number: int = 0
     """0 until it is pushed."""
     pushed_at: int = 0
     """Number of own gradients when it was pushed."""
@@ -39,17 +39,17 @@ class BucketWorker:
     """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
 
     def __init__(
-        self, *, window: int, num_turns: int, push: PushOf = "current", period: int = 0, holds_back: bool = True
+        self, *, window: int, num_rounds: int, push: PushOf = "current", period: int = 0, holds_back: bool = True
     ) -> None:
         """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
 
-        ``num_turns`` is K, the iterations of a period: a gradient that would be for a later turn is not pushed. With
+        ``num_rounds`` is K, the iterations of a period: a gradient that would be for a later round is not pushed. With
         ``holds_back`` neither is what would not come back before the period ends, by how long the last push took: it
         would only be in the way of the average, which has it all the same.
         """
         self._holds_back = holds_back
         self.window = window
-        self.num_turns = num_turns
+        self.num_rounds = num_rounds
         self.period = period
         self._push = push
         self._turnaround = 0
@@ -67,7 +67,7 @@ class BucketWorker:
             self._free.remove(self._sending.place)
         self._out: list[_Run] = []
         self._making: _Run | None = None
-        self._last_turn = 0
+        self._last_round = 0
         self._num_own = 0
         self._newest: Reply | None = None
         self._used = 0
@@ -79,7 +79,7 @@ class BucketWorker:
 
     @property
     def closed(self) -> int:
-        """The newest turn that this worker knows to be closed."""
+        """The newest round that this worker knows to be closed."""
         return self._newest.closed if self._newest is not None else 0
 
     @property
@@ -89,18 +89,18 @@ class BucketWorker:
 
     @property
     def reached(self) -> int:
-        """The iteration that this worker must be in, at least: a gradient still to be pushed is for a later turn."""
+        """The iteration that this worker must be in, at least: a gradient still to be pushed is for a later round."""
         return self.clock + (self._making is not None)
 
     @property
     def used(self) -> int:
-        """The newest turn whose global gradient was used."""
+        """The newest round whose global gradient was used."""
         return self._used
 
     @property
-    def last_turn(self) -> int:
-        """The newest turn that this worker pushed for."""
-        return self._last_turn
+    def last_round(self) -> int:
+        """The newest round that this worker pushed for."""
+        return self._last_round
 
     @property
     def unsettled(self) -> list[tuple[int, int]]:
@@ -116,7 +116,7 @@ class BucketWorker:
 
     def step(self, *, iteration: int, weight: float) -> list[Keep | Send]:
         """Take the own gradient of this iteration; ``weight`` is its number of samples."""
-        may_push = not self._holds_back or iteration + self._turnaround <= self.num_turns
+        may_push = not self._holds_back or iteration + self._turnaround <= self.num_rounds
         before = self._hand_over(iteration) if may_push and self._push == "previous" else []
         keep = self._keep(weight)
         after = self._hand_over(iteration) if may_push and self._push == "current" else []
@@ -150,10 +150,10 @@ class BucketWorker:
         newest = self._newest
         if newest is None or newest.closed == self._used:
             return None
-        settled = [run for run in self._out if run.turn <= newest.closed]
+        settled = [run for run in self._out if run.round_number <= newest.closed]
         self._out = self._out[len(settled) :]
         accepted = set(newest.accepted)
-        inside = [run for run in settled if run.turn in accepted]
+        inside = [run for run in settled if run.round_number in accepted]
         # The gradient of this very step has not been fed to the optimizer yet.
         replaces = any(run.first == run.last == self._num_own for run in inside)
         subtract = tuple(run.place for run in inside if run.last < self._num_own or run.first < run.last)
@@ -204,15 +204,17 @@ class BucketWorker:
         if run is None or not self.can_hurry:
             return []
         self._making = None
-        turn = max(self._last_turn, self.closed) + 1
-        if turn > min(self.num_turns, iteration):
-            # Others have ended the period, and turns were abandoned: this gradient stays a step of this worker.
+        round_number = max(self._last_round, self.closed) + 1
+        if round_number > min(self.num_rounds, iteration):
+            # Others have ended the period, and rounds were abandoned: this gradient stays a step of this worker.
             self._free.append(run.place)
             return []
         self._sending = run
-        self._last_turn = run.turn = turn
+        self._last_round = run.round_number = round_number
         run.pushed_at = self._num_own
         self._out.append(run)
         weight = run.weight / run.num_iterations
-        send = Send(place=run.place, period=self.period, turn=run.turn, iteration=iteration, weight=weight)
+        send = Send(
+            place=run.place, period=self.period, round_number=run.round_number, iteration=iteration, weight=weight
+        )
         return [send]

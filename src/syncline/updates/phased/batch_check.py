@@ -137,11 +137,11 @@ class BatchCheck:
             "DistributedSampler with num_replicas = number of pairs and rank = number of the pair)"
         )
 
-    def _send(self, number: int, lane: int, message: memoryview) -> None:
-        self._port.send(self._partner, first_tag(self._stream, number, lane), message, urgency=-1)
+    def _send(self, number: int, bucket_schedule: int, message: memoryview) -> None:
+        self._port.send(self._partner, first_tag(self._stream, number, bucket_schedule), message, urgency=-1)
 
-    def _receive(self, number: int, lane: int, into: memoryview, then: Callable[[], None]) -> None:
-        tag = first_tag(self._stream, number, lane)
+    def _receive(self, number: int, bucket_schedule: int, into: memoryview, then: Callable[[], None]) -> None:
+        tag = first_tag(self._stream, number, bucket_schedule)
         self._port.receive(self._partner, tag, into, urgency=-1, on_received=then)
 
 

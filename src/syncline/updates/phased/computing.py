@@ -1,4 +1,4 @@
-"""What the training thread does with a stage: forward, turn, and backward with the forward pass made again.
+"""What the training thread does with a stage: forward, loss, and backward with the forward pass made again.
 
 Between its forward and its backward phase a stage keeps its input, the state of the random generator, and its buffers
 as they were, so that the second forward pass repeats the first: dropout draws the same, and running statistics are
@@ -75,7 +75,7 @@ class StageComputer:
         with torch.no_grad():
             return stage.module(given.value)
 
-    def turn(self, stage: Stage, given: Given, targets: Any) -> tuple[float, list[torch.Tensor | None]]:
+    def loss_phase(self, stage: Stage, given: Given, targets: Any) -> tuple[float, list[torch.Tensor | None]]:
         """Compute the last stage, the loss, and the gradients of both; return the loss and those of the input."""
         leaves = given.as_leaves()
         with torch.enable_grad():

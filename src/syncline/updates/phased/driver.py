@@ -18,6 +18,7 @@ import torch
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.fabric import PeerLeftError
 from syncline.updates.phased.batch_check import BatchCheck
+from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.link import PairLink
 from syncline.updates.phased.messages import Message
 from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
@@ -36,9 +37,8 @@ from syncline.updates.phased.phases import (
     Store,
     Update,
 )
-from syncline.updates.phased.rooms import Rooms
 from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.shelf import Shelf
+from syncline.updates.phased.stage_store import StageStore
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.updating import StageUpdater
 
@@ -49,9 +49,9 @@ class PairDriver:
     def __init__(self, setting: PhasedSetting) -> None:
         self._setting = setting
         self._stages = setting.stages
-        self._trace = setting.channel.trace
-        self._timeout_s = setting.channel.timeout_s
-        self._progress = setting.channel.communicator.progress
+        self._trace = setting.collectives.trace
+        self._timeout_s = setting.collectives.timeout_s
+        self._progress = setting.collectives.communicator.progress
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._left: PeerLostError | None = None
@@ -64,13 +64,15 @@ class PairDriver:
         self._computing_s = 0.0
         self._waiting_s = {"input": 0.0, "parameters": 0.0, "update": 0.0}
         largest = max(stage.plan.num_bytes for stage in self._stages.values())
-        self._rooms = Rooms(num_rooms=setting.max_stages, num_bytes=largest)
+        self._buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
         self._placed: dict[int, torch.Tensor] = {}
         rank = setting.port.rank
         name = f"syncline-phased-storage-{rank}"
-        self._shelf = Shelf(setting.storage, self._stages, trace=self._trace, name=name, on_failure=self.fail)
+        self._stage_store = StageStore(
+            setting.storage, self._stages, trace=self._trace, name=name, on_failure=self.fail
+        )
         self._updater = StageUpdater(
-            setting.channel, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
+            setting.collectives, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
         )
         self._work = PhaseWork(setting, self._updater)
         self._link = PairLink(
@@ -121,8 +123,8 @@ class PairDriver:
         self.raise_failure()
         if not is_over:
             raise DeadlineError(
-                f"Updates of stages were not stored in {self._shelf.storage.place} within {self._timeout_s:g} s; the "
-                "disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
+                f"Updates of stages were not stored in {self._stage_store.storage.place} within {self._timeout_s:g} s; "
+                "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
             )
 
     def fail(self, error: BaseException) -> None:
@@ -140,23 +142,23 @@ class PairDriver:
 
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
-        shelf = self._shelf
+        stage_store = self._stage_store
         return PhasedStatistics(
             side=self._setting.side,
             partner=self._setting.partner,
             num_steps=self._num_steps,
             computing_s=self._computing_s,
             waiting_s=dict(self._waiting_s),
-            reading_s=shelf.reading_s,
-            writing_s=shelf.writing_s,
-            read_bytes=shelf.read_bytes,
-            written_bytes=shelf.written_bytes,
+            measurement_s=stage_store.measurement_s,
+            writing_s=stage_store.writing_s,
+            read_bytes=stage_store.read_bytes,
+            written_bytes=stage_store.written_bytes,
             sent_bytes=self._link.sent_bytes,
-            num_loads=shelf.num_loads,
-            largest_stage_bytes=self._rooms.num_bytes,
-            peak_parameter_bytes=self._rooms.ledger.peak_bytes,
-            peak_gradient_bytes=self._work.rooms.ledger.peak_bytes,
-            peak_state_bytes=shelf.state_ledger.peak_bytes,
+            num_loads=stage_store.num_loads,
+            largest_stage_bytes=self._buffers.num_bytes,
+            peak_parameter_bytes=self._buffers.ledger.peak_bytes,
+            peak_gradient_bytes=self._work.buffers.ledger.peak_bytes,
+            peak_state_bytes=stage_store.state_ledger.peak_bytes,
         )
 
     def close(self, *, is_failing: bool) -> None:
@@ -166,7 +168,7 @@ class PairDriver:
                 self.synchronize()
                 self._link.wait_sent(self._timeout_s)
         finally:
-            self._shelf.close(is_failing=is_failing or self._failure is not None)
+            self._stage_store.close(is_failing=is_failing or self._failure is not None)
             self._updater.close()
             self._link.give_up()
             for stage in self._stages.values():
@@ -240,7 +242,9 @@ class PairDriver:
         if "input" in reasons or self._next is not None:
             return DeadlineError(f"{self._partner} sent nothing for the {phase} {limit}; it is far behind, or hangs")
         what = "read" if "parameters" in reasons else "updated and stored"
-        return DeadlineError(f"Stage {phase and phase.stage} was not {what} {limit} ({self._shelf.storage.place})")
+        return DeadlineError(
+            f"Stage {phase and phase.stage} was not {what} {limit} ({self._stage_store.storage.place})"
+        )
 
     def _compute(self, phase: Phase) -> None:
         assert self._pass is not None, "phases are computed within a pass"
@@ -309,7 +313,7 @@ class PairDriver:
                 case Load(number) | Drop(number):
                     self._place(number, is_coming=isinstance(instruction, Load))
                 case LoadState(number):
-                    self._shelf.load_state(number, partial(self._tell, self._phases.state_loaded, number))
+                    self._stage_store.load_state(number, partial(self._tell, self._phases.state_loaded, number))
                 case Compute(phase):
                     self._next = phase
                 case Send():
@@ -319,7 +323,7 @@ class PairDriver:
                     then = partial(self._tell, self._phases.reduced, number)
                     self._updater.reduce(self._work.gradients[number], number, then)
                 case Update(number):
-                    self._work.gradients[number].state = self._shelf.take_state(number)
+                    self._work.gradients[number].state = self._stage_store.take_state(number)
                     self._updater.update(self._work.gradients[number], number, partial(self._on_updated, number))
                 case Store(number):
                     self._store(number)
@@ -327,12 +331,12 @@ class PairDriver:
     def _place(self, number: int, *, is_coming: bool) -> None:
         stage = self._stages[number]
         if is_coming:
-            room = self._placed[number] = self._rooms.take(stage.plan.num_bytes)
+            room = self._placed[number] = self._buffers.take(stage.plan.num_bytes)
             stage.place(room)
-            self._shelf.load(number, partial(self._tell, self._phases.loaded, number))
+            self._stage_store.load(number, partial(self._tell, self._phases.loaded, number))
         else:
             stage.leave()
-            self._rooms.give_back(self._placed.pop(number))
+            self._buffers.give_back(self._placed.pop(number))
 
     def _on_updated(self, number: int) -> None:
         self._work.give_back(self._work.gradients[number])
@@ -342,4 +346,4 @@ class PairDriver:
         gradients = self._work.gradients.pop(number)
         state = gradients.state if gradients.buckets else None
         then = partial(self._tell, self._phases.stored, number)
-        self._shelf.store(number, state, then, step=gradients.pass_number)
+        self._stage_store.store(number, state, then, step=gradients.pass_number)

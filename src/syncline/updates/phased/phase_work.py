@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.computing import Given, StageComputer, outputs_of, own_memory
 from syncline.updates.phased.messages import Message
 from syncline.updates.phased.phases import Kind, Pass, Phase
-from syncline.updates.phased.rooms import Rooms
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.updating import Samples, StageGradients, StageUpdater
@@ -45,7 +45,7 @@ class PhaseWork:
         self._updater = updater
         self._computer = StageComputer(setting.loss)
         largest = max(stage.plan.num_gradient_bytes for stage in self._stages.values())
-        self.rooms = Rooms(num_rooms=setting.max_stages, num_bytes=largest)
+        self.buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
         self.gradients: dict[int, StageGradients] = {}
 
     def begin(self, current: CurrentPass) -> None:
@@ -72,7 +72,7 @@ class PhaseWork:
         """Free the memory of gradients that were used."""
         room, gradients.room = gradients.room, None
         assert room is not None, "a stage is updated once"
-        self.rooms.give_back(room)
+        self.buffers.give_back(room)
 
     def _forward(self, stage: Stage, current: CurrentPass, message: Message | None) -> Message | None:
         given = Given(value=current.inputs) if message is None else _given(message)
@@ -83,9 +83,9 @@ class PhaseWork:
         outputs = outputs_of(output, stage.number)
         theirs = [leaf for leaf in _pytree.tree_leaves(given.value) if isinstance(leaf, torch.Tensor)]
         kept = [*theirs, *stage.module.parameters(), *stage.module.buffers()]
-        is_turn = current.kind is Pass.TRAIN and stage.number == self._num_stages - 2
+        is_loss = current.kind is Pass.TRAIN and stage.number == self._num_stages - 2
         return Message(
-            phase=Phase(Kind.TURN if is_turn else Kind.FORWARD, stage.number + 1),
+            phase=Phase(Kind.LOSS if is_loss else Kind.FORWARD, stage.number + 1),
             kind=current.kind,
             number=current.number,
             tensors=own_memory(outputs.tensors, kept),
@@ -94,11 +94,11 @@ class PhaseWork:
         )
 
     def _backward(self, phase: Phase, stage: Stage, current: CurrentPass, message: Message) -> Message | None:
-        room = self.rooms.take(stage.plan.num_gradient_bytes)
+        room = self.buffers.take(stage.plan.num_gradient_bytes)
         stage.begin_backward(room)
         loss: float | None = None
-        if phase.kind is Kind.TURN:
-            loss, gradients = self._computer.turn(stage, _given(message), current.targets)
+        if phase.kind is Kind.LOSS:
+            loss, gradients = self._computer.loss_phase(stage, _given(message), current.targets)
             current.loss = loss
         else:
             gradients = self._computer.backward(stage, message.tensors)

@@ -3,7 +3,7 @@
 The stages of even number are computed on side 0, the others on side 1. A training pass is
 
     FORWARD 0, 1 ... S-2    the input of each is kept by the rank that computes it, and nothing else
-    TURN S-1                forward, loss and backward of the last stage
+    LOSS S-1                forward, loss and backward of the last stage
     BACKWARD S-2 ... 0      forward again from the kept input, then backward
 
 so that the ranks take turns, and what one computes goes to the other. In its partner's turn, and in its own too where
@@ -29,7 +29,7 @@ class Kind(Enum):
     """What is done with a stage in a phase."""
 
     FORWARD = "forward"
-    TURN = "turn"
+    LOSS = "loss"
     BACKWARD = "backward"
 
 
@@ -42,7 +42,7 @@ class Pass(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One stage's turn in a pass."""
+    """One stage's work in a pass."""
 
     kind: Kind
     stage: int
@@ -208,9 +208,9 @@ class Phases:
             self._queue.extend(Phase(Kind.FORWARD, stage) for stage in self._own)
         else:
             forward = [Phase(Kind.FORWARD, stage) for stage in self._own if stage != last]
-            turn = [Phase(Kind.TURN, last)] if last in self._own else []
+            loss_phase = [Phase(Kind.LOSS, last)] if last in self._own else []
             backward = [Phase(Kind.BACKWARD, stage) for stage in reversed(self._own) if stage != last]
-            self._queue.extend(forward + turn + backward)
+            self._queue.extend(forward + loss_phase + backward)
         return self._go_on()
 
     def loaded(self, stage: int) -> list[Instruction]:
@@ -316,5 +316,5 @@ def _after(phase: Phase, kind: Pass, num_stages: int) -> Phase | None:
         return Phase(Kind.BACKWARD, phase.stage - 1) if phase.stage else None
     if phase.stage == num_stages - 1:
         return None
-    is_turn = kind is Pass.TRAIN and phase.stage == num_stages - 2
-    return Phase(Kind.TURN if is_turn else Kind.FORWARD, phase.stage + 1)
+    is_loss = kind is Pass.TRAIN and phase.stage == num_stages - 2
+    return Phase(Kind.LOSS if is_loss else Kind.FORWARD, phase.stage + 1)

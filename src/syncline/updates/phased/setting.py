@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.runtime.port import Port
-from syncline.updates.channel import Channel
+from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.storage import Storage
@@ -30,7 +30,7 @@ class PhasedSetting:
     whole_parameters: bool
     loss: Loss
     storage: Storage
-    channel: Channel
+    collectives: BucketCollectives
     """Between the ranks of this side, which hold the same stages."""
     port: Port
     """Between all ranks of the job."""

@@ -10,8 +10,8 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import BucketPlan
-from syncline.updates.piece import Segment
 from syncline.updates.shard import Shard
+from syncline.updates.shard_view import Segment
 
 NOTE = "pieces"
 
@@ -25,7 +25,7 @@ class ShardState:
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> ShardState:
         """Take the state of ``shards``, which do not go on."""
-        return cls([[(segments, dict(state)) for segments, state in shard.pieces()] for shard in shards])
+        return cls([[(segments, dict(state)) for segments, state in shard.views()] for shard in shards])
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,7 @@ class PhasedStatistics:
     waiting_s: Mapping[str, float]
     """Time that the training thread waited, by what came last: ``"input"`` from the partner, ``"parameters"`` from
     storage, or the ``"update"`` of the step before."""
-    reading_s: float
+    measurement_s: float
     writing_s: float
     read_bytes: int
     written_bytes: int

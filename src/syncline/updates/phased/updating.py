@@ -16,7 +16,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
-from syncline.updates.channel import Channel
+from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.inner import hyperparameters
 from syncline.updates.phased.state_file import ShardState
 from syncline.updates.shard import Shard
@@ -58,25 +58,25 @@ class StageGradients:
 
 
 class StageUpdater:
-    """Updates stages on a thread of its own; ``channel`` and its control are those of this side's ranks."""
+    """Updates stages on a thread of its own; ``collectives`` and its control are those of this side's ranks."""
 
     def __init__(
         self,
-        channel: Channel,
+        collectives: BucketCollectives,
         optimizer: torch.optim.Optimizer,
         *,
         whole_parameters: bool,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._channel = channel
+        self._collectives = collectives
         self._optimizer = optimizer
         self._whole = whole_parameters
-        self._thread = UpdateThread(f"syncline-phased-update-{channel.rank}", on_failure=on_failure)
+        self._thread = UpdateThread(f"syncline-phased-update-{collectives.rank}", on_failure=on_failure)
 
     def count_samples(self, number: float) -> Samples:
         """Begin to sum the samples of a pass; the training thread of every rank calls this once a pass."""
         total = torch.tensor([number], dtype=torch.float64)
-        work = self._channel.control.start_sum(total, "samples of a pass")
+        work = self._collectives.control.start_sum(total, "samples of a pass")
         return Samples(own=number, total=total, work=work)
 
     def options(self) -> tuple[dict[str, Any], ...]:
@@ -86,7 +86,7 @@ class StageUpdater:
     def count_present(self, present: Sequence[bool]) -> tuple[torch.Tensor, Work]:
         """Begin to count which parameters have gradients; as :meth:`count_samples`, after each backward pass."""
         counts = torch.tensor([float(one) for one in present], dtype=torch.float64)
-        return counts, self._channel.control.start_sum(counts, "gradients of a stage")
+        return counts, self._collectives.control.start_sum(counts, "gradients of a stage")
 
     def reduce(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
         """Begin to reduce-scatter; ``then`` runs on the update thread when this rank's shard is complete."""
@@ -107,24 +107,24 @@ class StageUpdater:
         for bucket in gradients.buckets:
             if weight != 1.0:
                 bucket.gradients.mul_(weight)
-            works.append(self._channel.reduce_scatter(bucket, gradients.pass_number))
+            works.append(self._collectives.reduce_scatter(bucket, gradients.pass_number))
         self._thread.submit(urgency, works, partial(_finish, works, then))
 
     def _update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
         gradients.present_work.wait()
-        trace = self._channel.trace
+        trace = self._collectives.trace
         start_ns = trace.now_ns()
         present = [count > 0 for count in gradients.present.tolist()]
         for number, bucket in enumerate(gradients.buckets):
-            owned = self._channel.lanes[bucket.index].owned
+            owned = self._collectives.bucket_schedules[bucket.index].owned
             shard = Shard(bucket, owned, self._optimizer, whole_parameters=self._whole)
             if gradients.state is not None:
-                shard.load_pieces(gradients.state.buckets[number])
+                shard.load_views(gradients.state.buckets[number])
             shard.step(gradients.options[bucket.plan.group], present)
             gradients.shards.append(shard)
         gradients.state = ShardState.of(gradients.shards)
         trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.pass_number)
-        works = [self._channel.all_gather(bucket, gradients.pass_number) for bucket in gradients.buckets]
+        works = [self._collectives.all_gather(bucket, gradients.pass_number) for bucket in gradients.buckets]
         self._thread.submit(urgency, works, partial(_finish, works, then))
 
 

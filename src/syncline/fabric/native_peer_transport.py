@@ -1,0 +1,271 @@
+"""A peer transport over compiled code (``native/``): the loop watches all connections as one, and hears of messages.
+
+The rules are those of :mod:`syncline.fabric.python_peer_transport` and what it is made of, and so are the bytes on the
+network. What differs is who runs for a request, a grant or a piece of a message: the interpreter does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from syncline.fabric._native import (
+    CallRun,
+    Dataflow,
+    GrantScheduler,
+    Layout,
+    NativeTransport,
+    SliceExecutor,
+    TemporaryPool,
+    can_add,
+)
+from syncline.fabric.callbacks import call_back
+from syncline.fabric.fetching import Fetcher
+from syncline.fabric.frame_checks import FrameKeys
+from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
+from syncline.fabric.grant_window import GrantWindow
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.peer_transport import PeerTransportEvents
+from syncline.fabric.shared_host import read_memory
+from syncline.fabric.sizing import GrantSizes
+from syncline.fabric.sockets import mark
+from syncline.fabric.statistics import ConnectionStatistics
+
+__all__ = [
+    "CallRun",
+    "Dataflow",
+    "NativeTransport",
+    "Layout",
+    "NativePeerTransport",
+    "NativeTransportSet",
+    "TemporaryPool",
+    "SliceExecutor",
+    "can_add",
+]
+
+SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
+"""Kinds of events, as ``native/exchange.hpp`` counts them; those with whom to call bring nothing else."""
+MAX_PASSES = 8
+"""How often what Python does may bring about more, before the loop has its turn."""
+
+
+class NativeTransportSet:
+    """All transports of one fabric, on the running loop."""
+
+    def __init__(self, sizes: GrantSizes) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = GrantScheduler(**sizes)
+        self.native_transport = NativeTransport(self._scheduler)
+        self.fetcher = Fetcher(self._loop)
+        self._transports: dict[int, NativePeerTransport] = {}
+        self._on_drained: Callable[[], None] = lambda: None
+        self._is_closed = False
+        self._loop.add_reader(self.native_transport, self._on_ready)
+
+    def __repr__(self) -> str:
+        return f"<NativeTransportSet: {'closed' if self._is_closed else f'{len(self._transports)} transports'}>"
+
+    def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> NativePeerTransport:
+        """Make the wire of one peer."""
+        self._transports[peer] = NativePeerTransport(peer, options=options, events=events, transport_set=self)
+        return self._transports[peer]
+
+    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
+        """Grant with these sizes from now on."""
+        self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
+
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter."""
+        self.native_transport.keep_beating(interval_s=interval_s, limit_s=limit_s)
+
+    def tell_drained(self, on_drained: Callable[[], None]) -> None:
+        """Tell from now on whenever everything that was sent to a peer is with the kernel."""
+        self._on_drained = on_drained
+        self.native_transport.tells_drained = True
+
+    def close(self) -> None:
+        """Watch nothing any more; every transport is closed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self.native_transport)
+            self.native_transport.close()
+            self.fetcher.close()
+
+    def _on_ready(self) -> None:
+        if not self.native_transport.is_served:  # else it has been polled
+            self.native_transport.poll()
+        for _ in range(MAX_PASSES):
+            self._tell()
+            self.native_transport.finish()
+            if not self.native_transport.has_events:
+                return
+
+    def _tell(self) -> None:
+        while (event := self.native_transport.next_event()) is not None:
+            if len(event) == 2:
+                call_back(event[1])
+            else:
+                self._handle(*event)
+
+    def _handle(self, kind: int, peer: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:
+        if kind == DRAINED:
+            self._on_drained()
+        else:
+            call_back(partial(self._transports[peer].handle, kind, tag, number, other, text, serial))
+
+
+class NativePeerTransport:
+    """The connections to one peer."""
+
+    def __init__(
+        self, peer: int, *, options: FabricOptions, events: PeerTransportEvents, transport_set: NativeTransportSet
+    ) -> None:
+        self._peer = peer
+        self._options = options
+        self._events = events
+        self._transport_set = transport_set
+        self._native_transport = transport_set.native_transport
+        self._sockets: list[socket.socket] = []
+        self._pid = 0
+        self._is_closed = False
+        self._native_transport.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
+        self.send = partial(self._native_transport.send, peer)
+        self.receive = partial(self._native_transport.receive, peer)
+        self.cancel = partial(self._native_transport.cancel, peer)
+        self.send_frame = partial(self._native_transport.send_frame, peer)
+        self.flush_control = partial(self._native_transport.flush_control, peer)
+        self.end = partial(self._native_transport.end, peer)
+        self.take_heard = partial(self._native_transport.take_heard, peer)
+        self.let_read_us = partial(self._native_transport.let_read_us, peer)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{self.num_classes} classes"
+        return f"<NativePeerTransport to rank {self._peer}: {state}>"
+
+    @property
+    def num_classes(self) -> int:
+        """Number of data connections in use."""
+        return max(len(self._sockets) - 1, 0)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything that was sent is with the kernel."""
+        return not self._native_transport.num_unsent(self._peer)
+
+    @property
+    def unexpected_bytes(self) -> int:
+        """Payload that came before its receive."""
+        return self._native_transport.unexpected_bytes(self._peer)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of receives that are posted and not finished."""
+        return self._native_transport.num_pending(self._peer)
+
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried."""
+        return self._native_transport.progress(self._peer)
+
+    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:  # noqa: ARG002 - never called
+        """Authenticate frames: that is for the wire in Python, which is chosen where it is asked for."""
+        raise AssertionError("compiled transport have no keyed hash")
+
+    def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
+        """Take the sockets that a fabric begins with."""
+        control.setblocking(False)
+        self._sockets.append(control)
+        self._native_transport.attach_control(self._peer, control.fileno())
+        self._native_transport.start(self._peer, CONTROL_CLASS)
+        self.add(data)
+
+    def add(self, data: Sequence[socket.socket]) -> None:
+        """Take the sockets of further classes."""
+        for sock in data:
+            sock.setblocking(False)
+            connection_class = self.num_classes
+            self._sockets.append(sock)
+            self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
+            self._native_transport.start(self._peer, connection_class)
+
+    def use(self, options: FabricOptions) -> None:
+        """Send with these marks and in these sizes from now on."""
+        self._options = options
+        self._native_transport.use(self._peer, eager_bytes=options.eager_bytes, chunk_bytes=options.chunk_bytes)
+        for connection_class, sock in enumerate(self._sockets, start=CONTROL_CLASS):
+            mark(sock, connection_class, options)
+
+    def close(self) -> None:
+        """Release the connections, and forget what was not received whole."""
+        self._is_closed = True
+        self._native_transport.close_peer(self._peer)
+        for sock in self._sockets:
+            sock.close()
+
+    def let_be_read(self, pid: int) -> None:
+        """Copy messages out of the peer's memory where it names their addresses."""
+        self._pid = pid
+        self._native_transport.let_be_read(self._peer)
+
+    def statistics(self) -> tuple[ConnectionStatistics, ...]:
+        """Return the counters of each connection."""
+        names = (
+            "connection_class",
+            "sent_bytes",
+            "sent_messages",
+            "received_bytes",
+            "received_messages",
+            "overhead_bytes",
+            "queued_bytes",
+        )
+        counters = self._native_transport.counters(self._peer)
+        sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
+        if num_sent or num_received:
+            counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0))
+        return tuple(
+            ConnectionStatistics(peer=self._peer, **dict(zip(names, entry, strict=True))) for entry in counters
+        )
+
+    def handle(self, kind: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:
+        """Tell of one event; a peer that is gone has no more to tell."""
+        if self._is_closed:
+            return
+        if kind == FRAME:
+            try:
+                self._events.on_frame(FrameType(number), tag, text)
+            except FrameError as error:
+                self._events.on_broken(error)
+        elif kind == FETCH:
+            self._transport_set.fetcher.add(number, partial(self._fetch, tag, other, serial))
+        elif kind == MISMATCH:
+            self._events.on_mismatch(tag, number, other)
+        elif kind == ALL_ENDED:
+            self._events.on_all_ended()
+        elif kind == ALL_CLOSED:
+            self._events.on_all_closed()
+        else:
+            self._events.on_broken(_error_of(kind, number, text))
+
+    def _fetch(self, tag: int, address: int, serial: int, limit_bytes: int) -> int:
+        """Copy at most ``limit_bytes`` more of a message out of the peer's memory; return how many remain."""
+        target = self._native_transport.fetch_target(self._peer, tag, serial, limit_bytes)
+        if target is None:  # the peer is gone, or the receive was cancelled
+            return 0
+        destination, start = target
+        try:
+            read_memory(self._pid, address + start, destination)
+        except OSError as error:
+            self._events.on_unreadable(error)
+            return 0
+        return self._native_transport.fetched(self._peer, tag, serial, destination.nbytes)
+
+
+def _error_of(kind: int, number: int, text: bytes) -> Exception:
+    if kind == BROKEN:
+        return OSError(number, os.strerror(number)) if number else EOFError()
+    if kind == FAULT:
+        return RuntimeError(text.decode(errors="replace"))
+    return DamagedFrameError(text.decode()) if number else FrameError(text.decode())

@@ -1,0 +1,140 @@
+"""The seam between a fabric and what moves its bytes: a *peer transport*, one peer's connections and what waits there.
+
+There are two: :mod:`syncline.fabric.python_peer_transport`, and :mod:`syncline.fabric.native_peer_transport` over
+compiled code, where that could be built. They speak one protocol on the network, so ranks of either kind make one job.
+A transport knows messages, grants and frames; what the end of a peer means, and what is told to others, is for
+:mod:`syncline.fabric.peer`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, Unpack
+
+from syncline.fabric.frame_checks import FrameKeys
+from syncline.fabric.frames import FrameType
+from syncline.fabric.grant_window import GrantWindow
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
+from syncline.fabric.statistics import ConnectionStatistics
+
+if TYPE_CHECKING:
+    from syncline.fabric.native_peer_transport import NativeTransport
+
+
+class PeerTransportEvents(Protocol):
+    """What a transport tells of its peer."""
+
+    def on_frame(self, kind: FrameType, tag: int, payload: bytes) -> None:
+        """Take a control frame that concerns the peer as a whole; FrameError if it is not allowed."""
+
+    def on_mismatch(self, tag: int, expected: int, received: int) -> None:
+        """Note that a message differs from its receive."""
+
+    def on_all_ended(self) -> None:
+        """Note that the peer's END has arrived on every connection: everything it sent was read."""
+
+    def on_all_closed(self) -> None:
+        """Note that the peer closed every connection after its END."""
+
+    def on_broken(self, error: Exception) -> None:
+        """End a peer whose connection broke (OSError, EOFError) or who broke the protocol (FrameError).
+
+        What it had said on the control connection before is told first.
+        """
+
+    def on_unreadable(self, error: OSError) -> None:
+        """End a peer whose memory cannot be read any more."""
+
+
+class PeerTransport(Protocol):
+    """The connections to one peer, from the first to the last."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of data connections in use."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything that was sent is with the kernel."""
+
+    @property
+    def unexpected_bytes(self) -> int:
+        """Payload that came before its receive and is held here, now."""
+
+    @property
+    def num_pending(self) -> int:
+        """Number of receives that are posted and not finished."""
+
+    @property
+    def progress(self) -> int:
+        """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
+
+    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:
+        """Authenticate the frames of a connection whose socket comes next; only the wire in Python can."""
+
+    def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
+        """Take the sockets that a fabric begins with."""
+
+    def add(self, data: Sequence[socket.socket]) -> None:
+        """Take the sockets of further classes."""
+
+    def use(self, options: FabricOptions) -> None:
+        """Send with these marks and in these sizes from now on."""
+
+    def send(self, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
+        """Queue a message (see :class:`~syncline.fabric.protocol.Fabric`)."""
+
+    def receive(self, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
+        """Post a receive."""
+
+    def cancel(self, tag: int) -> None:
+        """Forget a receive."""
+
+    def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
+        """Queue a control frame."""
+
+    def flush_control(self) -> None:
+        """Write queued control frames now, as far as the kernel takes them."""
+
+    def end(self) -> None:
+        """Say on each connection that nothing more will come."""
+
+    def close(self) -> None:
+        """Release the connections, and forget what was not received whole."""
+
+    def take_heard(self) -> bool:
+        """Whether anything arrived since the last time this was asked."""
+
+    def let_be_read(self, pid: int) -> None:
+        """Copy messages out of the peer's memory where it names their addresses; it is process ``pid``."""
+
+    def let_read_us(self) -> None:
+        """Name the addresses of announced messages: the peer can copy them."""
+
+    def statistics(self) -> tuple[ConnectionStatistics, ...]:
+        """Return the counters of each connection."""
+
+
+class TransportSet(Protocol):
+    """All transports of one fabric, and the grants that order their senders."""
+
+    @property
+    def native_transport(self) -> NativeTransport | None:
+        """What moves the messages of compiled transports; others may send and receive with it too, in compiled code."""
+
+    def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> PeerTransport:
+        """Make the wire of one peer."""
+
+    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
+        """Grant with these sizes from now on."""
+
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``, where that is compiled."""
+
+    def tell_drained(self, on_drained: Callable[[], None]) -> None:
+        """Tell from now on whenever everything that was sent to a peer is with the kernel."""
+
+    def close(self) -> None:
+        """Watch nothing any more; every transport is closed."""

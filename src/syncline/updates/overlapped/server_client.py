@@ -1,0 +1,389 @@
+"""One rank's part in the exchange with the servers: the links of its worker, the shards that it hosts, and who is lost.
+
+The training thread's methods never wait for the network but for two reasons, both bounded by a deadline: a gradient is
+staler than ``max_staleness`` allows, or a period ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
+from syncline.fabric import PeerLeftError, Progress
+from syncline.observe import Trace
+from syncline.runtime.port import Port
+from syncline.updates.overlapped.arithmetic import Feed
+from syncline.updates.overlapped.clock import PeriodClock
+from syncline.updates.overlapped.hosted import HostedShard
+from syncline.updates.overlapped.link import WorkerLink
+from syncline.updates.overlapped.loss_notes import LossNotes
+from syncline.updates.overlapped.losses import describe_ranks
+from syncline.updates.overlapped.membership import Membership, is_believed
+from syncline.updates.overlapped.rebase import Collect
+from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
+from syncline.updates.overlapped.terms import BucketTerms, Terms
+from syncline.updates.overlapped.tree_end import TreeEnd
+from syncline.updates.overlapped.tree_mean import TreeMean
+
+_log = logging.getLogger(__name__)
+
+ASK_S = 0.5
+"""After so long a wait, the servers are asked whom they wait for."""
+DRAIN_S = 5.0
+"""How long the last averages may take to leave when this rank closes."""
+STALL_GRACE_S = 4.0
+"""Heartbeats tell of a training thread some seconds late."""
+NoteWait = Callable[[str, int], None]
+
+
+class ServerClient:
+    """Joins links, hosted shards and losses; ``note_wait(phase, start_ns)`` is told of every wait."""
+
+    def __init__(
+        self,
+        port: Port,
+        terms: Terms,
+        buckets: Sequence[BucketTerms],
+        placement: Sequence[int],
+        *,
+        max_staleness: int | None,
+        is_additive: bool,
+        make_feed: Callable[[], Feed | Collect],
+        timeout_s: float,
+        progress: Progress,
+        note_wait: NoteWait,
+        trace: Trace,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.terms = terms
+        self.clock = PeriodClock(terms.period)
+        self.counts = ClientCounts()
+        self._ended_iterations = 0
+        """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
+        self.membership = Membership(terms, placement)
+        self.lost = self.membership.lost
+        self._port = port
+        self._max_staleness = max_staleness
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._note_wait = note_wait
+        self._recorder = recorder
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._shortage: Exception | None = None
+        """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
+        self._buckets = buckets
+        self._notes = LossNotes(port, stream=buckets[0].stream, on_note=self._on_note)
+        self.hosted: dict[int, HostedShard] = {}
+        self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
+        link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
+        placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
+        self.links = [link(bucket, server=server, feed=make_feed(), recorder=recorder) for bucket, server in placed]
+        self._tree_end = TreeEnd(
+            port,
+            self.membership,
+            self.links,
+            shrinks=terms.shrinks,
+            timeout_s=timeout_s,
+            leave_tree=self._move_buckets,
+            leave_behind=self._has_left_behind,
+        )
+
+    def start(self) -> None:
+        """Begin to serve and to listen; returns when both are so."""
+        self._port.run(self._start(), self._timeout_s)
+
+    async def _start(self) -> None:
+        self._port.stand_back()
+        self._port.watch_losses(self._on_lost)
+        self._notes.open()
+        for bucket, server in zip(self._buckets, self.membership.servers, strict=True):
+            if server == self._port.rank:
+                self._host(bucket, epoch=0)
+        for link in self.links:
+            link.on_room()
+        for peer in range(self.terms.world_size):
+            if self._port.is_lost(peer):
+                self._on_lost(peer, UpdateError(f"{self._port.describe_peer(peer)} is lost"))
+
+    # --- the training thread -------------------------------------------------------------------------------------
+
+    def step(self, gradients: Sequence[torch.Tensor], *, weight: float) -> None:
+        """Push own gradients and fold into them what has come; waits only for what is too stale."""
+        self.raise_failure()
+        self._tree_end.go_on()
+        if self._recorder is not None:
+            self._recorder.begin_step()
+        iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
+        for link, gradient in zip(self.links, gradients, strict=True):
+            link.step(gradient, iteration=iteration, weight=weight)
+        num_rounds = self._use(gradients)
+        while self._is_too_stale():
+            self._wait("staleness", lambda: self._is_news() or not self._is_too_stale())
+            self.clock.catch_up(reached=max(link.machine.reached for link in self.links))
+            for link in self.links:  # all of them: another worker may wait for what this one holds back
+                link.hurry(iteration=self.clock.iteration)
+            num_rounds += self._use(gradients)
+        for link, gradient in zip(self.links, gradients, strict=True):
+            link.finish_step(gradient)
+        self.counts.note_step(staleness=max(link.machine.staleness for link in self.links), num_rounds=num_rounds)
+
+    def end_period(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[list[bool]]:
+        """Replace ``parts`` (for each bucket its parameters, then its states) by their averages over the workers.
+
+        Returns for each whether it was averaged: states are not if their server died at this very moment.
+        """
+        self.raise_failure()
+        if self._recorder is not None:
+            self._recorder.note_end()
+        for link, values in zip(self.links, parts, strict=True):
+            link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
+        self._wait("period", lambda: all(link.has_average() for link in self.links))
+        averaged = [
+            [link.take_average(part, out=out) for part, out in enumerate(values)]
+            for link, values in zip(self.links, parts, strict=True)
+        ]
+        self._begin_period(max(link.start_iteration for link in self.links))
+        return averaged
+
+    def end_together(self, mean: TreeMean) -> bool:
+        """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
+        self.raise_failure()
+        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        dropped = self._port.run(self._dropped(), self._timeout_s)
+        try:
+            ends = self._tree_end.run(
+                mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
+            )
+        except PeerLostError as error:
+            self._port.call_soon(self._on_lost, error.rank, error)
+            with self._changed:
+                self._wait_for(lambda: False, ASK_S)
+            self.raise_failure()
+            raise
+        if ends is None:
+            self.raise_failure()
+            return False
+        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(ASK_S))
+        self._note_wait("period", start_ns)
+        self._dropped_together = ends.dropped
+        if self._recorder is not None:
+            self._recorder.note_end()
+            if self._port.rank == 0:
+                self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
+        self._begin_period(ends.iteration)
+        return True
+
+    async def _dropped(self) -> list[int]:
+        """Count, for each rank, what the shards here have dropped."""
+        shards = self.hosted.values()
+        return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.terms.workers]
+
+    @property
+    def iteration(self) -> int:
+        """The fleet's iteration since the start of the training, as far as this worker has come."""
+        return self._ended_iterations + self.clock.iteration
+
+    def _begin_period(self, iteration: int) -> None:
+        for link in self.links:
+            link.begin_period()
+        self._ended_iterations = iteration
+        self.clock.begin_period()
+        self.counts.num_periods += 1
+
+    def serve(self) -> None:
+        """Serve until every worker has left; for a rank that is no worker."""
+        with self._progress.waiting(), self._changed:
+            self._changed.wait_for(lambda: self._is_alone() or isinstance(self._failure, FabricClosedError))
+        if not self._is_alone():
+            self.raise_failure()
+
+    def _is_alone(self) -> bool:
+        return all(worker in self.lost for worker in self.terms.workers)
+
+    def statistics(self) -> OverlappedStatistics:
+        """Return all counters."""
+        told = zip(*(link.dropped for link in self.links), self._dropped_together, strict=True)
+        return self.counts.record(
+            iteration=self.clock.iteration,
+            dropped=tuple(sum(counted) for counted in told),
+            num_forgotten=sum(link.num_forgotten for link in self.links),
+            lost=tuple(sorted(self.lost)),
+        )
+
+    def raise_failure(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+        failure = self._failure or self._shortage
+        if failure is not None:
+            raise failure
+
+    def drain(self) -> None:
+        """Let the replies of the hosted shards leave."""
+        self._port.run(self._drain(), 2 * DRAIN_S)
+
+    def close(self) -> None:
+        """Forget everything that is under way."""
+        self._port.run(self._close(), DRAIN_S)
+
+    async def _close(self) -> None:
+        self._port.close()
+
+    async def _drain(self) -> None:
+        end_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < end_s and not self._is_quiet():  # noqa: ASYNC110 - once in a life, for a moment
+            await asyncio.sleep(0.002)
+
+    def _is_quiet(self) -> bool:
+        return all(shard.machine.is_quiet for shard in self.hosted.values())
+
+    def _use(self, gradients: Sequence[torch.Tensor]) -> int:
+        return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
+
+    def _is_stale(self, link: WorkerLink) -> bool:
+        return self._max_staleness is not None and link.machine.staleness > self._max_staleness
+
+    def _is_too_stale(self) -> bool:
+        return any(self._is_stale(link) for link in self.links)
+
+    def _is_news(self) -> bool:
+        """Whether something has come that may end a wait, or a push may follow the one that has left."""
+        return any(link.machine.num_unused or link.machine.can_hurry for link in self.links)
+
+    def _wait(self, phase: str, is_over: Callable[[], bool]) -> None:
+        """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
+        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        self._tree_end.go_on()
+        with self._progress.waiting():
+            self._wait_and_ask(is_over)
+        self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
+        self._note_wait(phase, start_ns)
+        with self._changed:
+            if is_over():
+                return  # what was waited for came, whatever else has failed since
+        self.raise_failure()
+        raise DeadlineError(self._late(phase))
+
+    def _wait_and_ask(self, is_over: Callable[[], bool]) -> None:
+        """Wait, and ask the servers (also new ones) whom they wait for; who of these does not train is left behind."""
+        start_s, wait_s = time.monotonic(), ASK_S
+        limit_s = min(self._port.stalls.limit_s, self._timeout_s)
+        end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
+        while True:
+            with self._changed:
+                if self._wait_for(is_over, wait_s):
+                    return
+            if (now_s := time.monotonic()) >= end_s:
+                return
+            if now_s - start_s >= limit_s:
+                self._port.run(self._leave_behind(), self._timeout_s)
+            self._ask(anew=now_s < start_s + 2 * ASK_S)
+            wait_s = min(2 * wait_s, max(start_s + limit_s - now_s, ASK_S), max(ASK_S, end_s - now_s - ASK_S))
+
+    def _has_left_behind(self) -> bool:
+        """Look for those who do not train, for some seconds; whether somebody is lost since periods end together."""
+        for _ in range(int(STALL_GRACE_S / ASK_S)):
+            self._port.run(self._leave_behind(), self._timeout_s)
+            with self._changed:
+                if self._wait_for(lambda: not self.membership.on_tree, ASK_S):
+                    break
+        return not self.membership.on_tree
+
+    def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
+        return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
+
+    def _ask(self, *, anew: bool) -> None:
+        for link in self.links:
+            link.awaited = () if anew else link.awaited
+            self._port.call_soon(link.ask)
+
+    def _awaited(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for link in self.links for rank in link.awaited if rank != self._port.rank}))
+
+    def _late(self, phase: str) -> str:
+        what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
+        awaited = self._awaited() or tuple(sorted({link.server for link in self.links} - {self._port.rank}))
+        return (
+            f"rank {self._port.rank} waited {self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of "
+            f"period {self.counts.num_periods}; {describe_ranks(awaited, self._port.describe_peer)} did not deliver"
+        )
+
+    # --- the loop's thread ---------------------------------------------------------------------------------------
+
+    def _host(self, bucket: BucketTerms, *, epoch: int) -> None:
+        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost, recorder=self._recorder)
+        self.hosted[bucket.index] = shard
+
+    def _on_note(self, reporter: int, lost: int, is_left_behind: bool) -> None:
+        """Hear from another rank that one is lost; this one perhaps, or one that this rank has not lost."""
+        if lost in self.lost or reporter in self.lost:
+            return
+        who = self._port.describe_peer
+        if lost == self._port.rank and (is_left_behind or is_believed(reporter, lost)):
+            what = "takes this rank for hung" if is_left_behind else "has lost its connection to this rank"
+            self._fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
+        elif lost == self._port.rank:
+            self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
+        elif is_left_behind or is_believed(reporter, lost):
+            self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"))
+
+    async def _leave_behind(self) -> None:
+        """Take for lost whom this rank may wait for, and who lives but does not train; and tell all."""
+        stalls = self._port.stalls
+        for peer in sorted(stalls.stalled.intersection(self.terms.workers) - self.lost.keys()):
+            who = self._port.describe_peer(peer)
+            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
+            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
+            self._notes.tell(peer, is_left_behind=True)
+            self._on_lost(peer, UpdateError(text))
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        if peer in self.lost:
+            return
+        if peer == self._port.rank:
+            self._fail(error)
+            return
+        has_left = isinstance(error, PeerLeftError)
+        self.membership.lose(peer, str(error), has_left=has_left)
+        if not has_left:
+            self._notes.tell(peer, is_left_behind=False)
+        for shard in self.hosted.values():
+            shard.lose(peer)
+        shortage = self.membership.shortage(self._port.describe_peer)
+        if shortage is not None and has_left:
+            self._shortage = shortage
+        elif shortage is not None:
+            self._fail(shortage)
+        elif not has_left or not self._tree_end.defers(is_period_begun=self.clock.num_steps > 0):
+            self._move_buckets()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _move_buckets(self) -> None:
+        """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
+        try:
+            moves = self.membership.moves()
+        except UpdateError as error:
+            self._fail(error)
+            return
+        for move in moves:
+            old = self.hosted.pop(self._buckets[move.position].index, None)
+            if old is not None:
+                old.retire()
+            if move.server == self._port.rank:
+                self._host(self._buckets[move.position], epoch=move.epoch)
+            if self.links:
+                self.links[move.position].move(move.server, epoch=move.epoch)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()

@@ -1,0 +1,132 @@
+"""Windows and chunks that fit the links."""
+
+import itertools
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.fabric import FabricOptions
+from syncline.fabric.grants import GrantScheduler
+from syncline.fabric.sizing import fit_grants, fit_options, fit_window, fit_window_sizes
+from syncline.topology.topology import Topology
+
+KIB = 1 << 10
+
+
+def window(topology, rank=0, **settings):
+    world_size = topology.num_ranks if topology else 2
+    sizes = fit_grants(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology)
+    return sizes["window"].num_bytes
+
+
+def window_of(rate, **settings):
+    return fit_window(rate, FabricOptions(**settings))
+
+
+def test_the_window_lasts_ten_milliseconds_on_the_link_of_the_host():
+    assert window(Topology.flat(2, rate=1e9)) == 10_000_000
+    assert window(Topology.flat(2, rate=1e6)) == 64 * KIB, "two chunks at least"
+    assert window(None) == 4096 * KIB
+    assert window(Topology.flat(2)) == 4096 * KIB
+    assert window(Topology.flat(2, rate=1e9), grant_window_bytes=5) == 5
+
+
+def test_chunks_last_five_milliseconds_on_their_route():
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=20e6))
+    assert options[1].chunk_bytes == 100_000
+    assert options[1].unsent_bytes == 100_000
+    assert options[1].congestion == "cubic"
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e5))
+    assert options[1].chunk_bytes == 32 * KIB
+    options = fit_options(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=1e9))
+    assert options[1].chunk_bytes == 256 * KIB
+    assert fit_options(FabricOptions(), rank=0, world_size=2, topology=None)[1] == FabricOptions()
+
+
+def test_with_several_classes_the_window_may_shrink():
+    topology = Topology.flat(2, rate=20e6)
+    scheduler = GrantScheduler(**fit_grants(FabricOptions(), rank=0, world_size=2, topology=topology))
+    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 100_000)
+    scheduler.resize(**fit_window_sizes(FabricOptions(num_classes=4), 0, 2, topology))
+    assert (scheduler.window_bytes, scheduler.quantum_bytes) == (200_000, 50_000), "a quarter of the window"
+    found = window_of(20e6, num_classes=4)
+    assert (found.most_bytes, found.least_bytes) == (200_000, 40_000)
+    assert window_of(1e6, num_classes=4).least_bytes == 32 * KIB
+    for settings in ({"num_classes": 1}, {"num_classes": 4, "grant_window_bytes": 70_000}):
+        assert window_of(20e6, **settings).is_fixed
+    assert window_of(math.inf, num_classes=4).is_fixed
+
+
+def test_eager_messages_still_fit_into_a_chunk():
+    settings = {"eager_bytes": 100_000, "chunk_bytes": 200_000}
+    options = fit_options(FabricOptions(**settings), rank=0, world_size=2, topology=Topology.flat(2, rate=1e5))
+    assert options[1].chunk_bytes == 100_000
+
+
+def unasked(topology, rank=0, **settings):
+    options = fit_options(FabricOptions(**settings), rank=rank, world_size=topology.num_ranks, topology=topology)
+    return {peer: (fitted.eager_bytes, fitted.credit_bytes) for peer, fitted in options.items()}
+
+
+def test_neighbours_send_up_to_a_chunk_unasked_within_a_window_for_all():
+    asking = (16 * KIB, 4096 * KIB)
+    topology = Topology.load("two-racks-5-3")
+    terms = unasked(topology)
+    assert [terms[peer] for peer in (1, 2, 3, 4)] == [(256 * KIB, 312_500)] * 4
+    assert [terms[peer] for peer in (5, 6, 7)] == [asking] * 3, "links between switches"
+    assert unasked(topology, num_classes=2)[1] == asking, "several classes are for order"
+    assert unasked(topology, eager_bytes=0)[1] == (0, 4096 * KIB), "always ask"
+    assert unasked(Topology.flat(8, rate=20e6))[1] == asking, "28 KB of credit are too little"
+
+
+def test_neighbours_ask_where_the_credit_of_one_of_them_would_be_too_little():
+    hosts = "[{host: slow, uplink: 80 Mbit/s}, {host: 'h[1-2]', uplink: 1 Gbit/s}]"
+    topology = Topology.parse(f"switch: rack\nchildren: {hosts}\n")
+    asking = (16 * KIB, 4096 * KIB)
+    fast, slow = unasked(topology, rank=1), unasked(topology, rank=0)
+    assert fast[0] == slow[1] == slow[2] == asking, "50 KB of credit are too little"
+    assert fast[2] == (256 * KIB, 625_000)
+
+
+@given(st.lists(st.floats(1e4, 1e11), min_size=2, max_size=9), st.integers(0, 1 << 18))
+def test_each_takes_what_the_other_sends_unasked(rates, eager_bytes):
+    children = ", ".join(
+        f"{{host: h{number}, uplink: {8 * rate / 1e6:.6f} Mbit/s}}" for number, rate in enumerate(rates)
+    )
+    topology = Topology.parse(f"switch: rack\nchildren: [{children}]\n")
+    terms = [unasked(topology, rank=rank, eager_bytes=eager_bytes) for rank in range(len(rates))]
+    for sender, receiver in itertools.permutations(range(len(rates)), 2):
+        sent_bytes, taken_bytes = terms[sender][receiver][0], terms[receiver][sender][1]
+        assert eager_bytes <= sent_bytes <= taken_bytes
+
+
+def test_ranks_of_one_host_divide_its_link_and_ask_each_other():
+    topology = Topology.load("deep-asymmetric")  # h5 has rank 5, h6 has ranks 6 and 7
+    assert unasked(topology, rank=6) == {
+        peer: (256 * KIB, 625_000) if peer == 5 else (16 * KIB, 4096 * KIB) for peer in range(10)
+    }
+
+
+def test_each_route_has_its_own_sizes():
+    topology = Topology.load("deep-asymmetric")  # h6 has ranks 6 and 7 and 1 Gbit/s; its rack has 100 Mbit/s up
+    assert window(topology, rank=6) == 625_000, "two ranks share the link of their host"
+    options = fit_options(FabricOptions(), rank=6, world_size=10, topology=topology)
+    assert options[7].chunk_bytes == 256 * KIB
+    assert options[0].chunk_bytes == 62_500
+
+
+def shares(name, peer, rank):
+    topology = Topology.load(name)
+    scheduler = GrantScheduler(
+        **fit_grants(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
+    )
+    return [share.part_bytes for share in scheduler.shares_of(peer)]
+
+
+def test_receivers_behind_a_slow_link_share_fifteen_milliseconds_of_it():
+    assert shares("two-racks-5-3", 0, 5) == [125_000, 125_000], "25 MB/s, three receivers: the rack's link and its own"
+    assert shares("two-racks-5-3", 5, 0) == [75_000, 75_000]
+    assert shares("two-racks-5-3", 0, 1) == [], "no link between switches lies on the way"
+    assert shares("two-sites", 0, 4) == [32 * KIB] * 2, "never less than the smallest chunk"
+    assert shares("flat-8", 0, 1) == []

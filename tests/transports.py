@@ -1,0 +1,6 @@
+"""The transports that a TCP fabric may have here."""
+
+from syncline.fabric.transport_sets import NativeTransportSet
+
+TRANSPORTS = {"python": "0"} if NativeTransportSet is None else {"python": "0", "native": "1"}
+"""Their names, and what SYNCLINE_NATIVE says for each. Without a compiler there is one, and a run says so first."""

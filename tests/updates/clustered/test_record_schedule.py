@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.errors import ConfigurationError
+from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
+
+AGENDAS = st.builds(
+    lambda period, reelect_every, choice: RecordSchedule(
+        period=period, reelect_every=reelect_every, has_outer_rounds=choice > 0, averages=choice > 1
+    ),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+
+
+@given(AGENDAS)
+def test_records_are_as_the_order_says(record_schedule: RecordSchedule) -> None:
+    index = 0
+    for term in range(3):
+        for period in range(term * record_schedule.reelect_every, (term + 1) * record_schedule.reelect_every):
+            for batch in range(period * record_schedule.period, (period + 1) * record_schedule.period):
+                record = record_schedule.record(index)
+                assert (record.kind, record.term, record.period, record.batch) == (Kind.MEAN, term, period, batch)
+                index += 1
+            if record_schedule.has_outer_rounds:
+                assert record_schedule.record(index).kind is Kind.RESULT
+                assert (record_schedule.record(index).period, record_schedule.record(index).batch) == (period, batch)
+                index += 1
+        if record_schedule.averages:
+            assert record_schedule.record(index).kind is Kind.AVERAGE
+            index += 1
+        assert record_schedule.last_of_term(term) == index - 1
+
+
+@given(AGENDAS, st.integers(0, 60))
+def test_last_outer_round_is_the_newest(record_schedule: RecordSchedule, index: int) -> None:
+    before = [record_schedule.record(number) for number in range(index + 1)]
+    exchanges = [record for record in before if record.is_outer_round]
+    assert record_schedule.last_outer_round(index) == (exchanges[-1] if exchanges else None)
+
+
+@pytest.mark.parametrize(("period", "reelect_every"), [(0, 1), (1, 0)])
+def test_counts_are_at_least_one(period: int, reelect_every: int) -> None:
+    with pytest.raises(ConfigurationError):
+        RecordSchedule(period=period, reelect_every=reelect_every)
+
+
+def test_one_cluster_has_nothing_to_average() -> None:
+    with pytest.raises(ConfigurationError):
+        RecordSchedule(period=1, reelect_every=1, has_outer_rounds=False, averages=True)

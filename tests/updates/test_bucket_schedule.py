@@ -1,0 +1,104 @@
+"""How buckets are cut and in which order they travel, without a network."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.observe import NullTrace
+from syncline.runtime.call import CollectiveCall
+from syncline.schedule import Collective, Schedule, plan_tree
+from syncline.topology import Topology
+from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
+
+TOPOLOGY = Topology.flat(3, rate=1e9)
+
+
+class Recorder:
+    """Stands for a communicator: plans, and keeps what it is given."""
+
+    def __init__(self, *, slice_bytes: int = 1000) -> None:
+        self.rank, self.topology, self.slice_bytes = 0, TOPOLOGY, slice_bytes
+        self.calls: list[CollectiveCall] = []
+
+    def plan(self, collective: Collective, _: int) -> Schedule:
+        return plan_tree(TOPOLOGY, collective)
+
+    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
+        pass
+
+    def submit(self, call: CollectiveCall) -> Any:
+        self.calls.append(call)
+        return SimpleNamespace()
+
+
+def plans(*num_elements: int) -> tuple[BucketPlan, ...]:
+    """Return a bucket for each number."""
+    cpu = torch.device("cpu")
+    entries = [
+        ParameterEntry(name="p", group=0, shape=(number,), stride=(1,), dtype=torch.float32, device=cpu)
+        for number in num_elements
+    ]
+    return plan_buckets(entries, bucket_bytes=4)
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_a_bucket_has_as_many_slices_as_come_nearest_to_the_wanted_size(is_divided: bool) -> None:
+    communicator: Any = Recorder(slice_bytes=1000)
+    bucket_schedules = plan_bucket_schedules(
+        communicator,
+        plans(10, 250, 270, 370, 380, 630, 5000),
+        BucketScheduleOptions(is_divided=is_divided),
+        first_stream=1,
+    )
+    assert [len(bucket_schedule.layout.slices) for bucket_schedule in bucket_schedules] == [1, 1, 1, 1, 2, 3, 20]
+
+
+def test_a_size_that_the_user_wants_goes_before_the_runtime_s() -> None:
+    communicator: Any = Recorder(slice_bytes=1000)
+    options = BucketScheduleOptions(is_divided=True, slice_bytes=400)
+    (bucket_schedule,) = plan_bucket_schedules(communicator, plans(330), options, first_stream=1)
+    assert [4 * (offsets[-1] - offsets[0]) for offsets in bucket_schedule.layout.slices] == [440, 440, 440]
+
+
+def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forward_order() -> None:
+    communicator: Any = Recorder()
+    buckets = plans(10, 20, 30)
+    bucket_schedules = plan_bucket_schedules(
+        communicator, buckets, BucketScheduleOptions(is_divided=True), first_stream=1
+    )
+    collectives = BucketCollectives(
+        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
+    )
+    begun = []
+    for plan in reversed(buckets):
+        memory = torch.zeros(plan.num_elements)
+        bucket = Bucket(plan, parameters=memory, gradients=memory.clone(), owners=())
+        collectives.all_gather(bucket, 0)
+        collectives.reduce_scatter(bucket, 1)
+        begun += [f"gather {plan.index}", f"reduce {plan.index}"]
+    order = sorted(range(len(begun)), key=lambda place: communicator.calls[place].urgency)
+    expected = ["reduce 2", "reduce 1", "reduce 0", "gather 0", "gather 1", "gather 2"]
+    assert [begun[place] for place in order] == expected
+
+
+def test_all_reduces_go_in_backward_order() -> None:
+    communicator: Any = Recorder()
+    buckets = plans(10, 20, 30)
+    bucket_schedules = plan_bucket_schedules(
+        communicator, buckets, BucketScheduleOptions(is_divided=False), first_stream=1
+    )
+    collectives = BucketCollectives(
+        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
+    )
+    for plan in buckets:
+        memory = torch.zeros(plan.num_elements)
+        collectives.all_reduce(Bucket(plan, parameters=memory, gradients=memory.clone(), owners=()), 0)
+    urgencies = [call.urgency for call in communicator.calls]
+    assert urgencies == sorted(urgencies, reverse=True)
+    assert len(set(urgencies)) == 3
