@@ -1,4 +1,4 @@
-"""The tree planner puts on every link what mechanism 2 says, and steps, messages and ownership follow the tree."""
+"""The tree planner puts on every link what the formulas say; steps, messages and ownership follow the tree."""
 
 from fractions import Fraction
 

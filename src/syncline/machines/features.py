@@ -2,7 +2,8 @@
 
     x' = (x - mean) / (max - min), and 0 where max = min
 
-The mean, the highest and the lowest value are those of all hosts (mechanism 5). A feature that is text (`site`, `gpu`)
+The mean, the highest and the lowest value are those of all hosts (docs/mechanisms.md, Clusters).
+A feature that is text (`site`, `gpu`)
 becomes a column for each of its values, 0 or 1, each scaled by sqrt(1/2): two hosts with different texts are then
 exactly one weight apart. Latencies between hosts become a column for each host, scaled by sqrt(1/hosts), so that they
 weigh as much as one feature whose values lie at both ends. What is not known of a host counts as the mean.

@@ -1,4 +1,4 @@
-"""Fractions for an all-reduce on a tree with unequal links, solved exactly (mechanism 2 (a), for whole trees).
+"""Fractions for an all-reduce on a tree with unequal links, solved exactly (docs/mechanisms.md, Tree all-reduce).
 
 Let parent v have R children c with fractions f_c, and count loads in units of the data's size. With direct exchange
 (see :mod:`syncline.schedule.tree`) v's own exchange puts 1 + (R - 2) f_c on the link of c in each direction, and of

@@ -61,7 +61,7 @@ class _Cluster:
 def train_by_the_book(
     rule: Clustered, clusters: Sequence[Sequence[int]], num_steps: int, make: Callable[..., Any] = make_sgd
 ) -> list[list[torch.Tensor]]:
-    """Return each cluster's parameters after each step, reckoned from the formulas of mechanism 5."""
+    """Return each cluster's parameters after each step, reckoned from the formulas of the clustered update."""
     start = make_model()
     size = parameters_of(start).numel()
     book = []

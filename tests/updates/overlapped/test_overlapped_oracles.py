@@ -1,4 +1,4 @@
-"""The oracles of mechanism 4 on the in-memory fabric, each on a model of 84 elements."""
+"""The oracles of the overlapped update on the in-memory fabric, each on a model of 84 elements."""
 
 import pytest
 import torch

@@ -22,7 +22,9 @@ from syncline.updates.rule import Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clustered:
-    """Average gradients inside clusters of like machines each batch, and between clusters once a period (mechanism 5).
+    """Average gradients inside clusters of like machines each batch, and between clusters once a period.
+
+    `docs/mechanisms.md`, Clusters.
 
     ``period``: batches between two outer rounds of the clusters. ``reelect_every``: periods after which each cluster
     draws a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows),

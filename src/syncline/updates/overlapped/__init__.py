@@ -1,4 +1,6 @@
-"""The overlapped update: step on the own gradient at once, fold in the global one when it comes (mechanism 4).
+"""The overlapped update: step on the own gradient at once, fold in the global one when it comes.
+
+`docs/mechanisms.md`, Overlapped update.
 
 A bucket has one *server shard*. N workers push gradients to it; the first M for a round make a global gradient, which
 all workers pull. Buckets know nothing of each other; what follows is the life of one of them within a period.

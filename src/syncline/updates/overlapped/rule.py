@@ -40,7 +40,9 @@ then wait for workers far away, whose runs are long (decision 0005)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlapped:
-    """Step on the own gradient at once; fold in the global gradient of M workers when it comes (mechanism 4).
+    """Step on the own gradient at once; fold in the global gradient of M workers when it comes.
+
+    `docs/mechanisms.md`, Overlapped update.
 
     ``period`` (K): after so many iterations the parameters are averaged over all workers; with M = N and shared servers
     by an all-reduce, else through the servers, which costs slow links more. ``quorum`` (M): so many workers' gradients

@@ -1,0 +1,94 @@
+"""One word for one thing: nouns of classes that other rooms see stand in the glossary; replaced words stay away."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "syncline"
+FILES = sorted(SOURCE.rglob("*.py"))
+REPLACED = {
+    "agenda",
+    "audience",
+    "board",
+    "chronicle",
+    "council",
+    "crew",
+    "fitting",
+    "lane",
+    "meeting",
+    "patient",
+    "piece",
+} | {
+    *(
+        "scribe",
+        "seat",
+        "shelf",
+        "sounding",
+        "steering",
+        "survey",
+        "turn",
+        "walk",
+        "walker",
+        "waypoint",
+        "wire",
+        "wiring",
+    )
+}
+"""Words that meant several things, or nothing to a reader who knows the field."""
+
+
+@cache
+def glossary() -> frozenset[str]:
+    """All words that the first columns of the glossary's tables define, in the singular."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:1] == "|"]
+    return frozenset(singular(word) for row in rows for word in re.findall(r"[a-z]+", row.lower()))
+
+
+def singular(word: str) -> str:
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+
+
+def words_of(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|[a-z]+", name)]
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def classes_seen_by_other_rooms() -> set[str]:
+    """Names of classes that a package exports, or that a module of another room imports."""
+    defined = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                defined[node.name] = room_of(".".join(("syncline", *path.relative_to(SOURCE).with_suffix("").parts)))
+    seen = set()
+    for path in FILES:
+        room = room_of(".".join(("syncline", *path.relative_to(SOURCE).with_suffix("").parts)))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                is_export = path.name == "__init__.py"
+                names = {alias.name for alias in node.names} & defined.keys()
+                seen |= {name for name in names if is_export or defined[name] != room}
+    return {name for name in seen if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(classes_seen_by_other_rooms()))
+def test_the_noun_of_a_class_is_in_the_glossary(name: str) -> None:
+    *_, noun = words_of(name)
+    assert singular(noun) in glossary(), (
+        f"{name}: docs/glossary.md does not say what a {noun} is; use its words, or add it"
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_replaced_words_stay_away_from_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    found = {name for name in names if REPLACED.intersection(words_of(name))}
+    assert not found, f"{path}: {sorted(found)} use words that the glossary has replaced"
