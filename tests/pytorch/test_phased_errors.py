@@ -9,6 +9,7 @@ import os
 import queue
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,31 @@ def test_after_a_failure_every_call_fails_with_it(run_fleets: Any) -> None:
     told = outcomes(run_fleets, body)
     assert told[1] == "RuntimeError: given up"
     assert "rank 1" in told[0]
+
+
+def test_who_waits_for_its_partner_is_not_taken_for_stalled(run_fleets: Any) -> None:
+    """Heartbeats say that rank 0 waits, for as long as rank 1 computes the loss, in each step and not in between."""
+    progress: dict[int, Any] = {}
+    seen = []
+
+    def slow_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        deadline_s = time.monotonic() + 10
+        while not progress[0].is_waiting:
+            assert time.monotonic() < deadline_s, "rank 0 does not say that it waits"
+            os.sched_yield()
+        seen.append(progress[0].value % 2)
+        return squared(output, targets)
+
+    def body(fleet: Any) -> bool:
+        progress[fleet.rank] = fleet.communicator.progress
+        trainer = phase(make_stages(2), adam, loss=slow_loss, fleet=fleet)
+        for step in make_batches(2, 1):
+            trainer.step(*step[0])
+            assert not progress[fleet.rank].is_waiting
+        return True
+
+    assert run_fleets(2, body) == [True, True]
+    assert seen == [1, 1]
 
 
 def test_nothing_is_left_behind(run_fleets: Any) -> None:

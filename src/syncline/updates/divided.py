@@ -19,6 +19,7 @@ from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.control import every_rank
 from syncline.updates.report import PendingReport
 from syncline.updates.shard import Shard
 
@@ -181,13 +182,13 @@ class DividedGradients:
     def norms(self, norm_type: float) -> torch.Tensor:
         """Return the norm of each parameter's gradient (float64, by position): one sum over all ranks for all."""
         if norm_type not in self._norms:
-            powers = self._own_powers(norm_type)
+            powers, label = self._own_powers(norm_type), every_rank("the norm of a gradient")
             if math.isinf(norm_type):
                 table = torch.zeros(self._control.world_size, len(powers), dtype=torch.float64)
                 table[self._control.rank] = powers
-                self._norms[norm_type] = self._control.sum(table, "largest gradients").amax(0)
+                self._norms[norm_type] = self._control.sum(table, label).amax(0)
             else:
-                self._norms[norm_type] = self._control.sum(powers, "norms of gradients") ** (1.0 / norm_type)
+                self._norms[norm_type] = self._control.sum(powers, label) ** (1.0 / norm_type)
         return self._norms[norm_type]
 
     def total_norm(self, norm_type: float) -> float:
@@ -195,9 +196,9 @@ class DividedGradients:
         powers = self._own_powers(norm_type)
         if math.isinf(norm_type):
             own = float(powers.amax()) if len(powers) else 0.0
-            largest = self._control.gather_numbers(own, "largest gradient")
+            largest = self._control.gather_numbers(own, every_rank("clip_grad_norm_()"))
             return float(torch.tensor(largest, dtype=torch.float64).amax())  # unlike max(), it lets NaN through
-        total = self._control.sum(powers.sum().reshape(1), "norm of gradients")
+        total = self._control.sum(powers.sum().reshape(1), every_rank("clip_grad_norm_()"))
         return float(total[0] ** (1.0 / norm_type))
 
     def has_nonfinite(self, positions: Iterable[int]) -> bool:
