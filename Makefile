@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test sanitize lint bench clean
+.PHONY: demo test sanitize lint docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -34,8 +35,17 @@ lint: $(READY) ## formatting, lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Only what the extra names: the package itself is there, and would be compiled anew.
+$(DOCS_READY): $(READY)
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $@.txt
+	@touch $@
+
+docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
+	$(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
 	$(BIN)/python benchmarks/loopback.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site
