@@ -42,7 +42,7 @@ $(DOCS_READY): $(READY)
 	@touch $@
 
 docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
-	$(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
 	$(BIN)/python benchmarks/loopback.py $(ARGS)

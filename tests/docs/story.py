@@ -1,0 +1,109 @@
+"""A page's code as a story: its blocks in order, in one folder, as a reader would follow it.
+
+Every block has a rule: one with a title becomes a file of that name; Python without a title is a program of its own;
+``bash`` is commands, line by line, each read by :mod:`commands`. A block of another kind is an error. What happens
+beside reading them:
+
+- ``syncline run`` on this machine: the script runs on as many ranks, which are forked from one process;
+- ``syncline plan``, ``cluster`` and ``doctor``: executed;
+- the making of a secret: executed, and its file is private and long enough;
+- what needs other hosts (``--host``, ``--path``, ``--listen``, ``srun`` ...), the lab, benchmarks, ``make``: nothing.
+
+A titled program that no command runs is run on one rank in the end, so no Python is only read.
+"""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import commands
+from markdown_pages import Block
+
+from rank_scripts import run_script, script_environment
+from syncline.topology import Topology
+
+RANK = Path(__file__).with_name("rank_in_folder.py")
+EXECUTED = {"plan", "cluster", "doctor"}
+ELSEWHERE = {"host", "path", "listen"}
+DEADLINE_S = 180.0
+
+
+class Story:
+    """Follows one page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._not_run: dict[str, Block] = {}
+
+    def follow(self, block: Block) -> None:
+        """Do what a reader does with this block."""
+        if block.title:
+            assert block.language in {"python", "yaml"}, f"{block.place}: files are Python or YAML"
+            (self.folder / block.title).write_text(block.text)
+            if block.language == "python":
+                self._not_run[block.title] = block
+            else:
+                Topology.load(self.folder / block.title)
+        elif block.language == "python":
+            path = self.folder / "untitled.py"
+            path.write_text(block.text)
+            self._execute([sys.executable, str(path)])
+        else:
+            assert block.language == "bash", f"{block.place}: no rule for a block of {block.language or 'no language'}"
+            for line in block.text.splitlines():
+                self.do(line)
+
+    def end(self) -> None:
+        """Run the programs that no command has run."""
+        for title in list(self._not_run):
+            self._run_ranks(1, [title])
+
+    def do(self, line: str) -> None:
+        """Execute or read one command."""
+        if line.startswith(commands.SECRET):
+            self._execute(["bash", "-c", line])
+            secret = self.folder / "secret"
+            assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+            assert len(secret.read_bytes()) >= 32
+            return
+        words = commands.split(line)
+        context = commands.read(words, self.folder)
+        is_elsewhere = context is not None and any(context.params.get(name) for name in ELSEWHERE)
+        if words[0] != "syncline" or is_elsewhere:
+            return
+        if words[1] in EXECUTED:
+            self._execute([sys.executable, "-m", "syncline.cli.main", *words[1:]])
+            for word in words:  # plan --model FILE.py:FUNCTION runs the file
+                self._not_run.pop(word.partition(":")[0], None)
+        elif words[1] == "run":
+            self._run(context.params)
+
+    def _run(self, given: dict[str, Any]) -> None:
+        environment = {}
+        ranks = given["ranks"]
+        if given["topology"]:
+            ranks = Topology.load(self.folder / given["topology"]).num_ranks
+            environment["SYNCLINE_TOPOLOGY"] = given["topology"]
+        self._run_ranks(ranks, [given["script"], *given["args"]], environment)
+
+    def _run_ranks(self, num_ranks: int, call: list[str], environment: dict[str, str] | None = None) -> None:
+        self._not_run.pop(call[0], None)
+        results = run_script(RANK, num_ranks, str(self.folder), *call, extra=environment)
+        failed = {rank: text for rank, (status, text) in enumerate(results) if status != 0}
+        assert not failed, f"{' '.join(call)} on {num_ranks} ranks: {failed}"
+
+    def _execute(self, call: list[str]) -> None:
+        done = subprocess.run(
+            call,
+            cwd=self.folder,
+            env=script_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, f"{' '.join(call)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"

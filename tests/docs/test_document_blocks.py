@@ -1,0 +1,70 @@
+"""Every code block and every command of README, guide and contributing page: executed, or read by its own program."""
+
+from pathlib import Path
+
+import commands
+import pytest
+from markdown_pages import ROOT, Block, blocks, inline_code
+from story import Story
+
+PAGES = {name: ROOT / name for name in ("README.md", "docs/guide.md", "docs/contributing.md")}
+PROGRAMS = ("syncline ", "make ")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    found = blocks(PAGES[page])
+    assert found
+    for block in found:
+        try:
+            story.follow(block)
+        except BaseException as error:
+            error.add_note(f"{block.place}: as a reader would follow it")
+            raise
+    story.end()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_sentences_exist(page: str) -> None:
+    for place, text in inline_code(PAGES[page]):
+        if text.startswith(PROGRAMS):
+            try:
+                commands.check_names(commands.split(text))
+            except (AssertionError, KeyError) as error:
+                pytest.fail(f"{place}: `{text}`: {error}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "syncline fly",
+        "syncline run --rank 4 train.py",
+        "syncline run --ranks 4 missing.py",
+        "syncline lab run nowhere -- syncline run --ranks 4 missing.py",
+        "make coffee",
+        "curl example.org",
+        ".venv/bin/python -m pytest tests/missing.py",
+        "torchrun --nproc-per-node 4 missing.py",
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        Exception, match=r"no rule|no command|No such option|no block|no target|does not exist|no topol"
+    ):
+        Story(tmp_path).do(line)
+
+
+@pytest.mark.parametrize("line", ["syncline fly", "syncline plan --colour", "syncline lab fly", "make coffee"])
+def test_a_wrong_command_in_a_sentence_is_noticed(line: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        commands.check_names(commands.split(line))
+
+
+def test_a_block_of_an_unknown_kind_and_a_failing_program_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no rule for a block of console"):
+        Story(tmp_path).follow(Block(place="here", language="console", title="", text="$ ls\n"))
+    story = Story(tmp_path)
+    story.follow(Block(place="here", language="python", title="wrong.py", text="raise SystemExit(3)\n"))
+    with pytest.raises(AssertionError, match=r"wrong\.py on 1 ranks"):
+        story.end()
