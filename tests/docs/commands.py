@@ -40,7 +40,7 @@ def read(words: Sequence[str], folder: Path) -> Any:
         "torchrun": lambda: _check_launcher(words, folder),
         "srun": lambda: _check_launcher(words, folder),
         "mpirun": lambda: _check_launcher(words, folder),
-        "python": lambda: _check_file(words[1]),
+        "python": lambda: _check_program(words[1:], folder),
         ".venv/bin/python": lambda: _check_pytest(words[1:]),
         ".venv/bin/pre-commit": lambda: _check_pre_commit(words[1:]),
     }
@@ -124,5 +124,10 @@ def _check_pre_commit(words: Sequence[str]) -> None:
     assert any(package.startswith("pre-commit") for package in extras["dev"])
 
 
-def _check_file(path: str) -> None:
-    assert (ROOT / path).exists(), f"{path} does not exist"
+def _check_program(words: Sequence[str], folder: Path) -> None:
+    path = next((root / words[0] for root in (ROOT, folder) if (root / words[0]).exists()), None)
+    assert path, f"{words[0]} does not exist"
+    # a program hands some of its options on to the ranks that it starts, whose script has the same first word
+    text = "".join(part.read_text() for part in path.parent.glob(path.stem.split("_")[0] + "*.py"))
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, f"{words[0]} has no option {option}"

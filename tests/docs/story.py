@@ -4,10 +4,11 @@ Every block has a rule: one with a title becomes a file of that name; Python wit
 ``bash`` is commands, line by line, each read by :mod:`commands`. A block of another kind is an error. What happens
 beside reading them:
 
-- ``syncline run`` on this machine: the script runs on as many ranks, which are forked from one process;
+- ``syncline run`` of the page's own script on this machine: it runs on as many ranks, forked from one process;
 - ``syncline plan``, ``cluster`` and ``doctor``: executed;
 - the making of a secret: executed, and its file is private and long enough;
-- what needs other hosts (``--host``, ``--path``, ``--listen``, ``srun`` ...), the lab, benchmarks, ``make``: nothing.
+- what needs other hosts (``--host``, ``--path``, ``--listen``, ``srun`` ...), the lab, benchmarks, ``make``:
+  nothing, as other tests run these.
 
 A titled program that no command runs is run on one rank in the end, so no Python is only read.
 """
@@ -79,7 +80,7 @@ class Story:
             self._execute([sys.executable, "-m", "syncline.cli.main", *words[1:]])
             for word in words:  # plan --model FILE.py:FUNCTION runs the file
                 self._not_run.pop(word.partition(":")[0], None)
-        elif words[1] == "run":
+        elif words[1] == "run" and (self.folder / context.params["script"]).exists():
             self._run(context.params)
 
     def _run(self, given: dict[str, Any]) -> None:
