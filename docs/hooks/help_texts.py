@@ -1,4 +1,4 @@
-"""Fills the page of the command line: ``<!-- help: lab run -->`` becomes what ``syncline lab run --help`` prints."""
+"""Fills the page of the command line: ``<!-- every command -->`` becomes what each command's ``--help`` prints."""
 
 from __future__ import annotations
 
@@ -9,17 +9,33 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-MARK = re.compile(r"<!-- help:(?P<command>[a-z ]*)-->")
+MARK = "<!-- every command -->"
+COMMAND = re.compile(r"^  ([a-z]+) +\S", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marks of one page."""
-    commands = [match["command"].split() for match in MARK.finditer(markdown)]
-    if not commands:
-        return markdown
+    """Replace the mark of one page."""
+    return markdown.replace(MARK, "\n\n".join(_sections())) if MARK in markdown else markdown
+
+
+def _sections() -> list[str]:
+    front = _help([])
+    sections = [_block(front)]
     with ThreadPoolExecutor() as pool:
-        texts = iter(list(pool.map(_help, commands)))
-    return MARK.sub(lambda _: f"```text\n{next(texts)}```", markdown)
+        names = _commands(front)
+        for name, text in zip(names, pool.map(_help, ([name] for name in names)), strict=True):
+            sections += [f"## {name}", _block(text)]
+            for part in _commands(text):
+                sections += [f"### {name} {part}", _block(_help([name, part]))]
+    return sections
+
+
+def _commands(text: str) -> list[str]:
+    return COMMAND.findall(text.partition("\nCommands:\n")[2])
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text}```"
 
 
 def _help(command: list[str]) -> str:
