@@ -65,10 +65,11 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     headings = (HEADING.fullmatch(line) for _, line in _prose(page))
-    return {_slug(heading[1]) for heading in headings if heading}
+    return {slug(heading[1]) for heading in headings if heading}
 
 
-def _slug(heading: str) -> str:
+def slug(heading: str) -> str:
+    """Return the anchor that a heading gets."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 

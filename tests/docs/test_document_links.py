@@ -1,9 +1,17 @@
-"""Links between pages: the file is there, and so is the heading."""
+"""Links between pages, and what code says of pages: the file is there, and so is the heading."""
 
+import re
 from pathlib import Path
 
 import pytest
-from markdown_pages import ROOT, anchors, links, written_pages
+from markdown_pages import ROOT, anchors, links, slug, written_pages
+
+CODE = [path for folder in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+PAGE = re.compile(r"docs/[\w/-]+\.md")
+DECISION = re.compile(r"(?:docs/decisions/|decision )(\d{4})")
+MECHANISM = re.compile(r"docs/mechanisms\.md`*,\s+([A-Z].{0,40})")
+
+HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("page", written_pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -27,3 +35,26 @@ def test_a_wrong_link_is_noticed() -> None:
     assert leads_somewhere(readme, "docs/guide.md#security")
     assert not leads_somewhere(readme, "docs/guide.md#no-such-heading")
     assert not leads_somewhere(readme, "docs/no-such-page.md")
+
+
+def test_pages_that_code_names_exist() -> None:
+    numbers = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("0*.md")}
+    mechanisms = tuple(anchors(ROOT / "docs" / "mechanisms.md"))
+    wrong = []
+    for path in CODE:
+        text = path.read_text()
+        wrong += [
+            f"{path}: {page}" for page in PAGE.findall(text) if not (ROOT / page).exists() and path.parent != HERE
+        ]
+        wrong += [f"{path}: decision {number}" for number in DECISION.findall(text) if number not in numbers]
+        wrong += [
+            f"{path}: mechanism {name}" for name in MECHANISM.findall(text) if not slug(name).startswith(mechanisms)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_that_the_architecture_names_exist() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (`.*`) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    paths = [ROOT / "src/syncline" / room / name for room, names in rows for name in re.findall(r"`([^`]+)`", names)]
+    assert not [path for path in paths if not path.exists()]
