@@ -50,8 +50,8 @@ def read(words: Sequence[str], folder: Path) -> Any:
 
 def check_names(words: Sequence[str]) -> None:
     """Check a command that a sentence mentions, which may leave arguments out: subcommands and options must exist."""
-    if words[0] == "make":
-        _check_target(words[1:])
+    if words[0] in {"make", "python"}:
+        read(words, ROOT)
         return
     command: Any = None
     for word in words[1:]:

@@ -8,7 +8,7 @@ from markdown_pages import ROOT, Block, blocks, inline_code
 from story import Story
 
 PAGES = {name: ROOT / name for name in ("README.md", "docs/guide.md", "docs/contributing.md", "docs/benchmarks.md")}
-PROGRAMS = ("syncline ", "make ")
+PROGRAMS = ("syncline ", "make ", "python ")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -30,6 +30,11 @@ def test_readme_keeps_to_a_hundred_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
+def test_readme_counts_the_programs_of_the_conformance_page() -> None:
+    (claimed,) = re.findall(r"\[(\d+) scripts\]", (ROOT / "README.md").read_text())
+    assert f"of the {claimed} programs" in (DOCS / "conformance.md").read_text()
+
+
 def test_every_page_is_in_the_navigation() -> None:
     pages = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert all((DOCS / page).exists() or (ROOT / page).exists() for page in pages)
