@@ -16,18 +16,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-OUTSIDE = ("CHANGELOG.md", "examples/README.md", "benchmarks/records/*/**/*.md", "benchmarks/records/*/**/*.txt")
-PICTURES = "benchmarks/records/*/**/*.png"
+RECORDS = "benchmarks/records/*/**/"
+OUTSIDE = ("CHANGELOG.md", "examples/README.md", RECORDS + "*.md", RECORDS + "*.txt", RECORDS + "*.png")
 LINK = re.compile(r"(?P<bang>!?)\[(?P<text>[^\]\[]*)\]\((?P<target>[^()\s]+)\)")
+ROOT = Path(__file__).parents[2]
 FOLDER_PAGES = ("", "/README.md", "/table.txt")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies outside ``docs/``, each under its path in the repository."""
-    root = Path(config.config_file_path).parent
-    for pattern in (*OUTSIDE, PICTURES):
-        for path in sorted(root.glob(pattern)):
-            files.append(File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)))
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
@@ -50,7 +50,7 @@ def _on_site(match: re.Match[str], source: str, page: Page, files: Files) -> str
     found = _find(wanted.removeprefix("docs/"), files)
     if found is None:
         # A missing page is left as it is, so that the strict build refuses it; a missing file would be one in the tree.
-        return match["text"] if Path(wanted).exists() else match[0]
+        return match["text"] if (ROOT / wanted).exists() else match[0]
     target = posixpath.relpath(found, posixpath.dirname(page.file.src_uri) or ".")
     return f"{match['bang']}[{match['text']}]({target}{hash_sign}{anchor})"
 

@@ -58,3 +58,11 @@ def test_modules_that_the_architecture_names_exist() -> None:
     assert len(rows) > 5
     paths = [ROOT / "src/syncline" / room / name for room, names in rows for name in re.findall(r"`([^`]+)`", names)]
     assert not [path for path in paths if not path.exists()]
+
+
+def test_the_architecture_names_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    packages = {path.parent.name for path in (ROOT / "src" / "syncline").glob("*/__init__.py")}
+    assert {name for name in packages if f"`{name}`" in page} == packages
+    assert {name for name in packages if f">{name}<" in picture} == packages - {"demo"}
