@@ -62,10 +62,6 @@ class Mailbox:
         """Queue it."""
         self.words.put_nowait(payload)
 
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Cannot happen here."""
-        raise AssertionError((peer, tag, expected, received))
-
     async def next(self) -> bytes:
         """Wait for the next word."""
         async with asyncio.timeout(PATIENCE_S):

@@ -30,9 +30,6 @@ class Reporter:
     def on_control(self, peer, payload):
         say(event="control", peer=peer, text=payload.decode())
 
-    def on_signature_mismatch(self, peer, tag, expected, received):
-        say(event="mismatch", peer=peer, tag=tag)
-
 
 class Progress:
     """Counts messages; asked for it, says when ``MORE_MESSAGES`` more have come."""

@@ -17,7 +17,6 @@ class Recorder:
     def __init__(self):
         self.lost = {}
         self.controls = []
-        self.mismatches = []
         self._changed = asyncio.Event()
 
     def on_peer_lost(self, peer, error):
@@ -27,10 +26,6 @@ class Recorder:
 
     def on_control(self, peer, payload):
         self.controls.append((peer, payload))
-        self._changed.set()
-
-    def on_signature_mismatch(self, peer, tag, expected, received):
-        self.mismatches.append((peer, tag, expected, received))
         self._changed.set()
 
     async def wait_until(self, condition, deadline_s=10.0):
@@ -45,6 +40,8 @@ class Mail:
 
     def __init__(self, fabrics):
         self.fabrics = fabrics
+        self.refused = asyncio.Queue()
+        """(target, source, tag, signature of the message) of receives that their message did not match."""
 
     def send(self, source, target, tag, payload, *, signature=7, urgency=0, connection_class=0):
         sent = asyncio.get_running_loop().create_future()
@@ -70,6 +67,7 @@ class Mail:
             signature=signature,
             urgency=urgency,
             on_received=lambda: received.set_result(buffer),
+            on_mismatch=lambda signature: self.refused.put_nowait((target, source, tag, signature)),
         )
         assert not received.done(), "on_received ran inside receive"
         return received

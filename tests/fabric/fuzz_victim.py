@@ -96,9 +96,6 @@ class Victim:
         if kind in (FrameType.LOST, FrameType.FAREWELL):
             self.end(kind.name)
 
-    def on_mismatch(self, tag: int, expected: int, received: int) -> None:
-        """Go on without that message."""
-
     def on_all_ended(self) -> None:
         """End as a fabric does."""
         self.end("ended")

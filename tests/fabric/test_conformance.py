@@ -83,10 +83,10 @@ def test_another_signature_or_size_is_told_and_not_written(on_fabrics, num_bytes
         if not is_receive_first:
             await gather(mail.send(0, 1, 5, b"x", urgency=1), mail.receive(1, 0, 5, 1))
             received = mail.receive(1, 0, 4, expected_bytes, signature=expected)
-        await recorders[1].wait_until(lambda: recorders[1].mismatches)
-        assert recorders[1].mismatches == [(0, 4, expected, 1)]
+        assert await gather(mail.refused.get()) == [(1, 0, 4, 1)]
         await gather(mail.send(0, 1, 6, b"the rest goes on"), mail.receive(1, 0, 6, 16))
         assert not received.done()
+        assert mail.refused.empty(), "it is told once, and to nobody else"
 
     on_fabrics(2, scenario)
 

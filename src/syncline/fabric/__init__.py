@@ -5,7 +5,7 @@ from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
-from syncline.fabric.protocol import BULK, MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError
+from syncline.fabric.protocol import BULK, MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError, Transport
 from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
@@ -13,6 +13,7 @@ from syncline.fabric.tcp import TcpFabric
 from syncline.fabric.transport_sets import new_event_loop
 
 __all__ = [
+    "Transport",
     "Fabric",
     "FabricListener",
     "PeerLeftError",

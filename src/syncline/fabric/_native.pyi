@@ -1,11 +1,12 @@
 """What ``native/module.cpp`` offers; see ``native/exchange.hpp`` and ``native/grants.hpp`` for what it means."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Unpack
+from typing import Unpack
 
+from syncline.fabric import slice_executor
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.link_share import LinkShare
-from syncline.fabric.protocol import ReceiveSettings, SendSettings
+from syncline.fabric.protocol import SendSettings
 
 def wait(epoll_fd: int, timeout_s: float, native_transports: Sequence[NativeTransport]) -> list[tuple[int, int]]: ...
 def crc32(data: bytes | memoryview, before: int = 0) -> int: ...
@@ -33,18 +34,8 @@ class GrantScheduler:
 
 def can_add(dtype: str) -> bool: ...
 
-class DataflowToRead(Protocol):
-    """A ``runtime.dataflow.Dataflow``, which is in a room above; its operations are that module's."""
-
-    @property
-    def operations(self) -> Sequence[object]: ...
-    @property
-    def num_waits(self) -> Sequence[int]: ...
-    @property
-    def first(self) -> Sequence[int]: ...
-
 class Dataflow:
-    def __init__(self, dataflow: DataflowToRead, members: Sequence[int]) -> None: ...
+    def __init__(self, dataflow: slice_executor.Dataflow, members: Sequence[int]) -> None: ...
 
 class Layout:
     def __init__(self, dataflows: Sequence[Dataflow], offsets: Sequence[Sequence[int]], dtype: str) -> None: ...
@@ -114,7 +105,16 @@ class NativeTransport:
     def end(self, peer: int) -> None: ...
     def close_peer(self, peer: int) -> None: ...
     def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None: ...
-    def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None: ...
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+    ) -> None: ...
     def cancel(self, peer: int, tag: int) -> None: ...
     def send_frame(
         self, peer: int, kind: int, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b""

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.frames import HEADER_BYTES, Frame, FrameError, FrameType
@@ -28,12 +29,18 @@ class Receive:
     signature: int
     urgency: int
     on_received: Callable[[], None]
+    on_mismatch: Callable[[int], None] | None
     granted_bytes: int = 0
     arrived_bytes: int = 0
     is_landing: bool = False
     """A chunk of it is arriving on some connection."""
     is_fetched: bool = False
     """It is copied out of the peer's memory, and nothing is granted."""
+
+    def refuse(self, signature: int) -> None:
+        """Tell that its message has this signature, or another size."""
+        if self.on_mismatch is not None:
+            call_back(partial(self.on_mismatch, signature))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,8 +61,6 @@ class InboxLinks:
     """Queue a control frame, with the arguments of ``ControlConnection.send``."""
     redirect: Callable[[int], None]
     """Let what is arriving for a tag go to waste."""
-    on_mismatch: Callable[[int, int, int], None]
-    """Tell (tag, expected signature, received signature)."""
     fetch_soon: Callable[[int, Callable[[int], int]], None]
     """Run a step of a copy, by its urgency, until it returns 0."""
     on_unreadable: Callable[[OSError], None]
@@ -89,14 +94,26 @@ class Inbox:
         return len(self._posted) + arriving + eager
 
     def receive(
-        self, tag: int, destination: memoryview, *, signature: int, urgency: int, on_received: Callable[[], None]
+        self,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None] | None = None,
     ) -> None:
         """Post a receive; what is here already is delivered in the loop's next iteration."""
         assert tag not in self._posted, f"tag {tag:#x} of rank {self._peer} is posted twice"
         assert tag not in self._arriving, f"tag {tag:#x} of rank {self._peer} is posted again while it arrives"
         view = destination if destination.format == "B" and destination.ndim == 1 else destination.cast("B")
         self._posted[tag] = Receive(
-            destination=view, num_bytes=view.nbytes, signature=signature, urgency=urgency, on_received=on_received
+            destination=view,
+            num_bytes=view.nbytes,
+            signature=signature,
+            urgency=urgency,
+            on_received=on_received,
+            on_mismatch=on_mismatch,
         )
         if tag in self._announced:
             self._match(tag)
@@ -190,7 +207,7 @@ class Inbox:
         receive = self._posted.pop(tag)
         if signature != receive.signature or num_bytes != receive.num_bytes:
             self._links.send_control(FrameType.DISCARD, tag=tag)
-            self._links.on_mismatch(tag, receive.signature, signature)
+            receive.refuse(signature)
             return
         if not num_bytes:
             # A sender without credit announces even an empty message: there is nothing to grant.
@@ -247,7 +264,7 @@ class Inbox:
             return memoryview(held.payload)
         if receive.signature != frame.signature or receive.num_bytes != frame.chunk_bytes:
             self._eager[tag] = None
-            self._links.on_mismatch(tag, receive.signature, frame.signature)
+            receive.refuse(frame.signature)
             return None
         self._eager[tag] = receive
         return receive.destination
@@ -273,7 +290,7 @@ class Inbox:
         self.unexpected_bytes -= len(held.payload)
         self._return_credit(len(held.payload))
         if receive.signature != held.signature or receive.num_bytes != len(held.payload):
-            self._links.on_mismatch(tag, receive.signature, held.signature)
+            receive.refuse(held.signature)
             return
         assert receive.destination is not None
         receive.destination[:] = held.payload

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from syncline.errors import FabricClosedError, PeerLostError
+from syncline.fabric.callbacks import call_back
 from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.memory_classes import MemoryClasses
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.topology.priorities import Priorities
 
@@ -63,6 +66,7 @@ class _Posted:
     destination: memoryview
     signature: int
     on_received: Callable[[], None]
+    on_mismatch: Callable[[int], None] | None
 
 
 @dataclass(slots=True)
@@ -160,11 +164,6 @@ class MemoryFabric:
         """All ranks are in this process."""
         return True
 
-    @property
-    def native_transport(self) -> None:
-        """None: there are no transports."""
-        return
-
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._listener_slot.listen(listener)
@@ -210,12 +209,16 @@ class MemoryFabric:
         signature: int,
         urgency: int,  # noqa: ARG002 - in memory the sender's urgency orders already
         on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None] | None = None,
     ) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
         self._check_peer(peer)
         assert (peer, tag) not in self._posted, f"rank {self._rank} posted tag {tag:#x} of rank {peer} twice"
         self._posted[peer, tag] = _Posted(
-            destination=destination.cast("B"), signature=signature, on_received=on_received
+            destination=destination.cast("B"),
+            signature=signature,
+            on_received=on_received,
+            on_mismatch=on_mismatch,
         )
         held = self._held.pop((peer, tag), None)
         if held is not None:
@@ -245,6 +248,10 @@ class MemoryFabric:
                 is_control=True,
             )
         )
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:  # noqa: ARG002 - it knows
+        """Return ``reference``."""
+        return reference
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
         """Agree with every rank (see the protocol); in memory every class is there anyway."""
@@ -355,8 +362,8 @@ class MemoryFabric:
 
     def _land(self, parcel: _Parcel, posted: _Posted) -> None:
         if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:
-            peer, tag, expected, received = parcel.source, parcel.tag, posted.signature, parcel.signature
-            self._listener_slot.tell(lambda listener: listener.on_signature_mismatch(peer, tag, expected, received))
+            if posted.on_mismatch is not None:
+                call_back(partial(posted.on_mismatch, parcel.signature))
             return
         posted.destination[:] = parcel.payload
         counters = self._count(parcel.source, parcel.connection_class)

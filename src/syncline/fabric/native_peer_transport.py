@@ -12,39 +12,20 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from syncline.fabric._native import (
-    CallRun,
-    Dataflow,
-    GrantScheduler,
-    Layout,
-    NativeTransport,
-    SliceExecutor,
-    TemporaryPool,
-    can_add,
-)
+from syncline.fabric._native import GrantScheduler, NativeTransport
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.grant_window import GrantWindow
+from syncline.fabric.native_slice_executor import Mismatched, NativeSliceExecutor
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer_transport import PeerTransportEvents
 from syncline.fabric.shared_host import read_memory
 from syncline.fabric.sizing import GrantSizes
+from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics
-
-__all__ = [
-    "CallRun",
-    "Dataflow",
-    "NativeTransport",
-    "Layout",
-    "NativePeerTransport",
-    "NativeTransportSet",
-    "TemporaryPool",
-    "SliceExecutor",
-    "can_add",
-]
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
 """Kinds of events, as ``native/exchange.hpp`` counts them; those with whom to call bring nothing else."""
@@ -61,6 +42,8 @@ class NativeTransportSet:
         self.native_transport = NativeTransport(self._scheduler)
         self.fetcher = Fetcher(self._loop)
         self._transports: dict[int, NativePeerTransport] = {}
+        self.mismatched: dict[int, Mismatched] = {}
+        """Who hears of mismatches of the calls that compiled code executes, by their tags in units of CALL_TAGS."""
         self._on_drained: Callable[[], None] = lambda: None
         self._is_closed = False
         self._loop.add_reader(self.native_transport, self._on_ready)
@@ -72,6 +55,10 @@ class NativeTransportSet:
         """Make the wire of one peer."""
         self._transports[peer] = NativePeerTransport(peer, options=options, events=events, transport_set=self)
         return self._transports[peer]
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> NativeSliceExecutor:
+        """Return compiled code for what it can execute."""
+        return NativeSliceExecutor(self.native_transport, reference, ranks, mismatched=self.mismatched)
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
@@ -130,11 +117,10 @@ class NativePeerTransport:
         self._native_transport = transport_set.native_transport
         self._sockets: list[socket.socket] = []
         self._pid = 0
+        self._mismatched: dict[int, Callable[[int], None]] = {}
         self._is_closed = False
         self._native_transport.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
         self.send = partial(self._native_transport.send, peer)
-        self.receive = partial(self._native_transport.receive, peer)
-        self.cancel = partial(self._native_transport.cancel, peer)
         self.send_frame = partial(self._native_transport.send_frame, peer)
         self.flush_control = partial(self._native_transport.flush_control, peer)
         self.end = partial(self._native_transport.end, peer)
@@ -198,6 +184,29 @@ class NativePeerTransport:
         for connection_class, sock in enumerate(self._sockets, start=CONTROL_CLASS):
             mark(sock, connection_class, options)
 
+    def receive(
+        self,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None] | None = None,
+    ) -> None:
+        """Post a receive."""
+        if on_mismatch is not None:
+            self._mismatched[tag] = on_mismatch
+            on_received = partial(self._received, tag, on_received)
+        self._native_transport.receive(
+            self._peer, tag, destination, signature=signature, urgency=urgency, on_received=on_received
+        )
+
+    def cancel(self, tag: int) -> None:
+        """Forget a receive."""
+        self._mismatched.pop(tag, None)
+        self._native_transport.cancel(self._peer, tag)
+
     def close(self) -> None:
         """Release the connections, and forget what was not received whole."""
         self._is_closed = True
@@ -241,13 +250,24 @@ class NativePeerTransport:
         elif kind == FETCH:
             self._transport_set.fetcher.add(number, partial(self._fetch, tag, other, serial))
         elif kind == MISMATCH:
-            self._events.on_mismatch(tag, number, other)
+            self._tell_mismatch(tag, other)
         elif kind == ALL_ENDED:
             self._events.on_all_ended()
         elif kind == ALL_CLOSED:
             self._events.on_all_closed()
         else:
             self._events.on_broken(_error_of(kind, number, text))
+
+    def _received(self, tag: int, on_received: Callable[[], None]) -> None:
+        del self._mismatched[tag]
+        on_received()
+
+    def _tell_mismatch(self, tag: int, received: int) -> None:
+        """Tell who posted the receive, in Python or in compiled code."""
+        if tag in self._mismatched:
+            self._mismatched.pop(tag)(received)
+        elif tag // CALL_TAGS in self._transport_set.mismatched:
+            self._transport_set.mismatched[tag // CALL_TAGS](self._peer, tag, received)
 
     def _fetch(self, tag: int, address: int, serial: int, limit_bytes: int) -> int:
         """Copy at most ``limit_bytes`` more of a message out of the peer's memory; return how many remain."""

@@ -39,9 +39,6 @@ class PeerEvents(Protocol):
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Take a control message for the layer above."""
 
-    def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
-        """Note that a message differs from its receive."""
-
     def on_opening(self, peer: Peer) -> None:
         """Note that the peer opens further connection classes, or has them, or that they are all here."""
 
@@ -155,10 +152,6 @@ class Peer:
     def on_frame(self, kind: FrameType, tag: int, payload: bytes) -> None:
         """Do what a control frame says."""
         self._handlers[kind](tag, payload)
-
-    def on_mismatch(self, tag: int, expected: int, received: int) -> None:
-        """Pass a mismatch on."""
-        self._events.on_mismatch(self, tag, expected, received)
 
     def on_all_ended(self) -> None:
         """Let the peer know that everything was read."""

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import Protocol, Unpack
 
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics
-
-if TYPE_CHECKING:
-    from syncline.fabric.native_peer_transport import NativeTransport
 
 
 class PeerTransportEvents(Protocol):
@@ -28,9 +26,6 @@ class PeerTransportEvents(Protocol):
 
     def on_frame(self, kind: FrameType, tag: int, payload: bytes) -> None:
         """Take a control frame that concerns the peer as a whole; FrameError if it is not allowed."""
-
-    def on_mismatch(self, tag: int, expected: int, received: int) -> None:
-        """Note that a message differs from its receive."""
 
     def on_all_ended(self) -> None:
         """Note that the peer's END has arrived on every connection: everything it sent was read."""
@@ -120,12 +115,11 @@ class PeerTransport(Protocol):
 class TransportSet(Protocol):
     """All transports of one fabric, and the grants that order their senders."""
 
-    @property
-    def native_transport(self) -> NativeTransport | None:
-        """What moves the messages of compiled transports; others may send and receive with it too, in compiled code."""
-
     def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> PeerTransport:
         """Make the wire of one peer."""
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> SliceExecutor:
+        """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""

@@ -1,6 +1,6 @@
 """What a fabric promises: messages between ranks, in no order but that of their urgency.
 
-The engine and the update rules reach peers only through :class:`Fabric`; whether sockets or plain memory are behind
+The engine and the update rules reach peers only through :class:`Transport`; whether sockets or plain memory are behind
 it they cannot tell. Everything here is called on the communication loop's thread alone, and no callback may block.
 
 A message has a *tag*, unique among the messages in flight from one rank to another, and a *signature*: 32 bits that say
@@ -9,16 +9,14 @@ which call it belongs to, so that two ranks that call different things never mix
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from collections.abc import Callable, Sequence
+from typing import NotRequired, Protocol, TypedDict
 
 from syncline.errors import PeerLostError
 from syncline.fabric.progress import PeerStalls, Progress
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
-
-if TYPE_CHECKING:
-    from syncline.fabric.native_peer_transport import NativeTransport
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
@@ -36,7 +34,7 @@ class PeerLeftError(PeerLostError):
 
 
 class SendSettings(TypedDict):
-    """Keyword arguments of :meth:`Fabric.send`, for those who pass them on."""
+    """Keyword arguments of :meth:`Transport.send`, for those who pass them on."""
 
     signature: int
     urgency: int
@@ -45,11 +43,12 @@ class SendSettings(TypedDict):
 
 
 class ReceiveSettings(TypedDict):
-    """Keyword arguments of :meth:`Fabric.receive`."""
+    """Keyword arguments of :meth:`Transport.receive`, for those who pass them on."""
 
     signature: int
     urgency: int
     on_received: Callable[[], None]
+    on_mismatch: NotRequired[Callable[[int], None] | None]
 
 
 class FabricListener(Protocol):
@@ -65,15 +64,9 @@ class FabricListener(Protocol):
     def on_control(self, peer: int, payload: bytes) -> None:
         """Take a small out-of-band message; those of one peer come in the order in which it sent them."""
 
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Take note that a message of ``peer`` has another signature (or size) than the receive posted for its tag.
 
-        Its bytes were not written to the destination.
-        """
-
-
-class Fabric(Protocol):
-    """Moves messages between the ranks of one job."""
+class Transport(Protocol):
+    """Moves messages between ranks: all that an engine, its executor and ports know of the network."""
 
     @property
     def rank(self) -> int:
@@ -82,25 +75,6 @@ class Fabric(Protocol):
     @property
     def world_size(self) -> int:
         """Number of ranks in the job."""
-
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
-
-    @property
-    def native_transport(self) -> NativeTransport | None:
-        """What moves the messages, where that is compiled: who sends and receives may then do so in compiled code too.
-
-        It numbers ranks as the job does.
-        """
-
-    @property
-    def progress(self) -> Progress:
-        """What this rank's training threads have begun; the fabric tells the others, with its heartbeats."""
-
-    @property
-    def stalls(self) -> PeerStalls:
-        """What the others have told of theirs."""
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
@@ -132,11 +106,13 @@ class Fabric(Protocol):
         signature: int,
         urgency: int,
         on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None] | None = None,
     ) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (writable bytes of exactly its size).
 
         ``on_received`` never runs inside this call. A large message is granted in the order of the ``urgency`` of its
-        sender; this one orders what the sender has not announced yet.
+        sender; this one orders what the sender has not announced yet. If the message has another signature or size,
+        nothing is written, and ``on_mismatch`` is told its signature.
         """
 
     def cancel(self, peer: int, tag: int) -> None:
@@ -148,18 +124,40 @@ class Fabric(Protocol):
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
 
+    def is_lost(self, peer: int) -> bool:
+        """Whether ``peer`` was reported lost."""
+
+    def describe_peer(self, peer: int) -> str:
+        """``"rank 3 (host b1)"``."""
+
+    @property
+    def stalls(self) -> PeerStalls:
+        """What the others have told of theirs."""
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
+        """Return who executes slices here: ``reference``, or compiled code that does the same, to the bit.
+
+        ``reference`` sends and receives on this transport; rank k of its calls is ``ranks[k]`` here (None: k).
+        """
+
+
+class Fabric(Transport, Protocol):
+    """A transport from its opening to its end, as whoever owns it sees it."""
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
+
+    @property
+    def progress(self) -> Progress:
+        """What this rank's training threads have begun; the fabric tells the others, with its heartbeats."""
+
     async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
         """Open the further connections of ``priorities`` to every peer, and mark all; all ranks call this alike.
 
         Returns when every peer has them too; at once if they are open. Raises ``ConfigurationError`` if ranks ask for
         different ones, ``HandshakeError`` (who is missing) at the deadline, ``PeerLostError``; then they stay closed.
         """
-
-    def is_lost(self, peer: int) -> bool:
-        """Whether ``peer`` was reported lost."""
-
-    def describe_peer(self, peer: int) -> str:
-        """``"rank 3 (host b1)"``."""
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of what was sent, received, queued and refused."""

@@ -19,6 +19,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.outbox import Outbox
 from syncline.fabric.peer_transport import PeerTransportEvents
 from syncline.fabric.sizing import GrantSizes
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics
 from syncline.fabric.tick import TickEnd
 
@@ -36,14 +37,14 @@ class PythonTransportSet:
     def __repr__(self) -> str:
         return f"<PythonTransportSet: {len(self._transports)} transports, {self.scheduler!r}>"
 
-    @property
-    def native_transport(self) -> None:
-        """Nothing: messages move in Python."""
-
     def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> PythonPeerTransport:
         """Make the wire of one peer."""
         self._transports[peer] = PythonPeerTransport(peer, options=options, events=events, transport_set=self)
         return self._transports[peer]
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> SliceExecutor:  # noqa: ARG002 - it knows
+        """Return ``reference``: slices are executed in Python."""
+        return reference
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
@@ -90,7 +91,6 @@ class PythonPeerTransport:
                 grant_soon=transport_set.tick_end.grant_soon,
                 send_control=self.send_frame,
                 redirect=self._redirect,
-                on_mismatch=events.on_mismatch,
                 fetch_soon=transport_set.fetcher.add,
                 on_unreadable=events.on_unreadable,
             ),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
@@ -33,12 +33,10 @@ from syncline.fabric.protocol import (
 )
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import WindowSizes
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics
 from syncline.topology.priorities import Priorities
-
-if TYPE_CHECKING:
-    from syncline.fabric.native_peer_transport import NativeTransport
 
 MAX_REASON_BYTES = 1024
 
@@ -133,11 +131,6 @@ class TcpFabric:
         """Whether the ends of every peer's connections have one address, and memory may be shared."""
         return all(peer.is_local for peer in self._peers.values())
 
-    @property
-    def native_transport(self) -> NativeTransport | None:
-        """What moves the messages, if that is compiled."""
-        return self._transport_set.native_transport
-
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._listener_slot.listen(listener)
@@ -160,6 +153,10 @@ class TcpFabric:
         """Send a small message ahead of all data."""
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         self._open_peer(peer).send_frame(FrameType.CONTROL, payload=bytes(payload))
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
+        """Return who executes slices here (see the protocol)."""
+        return self._transport_set.open_executor(reference, range(self.world_size) if ranks is None else ranks)
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
         """Open further connections to every peer (see the protocol)."""
@@ -311,10 +308,6 @@ class TcpFabric:
             self.on_broken(peer, reason, must_tell=True)
             return
         self._listener_slot.tell(lambda listener: listener.on_control(peer.rank, payload))
-
-    def on_mismatch(self, peer: Peer, tag: int, expected: int, received: int) -> None:
-        """Pass a mismatch on."""
-        self._listener_slot.tell(lambda listener: listener.on_signature_mismatch(peer.rank, tag, expected, received))
 
     def on_memory_shared(self, peer: Peer) -> None:
         """Divide the machine's cores with a rank that runs on it too."""

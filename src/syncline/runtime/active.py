@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from syncline.fabric.slice_executor import Execution
 from syncline.runtime.call import CollectiveCall, Description
 from syncline.runtime.clock import Timer
-from syncline.runtime.slice_executor import Execution
 
 Done = Callable[[BaseException | None], None]
 

@@ -19,56 +19,15 @@ Complexity: one numpy comparison over the accesses of the rank for each of its o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
+from syncline.fabric.slice_executor import Dataflow, Kind, Operation
 from syncline.schedule import Phase, RankProgram, Receive, Send
 
 T = TypeVar("T", Send, Receive)
-
-
-class Kind(IntEnum):
-    """What an operation does."""
-
-    SEND = 0
-    COPY = 1
-    LAND = 2
-    APPLY = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One operation on the atoms [first, last); ``peer`` and ``index`` name its message (not for an apply)."""
-
-    kind: Kind
-    first: int
-    last: int
-    peer: int = -1
-    index: int = -1
-    then: tuple[int, ...] = ()
-    """Operations that wait for this one."""
-    applies: tuple[int, ...] = ()
-    """For a landing: the applies that use it."""
-    before: tuple[int, ...] = ()
-    """For an apply: the landings whose ranks precede the own one, in rank order."""
-    after: tuple[int, ...] = ()
-    """For an apply: the landings whose ranks follow, in rank order."""
-    replaces: bool = False
-    """For an apply: overwrite the range with its only landing, in place of adding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataflow:
-    """The operations of a rank, and how many others each waits for."""
-
-    operations: tuple[Operation, ...]
-    num_waits: tuple[int, ...]
-    first: tuple[int, ...]
-    """What can begin at once: receives before sends, so that what is sent finds its place."""
 
 
 def compile_dataflow(

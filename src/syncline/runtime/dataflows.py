@@ -12,8 +12,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.runtime.dataflow import Dataflow, compile_dataflow
-from syncline.schedule import RankProgram, Schedule
+from syncline.fabric.slice_executor import Dataflow, Slices
+from syncline.runtime.dataflow import compile_dataflow
+from syncline.schedule import Layout, RankProgram, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,14 @@ class ProgramFacts:
 
 
 class Dataflows:
-    """Compiles and remembers; ``max_kept`` dataflows at most."""
+    """Compiles and remembers; ``max_kept`` dataflows and layouts at most."""
 
     def __init__(self, rank: int, max_kept: int = 4096) -> None:
         self._rank = rank
         self._max_kept = max_kept
         self._facts: OrderedDict[str, ProgramFacts] = OrderedDict()
         self._dataflows: OrderedDict[tuple[str, int, int], Dataflow] = OrderedDict()
+        self._slices: OrderedDict[tuple[str, int], tuple[Layout, Slices]] = OrderedDict()
 
     def facts(self, schedule: Schedule) -> ProgramFacts:
         """Return the facts of this rank's program."""
@@ -44,8 +46,18 @@ class Dataflows:
                 self._facts.popitem(last=False)
         return facts
 
-    def of_slice(self, schedule: Schedule, offsets: Sequence[int]) -> Dataflow:
-        """Return what this rank does with a slice whose atoms lie at ``offsets``."""
+    def slices(self, schedule: Schedule, layout: Layout) -> Slices:
+        """Return what this rank does with each slice of ``layout``: the same object, as long as it is remembered."""
+        key = (schedule.digest, id(layout))
+        known = self._slices.get(key)
+        if known is None:
+            known = layout, tuple((self._of_slice(schedule, offsets), offsets) for offsets in layout.slices)
+            self._slices[key] = known  # keeping the layout keeps its id from being used again
+            if len(self._slices) > self._max_kept:
+                self._slices.popitem(last=False)
+        return known[1]
+
+    def _of_slice(self, schedule: Schedule, offsets: Sequence[int]) -> Dataflow:
         first = bisect_right(offsets, offsets[0]) - 1
         last = bisect_left(offsets, offsets[-1])
         key = (schedule.digest, first, last)

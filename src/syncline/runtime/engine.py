@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from syncline.errors import ConfigurationError, SynclineError
-from syncline.fabric import Fabric, PeerLeftError
+from syncline.fabric import PeerLeftError, Transport
+from syncline.fabric.slice_executor import SlicedCall
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall, Done
@@ -25,10 +26,10 @@ from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure
 from syncline.runtime.dataflows import Dataflows
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
-from syncline.runtime.native_slice_executor import open_slice_executor
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
+from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.stalls import find_overdue
-from syncline.runtime.tags import NUMBER_MASK, call_of_tag, check_tags_fit, first_tag
+from syncline.runtime.tags import NUMBER_MASK, check_tags_fit, first_tag
 from syncline.topology import Topology
 
 
@@ -41,7 +42,7 @@ class Engine:
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: Transport,
         *,
         topology: Topology | None,
         clock: Clock,
@@ -61,8 +62,8 @@ class Engine:
         self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
         self._dataflows = Dataflows(fabric.rank)
-        self._executor = open_slice_executor(
-            fabric, self._members, self._dataflows, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash
+        self._executor = fabric.open_executor(
+            PythonSliceExecutor(fabric, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash)
         )
         self._calls: dict[CallKey, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
@@ -190,16 +191,13 @@ class Engine:
             if not number:
                 self._peer_leaves(peer)
 
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
+    def _mismatched(self, active: ActiveCall, peer: int, tag: int, received: int) -> None:
         """Tell ``peer`` what was called here: it made another call, so it will find out and tell everyone."""
-        stream, number = call_of_tag(tag)
-        active = self._calls.get((stream, number))
-        if active is None:
-            return
-        if expected == received:
+        if received == active.description.signature:
             self.crash(AssertionError(f"message {tag:#x} of rank {peer} has another size than its receive"))
             return
-        self._fabric.send_control(peer, control.encode_description(stream, active.number, active.description))
+        payload = control.encode_description(active.call.stream, active.number, active.description)
+        self._fabric.send_control(peer, payload)
 
     def _note_waiting(self, key: CallKey, number: int, peer: int, awaited: frozenset[int], what: str) -> None:
         active = self._calls.get(key)
@@ -254,11 +252,18 @@ class Engine:
         )
         if peers and call.num_slices:
             active.execution = self._executor.open(
-                call,
-                number=self._num_submitted,
-                tag=first_tag(call.stream, number, 0),
-                signature=description.signature,
-                on_over=partial(self._execution_over, active),
+                SlicedCall(
+                    slices=self._dataflows.slices(call.schedule, call.layout),
+                    buffer=call.buffer,
+                    reduction=call.reduction,
+                    urgency=call.urgency,
+                    connection_class=call.connection_class,
+                    number=self._num_submitted,
+                    tag=first_tag(call.stream, number, 0),
+                    signature=description.signature,
+                    on_over=partial(self._execution_over, active),
+                    on_mismatch=partial(self._mismatched, active),
+                )
             )
         return active
 

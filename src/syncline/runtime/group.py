@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import Fabric, FabricListener
 from syncline.fabric.progress import MemberStalls
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
+from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
 from syncline.topology.priorities import Priorities
-
-if TYPE_CHECKING:
-    from syncline.fabric.native_peer_transport import NativeTransport
 
 
 class GroupFabric:
@@ -51,11 +49,6 @@ class GroupFabric:
         """Whether all of the job's ranks run on one machine; what they share is the job's, not a group's."""
         return False
 
-    @property
-    def native_transport(self) -> NativeTransport | None:
-        """What moves the job's messages, if that is compiled."""
-        return self._fabric.native_transport
-
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""
         is_first = self._listener is None
@@ -78,6 +71,11 @@ class GroupFabric:
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a control message to the group's listener at a member."""
         self._fabric.send_control(self.members[peer], enclose(self.streams.start, payload))
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
+        """Return who executes slices on the job's fabric."""
+        members = self.members if ranks is None else [self.members[rank] for rank in ranks]
+        return self._fabric.open_executor(reference, members)
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:  # noqa: ARG002 - it cannot be
         """Refuse: connections are the job's."""
@@ -119,11 +117,6 @@ class GroupFabric:
         """Pass on what another member's engine tells."""
         if peer in self.members:
             self._listening.on_control(self.members.index(peer), payload)
-
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Pass on that members call different things."""
-        if peer in self.members:
-            self._listening.on_signature_mismatch(self.members.index(peer), tag, expected, received)
 
     @property
     def _listening(self) -> FabricListener:

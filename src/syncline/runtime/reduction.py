@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 
 from syncline.errors import ConfigurationError
+from syncline.fabric.slice_executor import Reduction
+
+__all__ = ["DTYPES", "OPS", "Reduction", "numpy_reduction"]
 
 DTYPES = (
     *("float64", "float32", "float16"),
@@ -21,28 +23,6 @@ DTYPES = (
 
 _UFUNCS = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply})
 OPS = tuple(_UFUNCS)
-
-
-class Reduction(Protocol):
-    """Adds one range of bytes to another of the same length, where adding stands for :attr:`op`."""
-
-    @property
-    def dtype(self) -> str:
-        """The name of the number type; ranks whose names differ have called different things."""
-
-    @property
-    def op(self) -> str:
-        """How two numbers become one: "sum", "max", "min" or "product"."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-
-    def add(self, into: memoryview, other: memoryview) -> None:
-        """Add ``other`` to ``into``, element by element."""
-
-    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
-        """Make ``into`` the sum of two, in this order; it may be one of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from syncline.errors import FabricClosedError, FabricError
 from syncline.fabric import FabricListener
-from syncline.runtime.tags import call_of_tag
 
 LossHandler = Callable[[int, Exception], None]
 
@@ -39,9 +38,6 @@ class Member(Protocol):
 
     def on_control(self, peer: int, payload: bytes) -> None:
         """Take a control message of another member."""
-
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Take note that a message of another member has another signature than its receive."""
 
 
 def enclose(number: int, payload: bytes) -> bytes:
@@ -89,15 +85,6 @@ class Relay:
             self._groups[number].on_control(peer, inner)
         elif number not in self._ended_groups and number not in self._spoilt:
             self._keep(number, peer, inner)
-
-    def on_signature_mismatch(self, peer: int, tag: int, expected: int, received: int) -> None:
-        """Tell the engine whose call the tag is of; a message that no call waits for is refused without more."""
-        stream, _ = call_of_tag(tag)
-        for group in self._groups.values():
-            if stream in group.streams:
-                group.on_signature_mismatch(peer, tag, expected, received)
-                return
-        self._engine.on_signature_mismatch(peer, tag, expected, received)
 
     def add_group(self, group: Member) -> None:
         """Tell ``group`` from now on, and what was for it before; FabricError if that was too much to be kept."""

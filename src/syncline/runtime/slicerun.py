@@ -1,107 +1,84 @@
 """One slice of one call on its way: begins each operation when nothing it waits for is left.
 
-This is the hot path: a callback for each message, no coroutine, no allocation that can be avoided.
+A callback for each message, and no coroutine: what arrives goes on at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from syncline.fabric import Fabric
-from syncline.runtime.call import CollectiveCall
-from syncline.runtime.dataflow import Dataflow, Kind, Operation
+from syncline.fabric import Transport
+from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCall
 from syncline.runtime.pool import Temporary, TemporaryPool
 
 
-class SliceOwner(Protocol):
-    """Who is told how a slice goes."""
+class SliceHost(Protocol):
+    """What a slice runs on."""
 
-    def slice_done(self, run: SliceRun) -> None:
-        """Take note that every operation of ``run`` has ended."""
-
-    def slice_crashed(self, error: Exception) -> None:
-        """Take note that our own code failed; the slice will not go on."""
+    transport: Transport
+    pool: TemporaryPool
+    on_crash: Callable[[Exception], None]
+    """Told if our own code failed; the slice will not go on."""
 
     def heard(self, peer: int) -> None:
         """Take note that a message of ``peer`` has arrived."""
 
 
 class SliceRun:
-    """Executes a dataflow with one slice of ``call``; tells ``owner`` once, when every operation has ended."""
-
-    __slots__ = (
-        "_arrived",
-        "_buffer",
-        "_call",
-        "_cleared",
-        "_dataflow",
-        "_fabric",
-        "_is_stepping",
-        "_itemsize",
-        "_offsets",
-        "_operations",
-        "_owner",
-        "_pool",
-        "_settled",
-        "_signature",
-        "_tag",
-        "_temporaries",
-        "_used",
-        "_uses",
-        "_waits",
-        "is_stopped",
-        "num_bytes",
-        "open_operations",
-        "posted",
-    )
+    """Executes the dataflow of one slice of ``call``; calls ``on_end`` once, when every operation has ended."""
 
     def __init__(
-        self,
-        call: CollectiveCall,
-        dataflow: Dataflow,
-        slice_number: int,
-        *,
-        signature: int,
-        tag: int,
-        fabric: Fabric,
-        pool: TemporaryPool,
-        owner: SliceOwner,
+        self, call: SlicedCall, slice_number: int, host: SliceHost, *, on_end: Callable[[SliceRun], None]
     ) -> None:
         self._call = call
         self._buffer = call.buffer
-        self._dataflow = dataflow
-        self._operations = dataflow.operations
-        self._offsets = call.layout.slices[slice_number]
+        self.dataflow, self._offsets = call.slices[slice_number]
+        self._operations = self.dataflow.operations
         self._itemsize = call.reduction.itemsize
-        self._signature = signature
-        self._tag = tag
-        self._fabric = fabric
-        self._pool = pool
-        self._owner = owner
-        self._waits = list(dataflow.num_waits)
+        self._tag = call.tag + slice_number * SLICE_TAGS
+        self._host = host
+        self._transport = host.transport
+        self._pool = host.pool
+        self._on_end = on_end
+        self._waits = list(self.dataflow.num_waits)
         self._settled: list[int] = []
         self._temporaries: dict[int, Temporary] = {}
         self._uses: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._arrived: set[int] = set()
         self._cleared: set[int] = set()
-        self._is_stepping = False
+        self._is_advancing = False
         self.is_stopped = False
         self.num_bytes = (self._offsets[-1] - self._offsets[0]) * self._itemsize
         self.open_operations = set(range(len(self._operations)))
         self.posted: set[int] = set()
 
-    def start(self) -> None:
-        """Begin what waits for nothing."""
-        self._step(self._dataflow.first)
+    def advance(self, ready: tuple[int, ...] = ()) -> None:
+        """Begin what is ready, and go on with what waited for the operations that have ended."""
+        if self.is_stopped:
+            return
+        self._is_advancing = True
+        try:
+            for number in ready:
+                self._begin(number)
+            while self._settled:
+                self._go_on(self._settled.pop())
+        except Exception as error:
+            self._host.on_crash(error)
+            return
+        self._is_advancing = False
+        if not self.open_operations:
+            self.is_stopped = True
+            self._on_end(self)
 
     def stop(self) -> None:
         """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
         self.is_stopped = True
         for number in self.posted:
             operation = self._operations[number]
-            self._fabric.cancel(operation.peer, self._tag + operation.index)
+            self._transport.cancel(operation.peer, self._tag + operation.index)
         self.posted.clear()
         for temporary in self._temporaries.values():
             self._pool.give_up(temporary)
@@ -122,14 +99,14 @@ class SliceRun:
         if start == stop:
             self._settled.append(number)
         elif operation.kind is Kind.SEND:
-            self._fabric.send(
+            self._transport.send(
                 operation.peer,
                 self._tag + operation.index,
                 self._buffer[start:stop],
-                signature=self._signature,
+                signature=self._call.signature,
                 urgency=self._call.urgency,
                 connection_class=self._call.connection_class,
-                on_sent=partial(self._settle, number),
+                on_sent=partial(self._ended, number),
             )
         elif operation.kind is Kind.APPLY:
             self._cleared.add(number)
@@ -146,13 +123,14 @@ class SliceRun:
         else:
             destination = self._buffer[start:stop]
         self.posted.add(number)
-        self._fabric.receive(
+        self._transport.receive(
             operation.peer,
             self._tag + operation.index,
             destination,
-            signature=self._signature,
+            signature=self._call.signature,
             urgency=self._call.urgency,
-            on_received=partial(self._received, number),
+            on_received=partial(self._ended, number),
+            on_mismatch=partial(self._call.on_mismatch, operation.peer, self._tag + operation.index),
         )
 
     def _num_uses(self, operation: Operation) -> int:
@@ -161,35 +139,14 @@ class SliceRun:
             return 1
         return sum(not self._is_empty(apply) for apply in operation.applies)
 
-    def _received(self, number: int) -> None:
-        if self.is_stopped:
-            return
-        self.posted.discard(number)
-        self._owner.heard(self._operations[number].peer)
-        self._settle(number)
-
-    def _settle(self, number: int) -> None:
-        """Note that an operation has ended, and go on with what waited for it."""
+    def _ended(self, number: int) -> None:
+        """Go on with what waited for a message that has left, or is there."""
+        if number in self.posted:
+            self.posted.discard(number)
+            self._host.heard(self._operations[number].peer)
         self._settled.append(number)
-        if not self._is_stepping:
-            self._step()
-
-    def _step(self, ready: tuple[int, ...] = ()) -> None:
-        if self.is_stopped:
-            return
-        self._is_stepping = True
-        try:
-            for number in ready:
-                self._begin(number)
-            while self._settled:
-                self._go_on(self._settled.pop())
-        except Exception as error:
-            self._owner.slice_crashed(error)
-            return
-        self._is_stepping = False
-        if not self.open_operations:
-            self.is_stopped = True
-            self._owner.slice_done(self)
+        if not self._is_advancing:
+            self.advance()
 
     def _go_on(self, number: int) -> None:
         operation = self._operations[number]

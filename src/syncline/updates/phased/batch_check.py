@@ -18,13 +18,13 @@ from torch.utils import _pytree
 
 from syncline.errors import UpdateError
 from syncline.runtime.port import Port
-from syncline.runtime.tags import SLICE_BITS, first_tag
+from syncline.runtime.tags import NUM_SLICES, first_tag
 from syncline.updates.memory import bytes_of
 from syncline.updates.phased.phases import Pass
 
 NOTE_BYTES = 1024
 MAX_TEXT = 120
-_NOTE, _SEEN = (1 << SLICE_BITS) - 2, (1 << SLICE_BITS) - 1
+_NOTE, _SEEN = NUM_SLICES - 2, NUM_SLICES - 1
 """Slices of the pair's stream that no tensor of a message has."""
 _PLAIN = (bool, int, float, complex, str, bytes)
 
