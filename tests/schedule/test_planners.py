@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import PLANNERS, Collective, Layout, choose, predict
+from syncline.schedule import PLANNERS, Collective, Layout, choose, predict, split
 from syncline.topology import Topology
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 31, 97, 211])
@@ -82,7 +82,7 @@ def test_every_process_plans_the_same():
 def test_choice_with_owners_can_be_split():
     topology = Topology.load("two-racks-5-3")
     schedule = choose(topology, Collective.ALL_REDUCE, 1024, with_owners=True)
-    assert [part.collective for part in schedule.split()] == [Collective.REDUCE_SCATTER, Collective.ALL_GATHER]
+    assert [part.collective for part in split(schedule)] == [Collective.REDUCE_SCATTER, Collective.ALL_GATHER]
 
 
 @pytest.mark.parametrize(

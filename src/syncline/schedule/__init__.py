@@ -17,7 +17,7 @@ from syncline.schedule.ring import plan_ring
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.tree import plan_tree
-from syncline.schedule.verifier import verify
+from syncline.schedule.verifier import split, verify
 from syncline.schedule.weighted_tree import plan_weighted_tree
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Transfer",
     "Transfers",
     "verify",
+    "split",
     "Schedule",
     "RankProgram",
     "Phase",

@@ -119,20 +119,6 @@ class Schedule:
 
         return link_bytes(self.draft, topology, num_bytes)
 
-    def split(self) -> tuple[Schedule, Schedule]:
-        """Split an all-reduce into its reduce-scatter and its all-gather, with the same cuts and owners.
-
-        Raises :class:`~syncline.errors.ScheduleError` for other collectives, and where atoms have no owner.
-        """
-        from syncline.schedule.verifier import split_at_owners, verify
-
-        halves = split_at_owners(self.draft)
-        if halves is None:
-            raise ScheduleError(
-                f"only an all_reduce with owners can be split, not {self!r}; plan the two collectives one by one"
-            )
-        return verify(halves[0]), verify(halves[1])
-
 
 def digest_of(draft: Draft) -> str:
     """Return a hash of what the draft does, equal in all processes.

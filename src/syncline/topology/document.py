@@ -13,15 +13,14 @@ from syncline.errors import TopologyError
 from syncline.topology.entries import DOCUMENT, HostDocument, HostEntry, SwitchDocument, SwitchEntry, known_keys
 from syncline.topology.hostlist import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
-from syncline.topology.topology import Topology
-from syncline.topology.tree import Host, Link, Rank, Switch, check_name
+from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name
 
 _MAX_PROBLEMS_SHOWN = 5
 Location = tuple[str | int, ...]
 
 
-def parse_document(text: str, *, source: str | None = None) -> Topology:
-    """Make a topology of the text of a file; ``source`` is the file's name, for errors."""
+def parse_document(text: str, *, source: str | None = None) -> TopologyParts:
+    """Read the parts of a topology in the text of a file; ``source`` is the file's name, for errors."""
     marked = read_marked(text, label=f"Topology {source or 'text'!r}")
     try:
         document = DOCUMENT.validate_python(marked.data)
@@ -31,7 +30,7 @@ def parse_document(text: str, *, source: str | None = None) -> Topology:
     builder = _Builder(marked, document)
     root = builder.build_root(document)
     priorities = document.priorities.build() if document.priorities is not None else None
-    return Topology(name=name, root=root, source=source, lines=builder.lines, priorities=priorities)
+    return TopologyParts(name=name, root=root, source=source, lines=builder.lines, priorities=priorities)
 
 
 class _Builder:

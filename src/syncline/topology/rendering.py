@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from syncline.topology.tree import Host, Link, Node
+from syncline.topology.tree import Host, Link, Node, Rank, walk
 from syncline.units import format_duration, format_rate
 
-if TYPE_CHECKING:
-    from syncline.topology.topology import Topology
 
-
-def render_topology(topology: Topology) -> str:
+def render_topology(name: str, root: Node) -> str:
     """Draw one node a line; a host's ranks stand on its own line where their links do not limit."""
-    num_hosts, num_ranks = len(topology.hosts), topology.num_ranks
+    nodes = list(walk(root))
+    num_hosts, num_ranks = (sum(isinstance(node, kind) for node in nodes) for kind in (Host, Rank))
     ranks, hosts = ("rank" if num_ranks == 1 else "ranks"), ("host" if num_hosts == 1 else "hosts")
-    rows = [(topology.root.name, _note(topology.root)), *_rows(topology.root, "")]
+    rows = [(root.name, _note(root)), *_rows(root, "")]
     width = max(len(branch) for branch, _ in rows) + 2
-    lines = [f"{topology.name}: {num_ranks} {ranks} on {num_hosts} {hosts}"]
+    lines = [f"{name}: {num_ranks} {ranks} on {num_hosts} {hosts}"]
     lines += [f"{branch.ljust(width)}{note}".rstrip() for branch, note in rows]
     return "\n".join(lines)
 

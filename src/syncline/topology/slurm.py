@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from syncline.errors import TopologyError
 from syncline.topology.hostlist import expand_hostlist
-from syncline.topology.topology import Topology
-from syncline.topology.tree import Host, Link, Rank, Switch, check_name
+from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name
 
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")
 
@@ -37,8 +36,8 @@ def parse_slurm(
     uplink_rate: float = math.inf,
     ranks_per_host: int = 1,
     source: str | None = None,
-) -> Topology:
-    """Make a topology of the text of a ``topology.conf``; rates in bytes per second, the same in both directions."""
+) -> TopologyParts:
+    """Read the parts of a topology in a ``topology.conf``; rates in bytes per second, the same in both directions."""
     label = f"Topology {source or 'topology.conf'!r}"
     if ranks_per_host < 1:
         raise TopologyError(f"{label}: a host needs at least 1 rank, not {ranks_per_host}")
@@ -56,7 +55,7 @@ def parse_slurm(
     if unreached:
         name = unreached[0]
         raise TopologyError(f"{label} line {entries[name].line}: switch {name!r} is below itself; a topology is a tree")
-    return Topology(name="slurm", root=root, source=source, lines=builder.lines)
+    return TopologyParts(name="slurm", root=root, source=source, lines=builder.lines, priorities=None)
 
 
 class _Builder:

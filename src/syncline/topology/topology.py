@@ -67,7 +67,7 @@ class Topology:
         """Read a topology from YAML; every error names ``source`` and the line."""
         from syncline.topology.document import parse_document
 
-        return parse_document(text, source=source)
+        return cls(**parse_document(text, source=source))
 
     @classmethod
     def from_slurm(
@@ -82,9 +82,10 @@ class Topology:
         """Read a Slurm ``topology.conf``, which knows no rates: they are given here, in bytes per second."""
         from syncline.topology.slurm import parse_slurm
 
-        return parse_slurm(
+        parts = parse_slurm(
             text, host_rate=host_rate, uplink_rate=uplink_rate, ranks_per_host=ranks_per_host, source=source
         )
+        return cls(**parts)
 
     @property
     def num_ranks(self) -> int:
@@ -154,13 +155,13 @@ class Topology:
         """Draw the tree for people."""
         from syncline.topology.rendering import render_topology
 
-        return render_topology(self)
+        return render_topology(self.name, self.root)
 
     def to_yaml(self) -> str:
         """Write the topology so that :meth:`parse` gives an equal one."""
         from syncline.topology.writing import write_document
 
-        return write_document(self)
+        return write_document(self.name, self.root, self.priorities)
 
     def permuted(self, order: Sequence[int]) -> Topology:
         """Return the same tree with other rank numbers: the new rank k takes the place of the rank ``order[k]``."""

@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from syncline.errors import TopologyError
+from syncline.topology.priorities import Priorities
 
 Direction = Literal["up", "down"]
 """Up: from the child to its parent. Down: from the parent to the child."""
@@ -124,6 +125,16 @@ def check_name(name: str, kind: str) -> None:
         raise TopologyError(
             f"{kind} name {name!r} cannot be used; write 1 to 63 of A-Z a-z 0-9 . _ - and begin with a letter or digit"
         )
+
+
+class TopologyParts(TypedDict):
+    """What a file says of a topology: the arguments of :class:`~syncline.topology.Topology`."""
+
+    name: str
+    root: Switch | Host
+    source: str | None
+    priorities: Priorities | None
+    lines: Mapping[str, int]
 
 
 def walk(node: Node) -> Iterator[Node]:

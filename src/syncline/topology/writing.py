@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import yaml
 
 from syncline.topology.priorities import Priorities
-from syncline.topology.tree import Host, Link, Node, Rank, Switch
+from syncline.topology.tree import Host, Link, Node, Rank, Switch, walk
 from syncline.units import format_duration, format_rate
-
-if TYPE_CHECKING:
-    from syncline.topology.topology import Topology
 
 _INDENT = "  "
 
 
-def write_document(topology: Topology) -> str:
+def write_document(name: str, root: Node, priorities: Priorities | None) -> str:
     """Write the whole file."""
-    lines = [f"topology: {_scalar(topology.name)}"]
-    numbers = [node.rank for node in topology.walk() if isinstance(node, Rank)]
+    lines = [f"topology: {_scalar(name)}"]
+    numbers = [node.rank for node in walk(root) if isinstance(node, Rank)]
     if numbers != sorted(numbers):
         lines.append(f"rank_numbers: {_flow(numbers)}")
-    if topology.priorities is not None:
-        lines.append(f"priorities: {_flow(_priorities_entry(topology.priorities))}")
-    if isinstance(topology.root, Host):
-        lines += [f"{key}: {_flow(value)}" for key, value in _host_entry(topology.root).items()]
+    if priorities is not None:
+        lines.append(f"priorities: {_flow(_priorities_entry(priorities))}")
+    if isinstance(root, Host):
+        lines += [f"{key}: {_flow(value)}" for key, value in _host_entry(root).items()]
     else:
-        lines += [f"switch: {_scalar(topology.root.name)}", "children:"]
-        lines += [line for child in topology.root.children for line in _child_lines(child, _INDENT)]
+        lines += [f"switch: {_scalar(root.name)}", "children:"]
+        lines += [line for child in root.children for line in _child_lines(child, _INDENT)]
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from syncline.errors import ConfigurationError, ScheduleError
 from syncline.runtime.communicator import Communicator
-from syncline.schedule import Collective, Layout, Schedule, plan_tree
+from syncline.schedule import Collective, Layout, Schedule, plan_tree, split
 from syncline.updates.bucket import BucketPlan
 
 Ranges = tuple[tuple[int, int], ...]
@@ -63,9 +63,9 @@ def plan_bucket_schedules(
 def _plan_halves(communicator: Communicator, num_bytes: int) -> tuple[Schedule, Schedule]:
     """Halve the best all-reduce; one without owners (for short messages) gives way to the tree."""
     try:
-        return communicator.plan(Collective.ALL_REDUCE, num_bytes).split()
+        return split(communicator.plan(Collective.ALL_REDUCE, num_bytes))
     except ScheduleError:
-        return plan_tree(communicator.topology, Collective.ALL_REDUCE).split()
+        return split(plan_tree(communicator.topology, Collective.ALL_REDUCE))
 
 
 def _plan_bucket_schedule(
