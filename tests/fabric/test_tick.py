@@ -21,6 +21,20 @@ class ListedLoop:
         return len(ready)
 
 
+class NotingWriter:
+    """Notes on a desk that it writes."""
+
+    def __init__(self, desk, name, connection_class, then):
+        self.connection_class = connection_class
+        self._desk = desk
+        self._name = name
+        self._then = then
+
+    def write(self):
+        self._desk.noted.append(self._name)
+        self._then()
+
+
 class Desk:
     """A turn's end whose grants and writes are noted in the order in which they happen."""
 
@@ -36,11 +50,7 @@ class Desk:
             self.write_soon(name, connection_class)
 
     def write_soon(self, name, connection_class, then=lambda: None):
-        def write():
-            self.noted.append(name)
-            then()
-
-        self.tick_end.write_soon(connection_class, write)
+        self.tick_end.write_soon(NotingWriter(self, name, connection_class, then))
 
 
 def test_grants_come_first_and_control_is_written_before_data():
@@ -54,6 +64,15 @@ def test_grants_come_first_and_control_is_written_before_data():
     num_callbacks = desk.loop.run_turn()
     assert desk.noted == ["grant", "control", "data", "more data", "bulk"]
     assert num_callbacks == 1
+
+
+def test_a_writer_that_asks_twice_writes_once():
+    desk = Desk()
+    writer = NotingWriter(desk, "data", 0, lambda: None)
+    desk.tick_end.write_soon(writer)
+    desk.tick_end.write_soon(writer)
+    desk.loop.run_turn()
+    assert desk.noted == ["data"]
 
 
 def test_a_grant_is_written_in_the_tick_that_gives_it():

@@ -47,9 +47,7 @@ class Connection(ABC):
         self._on_broken = on_broken
         self._sending, self._receiving = make_checks(keys)
         self._buffers: list[bytes | memoryview] = []
-        self._buffers_bytes = 0
         self._is_watching_writer = False
-        self._is_write_scheduled = False
         self.is_closed = False
         self.has_ended = False
         """The peer sent its END: an end of file is in good order."""
@@ -59,18 +57,12 @@ class Connection(ABC):
 
     def start(self) -> None:
         """Begin to read; and to write what is queued."""
-        self._loop.add_reader(self._socket.fileno(), self._guarded_read)
-        self.schedule_write()
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._tick_end.write_soon(self)
 
     def use(self, options: FabricOptions) -> None:
         """Send as the options say from now on."""
         mark(self._socket, self.connection_class, options)
-
-    def schedule_write(self) -> None:
-        """Write soon: what is queued in one tick of the loop leaves together."""
-        if not (self._is_write_scheduled or self._is_watching_writer or self.is_closed):
-            self._is_write_scheduled = True
-            self._tick_end.write_soon(self.connection_class, self._write)
 
     def close(self) -> None:
         """Release the socket. Nothing is told to ``on_broken`` any more."""
@@ -82,14 +74,9 @@ class Connection(ABC):
         self._socket.close()
         self._buffers = []
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether the kernel has taken everything that was queued."""
-        return not (self._buffers or self._is_write_scheduled or self._is_watching_writer)
-
     @abstractmethod
     def _refill(self) -> bool:
-        """Put the next frames into ``_buffers`` (and their size into ``_buffers_bytes``); False if there are none."""
+        """Put the next frames into ``_buffers``; False if there are none."""
 
     @abstractmethod
     def _on_refill_sent(self) -> None:
@@ -107,7 +94,7 @@ class Connection(ABC):
             except (OSError, EOFError, FrameError):
                 return
 
-    def _guarded_read(self) -> None:
+    def _on_readable(self) -> None:
         if self.is_closed:
             return
         self.has_spoken = True
@@ -118,42 +105,28 @@ class Connection(ABC):
         except (OSError, EOFError, FrameError) as error:
             self._break(error)
 
-    def _write(self) -> None:
-        self._is_write_scheduled = False
-        if self.is_closed:
-            return
+    def write(self) -> None:
+        """Write what is queued, as far as the kernel takes it and the budget goes; the rest when there is room."""
+        budget = BUDGET_BYTES
         try:
-            is_done = self._write_within_budget()
+            while budget > 0 and not self.is_closed and (self._buffers or self._refill()):
+                num_bytes = self._socket.sendmsg(self._buffers)
+                budget -= num_bytes
+                self._drop_sent(num_bytes)
         except (BlockingIOError, InterruptedError):
-            is_done = False
+            pass
         except OSError as error:
             self._break(error)
             return
-        if self.is_closed or is_done == (not self._is_watching_writer):
-            return
-        self._is_watching_writer = not is_done
-        if is_done:
-            self._loop.remove_writer(self._socket.fileno())
-        else:
-            self._loop.add_writer(self._socket.fileno(), self._write)
+        if not self.is_closed:
+            self._watch_writer(is_wanted=bool(self._buffers) or budget <= 0)
 
-    def _write_within_budget(self) -> bool:
-        """Send until nothing is queued (True), or the kernel takes no more or the budget is spent (False)."""
-        budget = BUDGET_BYTES
-        while budget > 0:
-            if not self._buffers and not self._refill():
-                return True
-            num_bytes = self._socket.sendmsg(self._buffers)
-            budget -= num_bytes
-            self._buffers_bytes -= num_bytes
-            if self._buffers_bytes:
-                self._drop_sent(num_bytes)
-                return False
-            self._buffers = []
-            self._on_refill_sent()
-            if self.is_closed:
-                return True
-        return False
+    def _watch_writer(self, *, is_wanted: bool) -> None:
+        if is_wanted and not self._is_watching_writer:
+            self._loop.add_writer(self._socket.fileno(), self.write)
+        elif self._is_watching_writer and not is_wanted:
+            self._loop.remove_writer(self._socket.fileno())
+        self._is_watching_writer = is_wanted
 
     def _drop_sent(self, num_bytes: int) -> None:
         """Forget the first bytes of what is queued; a buffer that was sent in part becomes a view of its rest."""
@@ -163,7 +136,8 @@ class Connection(ABC):
                 self._buffers[0] = memoryview(buffer)[num_bytes:]
                 return
             num_bytes -= len(buffer)
-        raise AssertionError("more was sent than was queued")
+        self._buffers = []
+        self._on_refill_sent()
 
     def _break(self, error: Exception) -> None:
         if not self.is_closed:

@@ -49,11 +49,6 @@ class ControlConnection(Connection):
         self._inbox = memoryview(bytearray(INBOX_BYTES))
         self._num_inbox_bytes = 0
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether the kernel has taken everything that was queued."""
-        return not self._queue and super().is_flushed
-
     def send(
         self,
         kind: FrameType,
@@ -80,20 +75,14 @@ class ControlConnection(Connection):
         self._queue.append(header)
         if payload:
             self._queue.append(payload)
-        self.schedule_write()
-
-    def flush(self) -> None:
-        """Write what is queued now, as far as the kernel takes it."""
-        if self._queue and not self._is_watching_writer and not self.is_closed:
-            self._write()
+        self._tick_end.write_soon(self)
 
     def _refill(self) -> bool:
         if not self._queue:
             return False
         self._buffers = list(self._queue[:MAX_FRAMES_AT_ONCE])
         del self._queue[:MAX_FRAMES_AT_ONCE]
-        self._buffers_bytes = sum(map(len, self._buffers))
-        self.overhead_bytes += self._buffers_bytes
+        self.overhead_bytes += sum(map(len, self._buffers))
         return True
 
     def _on_refill_sent(self) -> None:

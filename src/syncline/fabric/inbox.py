@@ -174,19 +174,9 @@ class Inbox:
 
     def end_chunk(self, frame: Frame) -> None:
         """Take note that a payload is where it should be."""
-        if frame.type == FrameType.EAGER:
-            self._end_eager(frame)
-            return
-        receive = self._arriving[frame.tag]
-        receive.is_landing = False
-        receive.arrived_bytes += frame.chunk_bytes
-        self._scheduler.arrived(self._peer, num_bytes=frame.chunk_bytes, urgency=receive.urgency)
-        if self._scheduler.has_wishes:
-            self._links.grant_soon()
-        if receive.arrived_bytes == receive.num_bytes:
-            del self._arriving[frame.tag]
-            if receive.destination is not None:
-                call_back(receive.on_received)
+        receive = self._end_eager(frame) if frame.type == FrameType.EAGER else self._end_granted(frame)
+        if receive is not None:
+            call_back(receive.on_received)
 
     def close(self) -> None:
         """Forget all receives, and what is granted but will not come. What arrived whole can still be received."""
@@ -269,16 +259,29 @@ class Inbox:
         self._eager[tag] = receive
         return receive.destination
 
-    def _end_eager(self, frame: Frame) -> None:
+    def _end_granted(self, frame: Frame) -> Receive | None:
+        """Return the receive that is whole now, if it is still wanted."""
+        receive = self._arriving[frame.tag]
+        receive.is_landing = False
+        receive.arrived_bytes += frame.chunk_bytes
+        self._scheduler.arrived(self._peer, num_bytes=frame.chunk_bytes, urgency=receive.urgency)
+        if self._scheduler.has_wishes:
+            self._links.grant_soon()
+        if receive.arrived_bytes < receive.num_bytes:
+            return None
+        del self._arriving[frame.tag]
+        return None if receive.destination is None else receive
+
+    def _end_eager(self, frame: Frame) -> Receive | None:
+        """Return the receive that is whole now; what came before its receive is kept for it."""
         target = self._eager.pop(frame.tag)
-        if isinstance(target, _Held):
-            target.is_whole = True
-            if frame.tag in self._posted:
-                self._deliver_held(frame.tag)
-            return
-        self._return_credit(frame.chunk_bytes)
-        if target is not None:
-            call_back(target.on_received)
+        if not isinstance(target, _Held):
+            self._return_credit(frame.chunk_bytes)
+            return target
+        target.is_whole = True
+        if frame.tag in self._posted:
+            self._deliver_held(frame.tag)
+        return None
 
     def _deliver_held(self, tag: int) -> None:
         """Hand over a message that came before its receive, unless that was cancelled or it is not whole yet."""

@@ -181,7 +181,7 @@ class PythonPeerTransport:
     def flush_control(self) -> None:
         """Write queued control frames now."""
         if self._control is not None:
-            self._control.flush()
+            self._control.write()
 
     def end(self) -> None:
         """Say on each connection that nothing more will come."""

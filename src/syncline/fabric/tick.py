@@ -9,7 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter
+from typing import Protocol
+
+
+class Writer(Protocol):
+    """A connection that has something to write."""
+
+    connection_class: int
+
+    def write(self) -> None:
+        """Write what is queued, as far as the kernel takes it."""
 
 
 class TickEnd:
@@ -19,20 +29,20 @@ class TickEnd:
         self.loop = loop
         self._grant = grant
         self._must_grant = False
-        self._writes: list[tuple[int, Callable[[], None]]] = []
+        self._writers: dict[Writer, None] = {}
         self._is_scheduled = False
 
     def __repr__(self) -> str:
-        return f"<TickEnd: {'grants and ' if self._must_grant else ''}{len(self._writes)} writes>"
+        return f"<TickEnd: {'grants and ' if self._must_grant else ''}{len(self._writers)} writes>"
 
     def grant_soon(self) -> None:
         """Look then whether there is something to grant."""
         self._must_grant = True
         self._schedule()
 
-    def write_soon(self, connection_class: int, write: Callable[[], None]) -> None:
-        """Call ``write`` then, those of lower classes first."""
-        self._writes.append((connection_class, write))
+    def write_soon(self, writer: Writer) -> None:
+        """Let ``writer`` write then, those of lower classes first."""
+        self._writers[writer] = None
         self._schedule()
 
     def _schedule(self) -> None:
@@ -45,6 +55,6 @@ class TickEnd:
             self._must_grant = False
             self._grant()
         self._is_scheduled = False  # grants are written now, but what a write brings about belongs to the next tick
-        writes, self._writes = self._writes, []
-        for _, write in sorted(writes, key=itemgetter(0)):
-            write()
+        writers, self._writers = self._writers, {}
+        for writer in sorted(writers, key=attrgetter("connection_class")):
+            writer.write()
