@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from syncline.fabric.slice_executor import Execution
 from syncline.runtime.call import CollectiveCall, Description
 from syncline.runtime.clock import Timer
-
-Done = Callable[[BaseException | None], None]
+from syncline.runtime.work import Work
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,7 +19,7 @@ class ActiveCall:
     peers: frozenset[int]
     """All ranks that this one exchanges messages with."""
     description: Description
-    on_done: Done
+    work: Work
     started_s: float
     started_ns: int
     is_agreed: bool

@@ -6,10 +6,11 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Unpack
 
-from syncline.errors import FabricError, SynclineError
+from syncline.errors import SynclineError
 from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
@@ -164,7 +165,7 @@ class Communicator:
                 self._shared_memory.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
-            self._start(call, work)
+            self._loop.call_soon(self._engine.submit, call, work)
         return work
 
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
@@ -212,7 +213,7 @@ class Communicator:
         segment = open_together(self, is_able=is_wanted and self._fabric.is_one_machine)
         if segment is not None:
             links = EngineLinks(
-                start=self._start,
+                start=partial(self._loop.call_soon, self._engine.submit),
                 has_failed=lambda: self._engine.failure is not None,
                 give_up=lambda failure: self._loop.call_soon(self._engine.give_up, failure),
                 crash=lambda error: self._loop.call_soon(self._engine.crash, error),
@@ -311,20 +312,6 @@ class Communicator:
             elements=settings.get("elements", ""),
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
-
-    def _start(self, call: CollectiveCall, work: Work, num_skipped: int = 0) -> None:
-        if self._loop.is_current():
-            self._begin(call, work, num_skipped)
-        else:
-            self._loop.call_soon(self._begin, call, work, num_skipped)
-
-    def _begin(self, call: CollectiveCall, work: Work, num_skipped: int) -> None:
-        try:
-            self._engine.submit(call, work.finish, num_skipped=num_skipped)
-        except Exception as error:  # a bug of ours must not leave a caller waiting
-            self._engine.crash(error)
-            if not work.done():
-                work.finish(FabricError(f"{call.what} could not begin: {error!r}"))
 
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(

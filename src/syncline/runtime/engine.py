@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from syncline.errors import ConfigurationError, SynclineError
+from syncline.errors import ConfigurationError, FabricError, SynclineError
 from syncline.fabric import PeerLeftError, Transport
 from syncline.fabric.slice_executor import SlicedCall
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
-from syncline.runtime.active import ActiveCall, Done
+from syncline.runtime.active import ActiveCall
 from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import CollectiveCall, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
@@ -30,6 +30,7 @@ from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.stalls import find_overdue
 from syncline.runtime.tags import NUMBER_MASK, check_tags_fit, first_tag
+from syncline.runtime.work import Work
 from syncline.topology import Topology
 
 
@@ -67,7 +68,7 @@ class Engine:
         )
         self._calls: dict[CallKey, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
-        self._num_submitted = 0
+        self._num_sliced = 0
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
         self.num_calls: dict[str, int] = {}
@@ -111,27 +112,23 @@ class Engine:
         """Bytes of temporaries, in use or kept, now."""
         return self._executor.temporary_bytes
 
-    def submit(self, call: CollectiveCall, on_done: Done, *, num_skipped: int = 0) -> None:
-        """Begin ``call``; ``on_done`` is told once, with None or with what went wrong.
+    def submit(self, call: CollectiveCall, work: Work, num_skipped: int = 0) -> None:
+        """Begin ``call``; ``work`` ends with it, or with what went wrong.
 
         ``num_skipped`` calls of its stream were made elsewhere since the last one here.
         """
-        number = self._next_numbers.get(call.stream, 0) + num_skipped
-        self._next_numbers[call.stream] = number + 1
         try:
-            self._check(call)
-            active = self._activate(call, number, on_done)
-        except SynclineError as error:
-            on_done(error)
-            return
-        loss = self._loss_that_matters(call.stream, number)
-        if loss is not None:
-            self._fail(loss)  # the others may wait for this rank's part of the call, so they must know
-        if self._failure is not None:
-            active.stop()
-            on_done(self._error(self._failure, call))
-            return
-        self._begin(active)
+            active = self._activate(call, work, num_skipped)
+            if active is None or not self._announce(active):
+                return
+            if active.execution is not None:
+                active.execution.start()
+            else:
+                self._end(active)
+        except Exception as error:  # a bug of ours must not leave a caller waiting
+            self.crash(error)
+            if not work.done():
+                work.finish(FabricError(f"{call.what} could not begin: {error!r}"))
 
     def leave(self, *, tell: bool = True) -> None:
         """Tell the others which calls are complete, then end those that are not."""
@@ -236,38 +233,53 @@ class Engine:
             num_messages=self._dataflows.facts(call.schedule).num_indices,
         )
 
-    def _activate(self, call: CollectiveCall, number: int, on_done: Done) -> ActiveCall:
-        description = self._describer.describe(call)
-        self._num_submitted += 1
-        peers = self._dataflows.facts(call.schedule).peers
+    def _activate(self, call: CollectiveCall, work: Work, num_skipped: int) -> ActiveCall | None:
+        """Give a call its number; None if it cannot be done, and then ``work`` says why."""
+        number = self._next_numbers.get(call.stream, 0) + num_skipped
+        self._next_numbers[call.stream] = number + 1
+        try:
+            self._check(call)
+        except SynclineError as error:
+            work.finish(error)
+            return None
+        loss = self._loss_that_matters(call.stream, number)
+        if loss is not None:
+            self._fail(loss)  # the others may wait for this rank's part of the call, so they must know
+        if self._failure is not None:
+            work.finish(self._error(self._failure, call))
+            return None
         active = ActiveCall(
             call=call,
             number=number,
-            peers=peers,
-            description=description,
-            on_done=on_done,
+            peers=self._dataflows.facts(call.schedule).peers,
+            description=self._describer.describe(call),
+            work=work,
             started_s=self._clock.time(),
             started_ns=self._trace.now_ns(),
             is_agreed=self._world_size == 1,
         )
-        if peers and call.num_slices:
-            active.execution = self._executor.open(
-                SlicedCall(
-                    slices=self._dataflows.slices(call.schedule, call.layout),
-                    buffer=call.buffer,
-                    reduction=call.reduction,
-                    urgency=call.urgency,
-                    connection_class=call.connection_class,
-                    number=self._num_submitted,
-                    tag=first_tag(call.stream, number, 0),
-                    signature=description.signature,
-                    on_over=partial(self._execution_over, active),
-                    on_mismatch=partial(self._mismatched, active),
-                )
-            )
+        if active.peers and call.num_slices:
+            active.execution = self._executor.open(self._sliced(active))
         return active
 
-    def _begin(self, active: ActiveCall) -> None:
+    def _sliced(self, active: ActiveCall) -> SlicedCall:
+        call = active.call
+        self._num_sliced += 1
+        return SlicedCall(
+            slices=self._dataflows.slices(call.schedule, call.layout),
+            buffer=call.buffer,
+            reduction=call.reduction,
+            urgency=call.urgency,
+            connection_class=call.connection_class,
+            number=self._num_sliced,
+            tag=first_tag(call.stream, active.number, 0),
+            signature=active.description.signature,
+            on_over=partial(self._end, active),
+            on_mismatch=partial(self._mismatched, active),
+        )
+
+    def _announce(self, active: ActiveCall) -> bool:
+        """Tell the next rank of a call, and hear what the one before told; return whether there is more to do."""
         key = (active.call.stream, active.number & NUMBER_MASK)
         self._calls[key] = active
         active.awaited = self._early_waits.take(key)
@@ -279,18 +291,12 @@ class Engine:
             self._fabric.send_control((self._rank + 1) % self._world_size, payload)
             is_agreed, disagreement = self._agreement.made(key, active.description)
             self._judge(key, is_agreed, disagreement)
-        if key not in self._calls:
+        return key in self._calls
+
+    def _end(self, active: ActiveCall) -> None:
+        """End a call if nothing is left to do or to learn."""
+        if not active.is_complete:
             return
-        if active.execution is not None:
-            active.execution.start()
-        elif active.is_complete:
-            self._complete(active)
-
-    def _execution_over(self, active: ActiveCall) -> None:
-        if active.is_complete:
-            self._complete(active)
-
-    def _complete(self, active: ActiveCall) -> None:
         call = active.call
         key = (call.stream, active.number & NUMBER_MASK)
         del self._calls[key]
@@ -301,7 +307,7 @@ class Engine:
         self.num_calls[kind] = self.num_calls.get(kind, 0) + 1
         self.call_bytes[kind] = self.call_bytes.get(kind, 0) + call.buffer.nbytes
         trace_call(self._trace, call, active.started_ns)
-        active.on_done(None)
+        active.work.finish(None)
 
     def _judge(self, key: CallKey, is_agreed: bool, disagreement: Disagreement | None) -> None:
         active = self._calls.get(key)
@@ -309,8 +315,7 @@ class Engine:
             self._disagree(key, disagreement)
         elif is_agreed and active is not None:
             active.is_agreed = True
-            if active.is_complete:
-                self._complete(active)
+            self._end(active)
 
     def _disagree(self, key: CallKey, disagreement: Disagreement) -> None:
         pairs = sorted(((self._rank, disagreement.ours.text), (disagreement.peer, disagreement.theirs.text)))
@@ -379,7 +384,7 @@ class Engine:
             active.stop()
             trace_call(self._trace, active.call, active.started_ns, failed=failure.reason)
         for active in calls:
-            active.on_done(self._error(failure, active.call))
+            active.work.finish(self._error(failure, active.call))
 
     def _error(self, failure: Failure, call: CollectiveCall | None) -> SynclineError:
         error = failures.error_for(failure, call, self._members)
