@@ -20,8 +20,8 @@ Mismatched = Callable[[int, int, int], None]
 class NativeSliceExecutor:
     """Executes calls on a native transport; those of numbers that compiled code does not add are left to ``reference``.
 
-    Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport. Of a mismatch the
-    transport tells who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
+    Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a
+    mismatch who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Who executes the slices of a call: the rules, in Python on any transport, or compiled code that keeps them.
+"""Who executes the slices of a call: the reference in Python, on any transport, or compiled code in its place.
 
-The Python one (:mod:`syncline.runtime.python_slice_executor`) is the reference. A transport may put compiled code in its
-place (:meth:`syncline.fabric.Transport.open_executor`), which does the same, to the bit: an engine cannot tell which one
-it has.
+The reference is :mod:`syncline.runtime.python_slice_executor`. A transport may put compiled code in its place
+(:meth:`syncline.fabric.Transport.open_executor`), which does the same, to the bit: an engine cannot tell which it has.
 """
 
 from __future__ import annotations
