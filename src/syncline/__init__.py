@@ -39,17 +39,16 @@ if TYPE_CHECKING:
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
-    from syncline.pytorch.fleet import Fleet, init
+    from syncline.pytorch.fleet import Fleet, current_fleet, init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
-    from syncline.pytorch.registry import current_fleet
     from syncline.topology import Topology
     from syncline.topology.priorities import Priorities
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
     "init": "syncline.pytorch.fleet",
-    "current_fleet": "syncline.pytorch.registry",
+    "current_fleet": "syncline.pytorch.fleet",
     "launch": "syncline.cli.launcher.function",
     "distribute": "syncline.pytorch.distribute",
     "Sharded": "syncline.updates",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from syncline.errors import ConfigurationError
-from syncline.pytorch.registry import current_fleet
+from syncline.pytorch.fleet import Fleet, current_fleet
 
-if TYPE_CHECKING:
-    from syncline.pytorch.fleet import Fleet
 
 
 def sampler(

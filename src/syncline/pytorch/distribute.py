@@ -16,11 +16,11 @@ from syncline.pytorch.checkpoint import save_alone
 from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
-from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.priorities import assign_first_classes, choose_priorities, tune_classes
-from syncline.pytorch.registry import add_training, check_untrained, current_fleet, remove_training
+from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.pytorch.sync_batch_norm import check_layers, find_layers, restore_layers, synchronise_layers
 from syncline.pytorch.training import Training

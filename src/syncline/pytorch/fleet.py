@@ -23,7 +23,6 @@ from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWor
 from syncline.pytorch.environment import Environment, own_address, read_environment
 from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.objects import ObjectCollectives
-from syncline.pytorch.registry import clear_current_fleet, current_fleet, has_current_fleet, set_current_fleet
 from syncline.pytorch.stores import LocalStore, TorchStore, open_store
 from syncline.pytorch.told_once import tell_once
 from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
@@ -32,6 +31,9 @@ from syncline.topology import Topology
 HANDSHAKE_S = 5.0
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
+
+_entering = threading.Lock()
+_current: Fleet | None = None
 
 
 class Fleet:
@@ -197,7 +199,7 @@ class Fleet:
             if self._is_closed:
                 return
             self._is_closed = True
-        clear_current_fleet(self)
+        _leave(self)
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self._close_at_exit)
         with contextlib.ExitStack() as stack:
@@ -246,10 +248,7 @@ def init(
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
     """
-    if has_current_fleet():
-        raise ConfigurationError(
-            f"syncline.init() was called twice; {current_fleet()!r} is open: use it, or close() it"
-        )
+    _check_first()
     limits = choose_limits(connect_timeout=connect_timeout, silence=silence, timeout=timeout, stall=stall)
     environment = read_environment()
     shape = _topology(topology, environment)
@@ -260,12 +259,40 @@ def init(
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
-        set_current_fleet(fleet)
+        _enter(fleet)
     except BaseException:
         fleet.close(is_failing=True)
         raise
     fleet.close_at_exit()
     return fleet
+
+
+def current_fleet() -> Fleet:
+    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
+    if _current is None:
+        raise ConfigurationError("There is no fleet; call syncline.init() first")
+    return _current
+
+
+def _check_first() -> None:
+    if _current is not None:
+        raise ConfigurationError(f"syncline.init() was called twice; {_current!r} is open: use it, or close() it")
+
+
+def _enter(fleet: Fleet) -> None:
+    """Make ``fleet`` the one that ``distribute()`` finds; there may be no other."""
+    global _current  # noqa: PLW0603 - one process is one rank of one job
+    with _entering:
+        _check_first()
+        _current = fleet
+
+
+def _leave(fleet: Fleet) -> None:
+    """Forget ``fleet``, if it is the current one."""
+    global _current  # noqa: PLW0603 - as above
+    with _entering:
+        if _current is fleet:
+            _current = None
 
 
 def _end(work: TensorWork, *, async_op: bool) -> TensorWork | None:

@@ -8,17 +8,27 @@ the lowest rank that is still at work, whose schedulers go on. All are done when
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from syncline.errors import UpdateError
 from syncline.updates.control import ControlStream
-
-if TYPE_CHECKING:
-    from syncline.pytorch.training import Training
+from syncline.updates.rule import Updater
 
 _DONE, _PASS, _CLIP, _STEP = 0.0, 1.0, 2.0, 3.0
+
+
+class Follower(Protocol):
+    """A training that makes, with no weight, what other ranks make."""
+
+    updater: Updater
+
+    def follow_pass(self) -> None:
+        """Take part in a backward pass."""
+
+    def follow_step(self) -> None:
+        """Take part in a step."""
 
 
 class Joining:
@@ -40,7 +50,7 @@ class Joining:
         """Say that this rank makes a step, and with which hyper-parameters."""
         self._announce(_STEP, [_hyperparameters(group) for group in self._optimizer.param_groups])
 
-    def follow(self, training: Training) -> None:
+    def follow(self, training: Follower) -> None:
         """Do what the others do, with no weight, until all are done."""
         while True:
             codes = self._control.gather_numbers(_DONE, "ranks that join")

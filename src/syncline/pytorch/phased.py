@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
-from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.phased_setup import MakeStage, check_stages, set_up
-from syncline.pytorch.registry import current_fleet
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes

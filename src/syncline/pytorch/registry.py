@@ -1,4 +1,4 @@
-"""Which fleet is current, and which models are in training: for functions that are not told."""
+"""Which models are in training: for functions that are not told."""
 
 from __future__ import annotations
 
@@ -8,41 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import UpdateError
 
 if TYPE_CHECKING:
-    from syncline.pytorch.fleet import Fleet
     from syncline.pytorch.training import Training
 
 _lock = threading.Lock()
-_current: Fleet | None = None
 _trainings: list[Training] = []
-
-
-def set_current_fleet(fleet: Fleet) -> None:
-    """Make ``fleet`` the one that ``distribute()`` finds; there may be no other."""
-    global _current  # noqa: PLW0603 - one process is one rank of one job
-    with _lock:
-        if _current is not None:
-            raise ConfigurationError(
-                f"syncline.init() was called twice; {_current!r} is still open: use it, or close() it first"
-            )
-        _current = fleet
-
-
-def clear_current_fleet(fleet: Fleet) -> None:
-    """Forget ``fleet``, if it is the current one."""
-    global _current  # noqa: PLW0603 - as above
-    with _lock:
-        if _current is fleet:
-            _current = None
-
-
-def current_fleet() -> Fleet:
-    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
-    if _current is None:
-        raise ConfigurationError("There is no fleet; call syncline.init() first")
-    return _current
 
 
 def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, int]]) -> None:
@@ -59,11 +31,6 @@ def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, in
             "to distribute() before; use the optimizer that it returned, give each further optimizer parameters of its "
             "own, or close the fleet first"
         )
-
-
-def has_current_fleet() -> bool:
-    """Whether ``syncline.init()`` was called, and its fleet not closed."""
-    return _current is not None
 
 
 def add_training(training: Training) -> None:
