@@ -11,7 +11,6 @@ from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet, current_fleet
 
 
-
 def sampler(
     dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None
 ) -> DistributedSampler[Any]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +21,12 @@ from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.record_schedule import Kind
 from syncline.updates.clustered.regrouping import Regrouping, measurement_of
+from syncline.updates.clustered.settings import ClusteredSettings
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorShape, joined
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
-
-if TYPE_CHECKING:
-    from syncline.updates.clustered.rule import Clustered
 
 FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
@@ -40,7 +37,7 @@ class ClusteredUpdater(WholeUpdater):
 
     is_synchronous = False
 
-    def __init__(self, setting: Setting, rule: Clustered) -> None:
+    def __init__(self, setting: Setting, rule: ClusteredSettings) -> None:
         super().__init__(setting)
         communicator = self.collectives.communicator
         stream = self.collectives.bucket_schedules[0].stream
