@@ -129,9 +129,11 @@ class _Network:
 class MemoryFabric:
     """One rank's end of the in-memory fabric (see :func:`memory_fabrics`)."""
 
+    is_one_machine = True
+
     def __init__(self, network: _Network, rank: int, *, close_s: float) -> None:
         self._network = network
-        self._rank = rank
+        self.rank = rank
         self._close_s = close_s
         self._listener_slot = ListenerSlot()
         self._posted: dict[tuple[int, int], _Posted] = {}
@@ -147,22 +149,12 @@ class MemoryFabric:
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._posted)} receives, {len(self._held)} held"
-        return f"<MemoryFabric rank {self._rank} of {self.world_size}: {state}>"
-
-    @property
-    def rank(self) -> int:
-        """This end's rank."""
-        return self._rank
+        return f"<MemoryFabric rank {self.rank} of {self.world_size}: {state}>"
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self._network.fabrics)
-
-    @property
-    def is_one_machine(self) -> bool:
-        """All ranks are in this process."""
-        return True
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
@@ -189,7 +181,7 @@ class MemoryFabric:
         self._outgoing += 1
         self._network.put(
             _Parcel(
-                source=self._rank,
+                source=self.rank,
                 target=peer,
                 tag=tag,
                 payload=memoryview(bytes(payload)) if is_eager else payload.cast("B"),
@@ -213,7 +205,7 @@ class MemoryFabric:
     ) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
         self._check_peer(peer)
-        assert (peer, tag) not in self._posted, f"rank {self._rank} posted tag {tag:#x} of rank {peer} twice"
+        assert (peer, tag) not in self._posted, f"rank {self.rank} posted tag {tag:#x} of rank {peer} twice"
         self._posted[peer, tag] = _Posted(
             destination=destination.cast("B"),
             signature=signature,
@@ -237,7 +229,7 @@ class MemoryFabric:
         self._outgoing += 1
         self._network.put(
             _Parcel(
-                source=self._rank,
+                source=self.rank,
                 target=peer,
                 tag=0,
                 payload=memoryview(bytes(payload)),
@@ -257,9 +249,9 @@ class MemoryFabric:
         """Agree with every rank (see the protocol); in memory every class is there anyway."""
         self._check_open()
         await self._network.classes.ask(
-            self._rank,
+            self.rank,
             priorities,
-            others=[rank for rank in range(self.world_size) if rank != self._rank],
+            others=[rank for rank in range(self.world_size) if rank != self.rank],
             lost=self._lost,
             check_open=self._check_open,
             timeout_s=timeout_s,
@@ -276,7 +268,7 @@ class MemoryFabric:
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
         return FabricStatistics(
-            rank=self._rank,
+            rank=self.rank,
             time_s=self._network.loop.time(),
             connections=tuple(
                 ConnectionStatistics(
@@ -333,8 +325,8 @@ class MemoryFabric:
         self._held.clear()
         for fabric in self._network.fabrics:
             if fabric is not self and not fabric._is_closed:
-                error = kind(f"{self.describe_peer(self._rank)} {reason}", rank=self._rank, host="memory")
-                self._network.loop.call_soon(fabric._lose, self._rank, error)
+                error = kind(f"{self.describe_peer(self.rank)} {reason}", rank=self.rank, host="memory")
+                self._network.loop.call_soon(fabric._lose, self.rank, error)
 
     def _lose(self, peer: int, error: PeerLostError) -> None:
         if self._is_closed or peer in self._lost:
@@ -394,12 +386,12 @@ class MemoryFabric:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+            raise FabricClosedError(f"rank {self.rank}: the fabric was closed; open a new one with syncline.init()")
 
     def _check_peer(self, peer: int) -> None:
         self._check_open()
         assert 0 <= peer < self.world_size, f"rank {peer} is not in the job"
-        assert peer != self._rank, f"rank {self._rank} sends to itself"
+        assert peer != self.rank, f"rank {self.rank} sends to itself"
 
 
 def _describe(rank: int) -> str:
