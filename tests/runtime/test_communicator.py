@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncline.errors import ConfigurationError, DeadlineError, FabricClosedError, TopologyError
+from syncline.errors import ConfigurationError, DeadlineError, FabricClosedError, MismatchError, TopologyError
 from syncline.runtime import CommunicationLoop, communicators_in_memory, numpy_reduction
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Topology
@@ -223,3 +223,17 @@ def test_the_loop_does_not_wait_forever_for_a_coroutine():
     with pytest.raises(DeadlineError, match=r"never was not done on the loop within 0\.01 s"):
         loop.run(never(), 0.01)
     loop.stop()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_landing_is_kept_after_its_call(in_memory, fails):
+    communicators = in_memory(3, seed=4)
+    buffers = [memoryview(bytearray(8 * (100_000 + (fails and rank == 2)))) for rank in range(3)]
+    works = [c.all_reduce(buffer, FLOAT64) for c, buffer in zip(communicators, buffers, strict=True)]
+    if fails:
+        for work in works:
+            with pytest.raises(MismatchError):
+                work.wait(20)
+    else:
+        wait_all(works)
+    assert [c.statistics().temporary_bytes for c in communicators] == [0] * 3

@@ -1,4 +1,4 @@
-"""The parts of the engine that decide without doing: dataflows, tags, agreement, slice order, culprits, temporaries."""
+"""The parts of the engine that decide without doing: dataflows, tags, agreement, slice order, culprits."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,6 @@ from syncline.runtime.call import Description
 from syncline.runtime.dataflow import compile_dataflow
 from syncline.runtime.early import EarlyQuota
 from syncline.runtime.failures import find_culprits, wait_for
-from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.tags import check_tags_fit, first_tag
 from syncline.schedule import Phase, RankProgram, Receive, Send
 
@@ -181,22 +180,3 @@ def test_leaving_many_streams_takes_several_messages():
     for payload in payloads:
         merged |= control.decode_leaving(control.decode_head(payload)[3])
     assert merged == completed
-
-
-def test_temporaries_are_used_again_last_in_first_out():
-    pool = TemporaryPool(max_kept_bytes=1 << 20)
-    first, second = pool.take(5000), pool.take(6000)
-    assert first.view.nbytes == 5000
-    assert pool.used_bytes == 2 * 8192
-    pool.give_back(first)
-    pool.give_back(second)
-    assert pool.take(7000).block is second.block
-    assert pool.kept_bytes == 8192
-
-
-def test_temporaries_beyond_the_bound_are_not_kept():
-    pool = TemporaryPool(max_kept_bytes=10_000)
-    blocks = [pool.take(8192) for _ in range(3)]
-    for block in blocks:
-        pool.give_back(block)
-    assert (pool.kept_bytes, pool.used_bytes) == (8192, 0)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import SlicedCall
 from syncline.runtime.clock import Clock
-from syncline.runtime.pool import TemporaryPool
 from syncline.runtime.slice_order import SliceOrder
 from syncline.runtime.slicerun import SliceRun
 
@@ -25,7 +24,7 @@ class PythonSliceExecutor:
     ) -> None:
         self.transport = transport
         self.max_inflight_bytes = max_inflight_bytes
-        self.pool = TemporaryPool(2 * max_inflight_bytes)
+        self.temporary_bytes = 0
         self.on_crash = on_crash
         self.order: SliceOrder[PythonExecution] = SliceOrder(max_inflight_bytes)
         self._clock = clock
@@ -34,17 +33,12 @@ class PythonSliceExecutor:
         self.num_active_slices = 0
 
     def __repr__(self) -> str:
-        return f"<PythonSliceExecutor: {self.num_active_slices} slices, {self.pool.used_bytes} temporary bytes in use>"
+        return f"<PythonSliceExecutor: {self.num_active_slices} slices, {self.temporary_bytes} temporary bytes in use>"
 
     @property
     def inflight_bytes(self) -> int:
         """Bytes of the slices under way, now."""
         return self.order.inflight_bytes
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Bytes of temporaries, in use or kept, now."""
-        return self.pool.used_bytes + self.pool.kept_bytes
 
     def open(self, call: SlicedCall) -> PythonExecution:
         """Return an execution that has not begun."""

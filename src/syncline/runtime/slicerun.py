@@ -11,14 +11,14 @@ from typing import Protocol
 
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCall
-from syncline.runtime.pool import Temporary, TemporaryPool
 
 
 class SliceHost(Protocol):
     """What a slice runs on."""
 
     transport: Transport
-    pool: TemporaryPool
+    temporary_bytes: int
+    """Of landings, of all its slices, now."""
     on_crash: Callable[[Exception], None]
     """Told if our own code failed; the slice will not go on."""
 
@@ -40,11 +40,10 @@ class SliceRun:
         self._tag = call.tag + slice_number * SLICE_TAGS
         self._host = host
         self._transport = host.transport
-        self._pool = host.pool
         self._on_end = on_end
         self._waits = list(self.dataflow.num_waits)
         self._settled: list[int] = []
-        self._temporaries: dict[int, Temporary] = {}
+        self._temporaries: dict[int, memoryview] = {}
         self._uses: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._arrived: set[int] = set()
@@ -80,9 +79,8 @@ class SliceRun:
             operation = self._operations[number]
             self._transport.cancel(operation.peer, self._tag + operation.index)
         self.posted.clear()
-        for temporary in self._temporaries.values():
-            self._pool.give_up(temporary)
-        self._temporaries.clear()
+        for landing in list(self._temporaries):
+            self._drop(landing)
 
     def awaited_peers(self) -> set[int]:
         """Return who has not delivered yet what may be delivered now."""
@@ -116,10 +114,9 @@ class SliceRun:
 
     def _post(self, number: int, operation: Operation, start: int, stop: int) -> None:
         if operation.kind is Kind.LAND:
-            temporary = self._pool.take(stop - start)
-            self._temporaries[number] = temporary
+            destination = self._temporaries[number] = memoryview(bytearray(stop - start))
+            self._host.temporary_bytes += stop - start
             self._uses[number] = self._num_uses(operation)
-            destination = temporary.view
         else:
             destination = self._buffer[start:stop]
         self.posted.add(number)
@@ -219,9 +216,12 @@ class SliceRun:
         """Return the bytes of a landing that an apply is about."""
         origin, _ = self._range(self._operations[landing])
         start, stop = self._range(operation)
-        return self._temporaries[landing].view[start - origin : stop - origin]
+        return self._temporaries[landing][start - origin : stop - origin]
 
     def _release(self, landing: int) -> None:
         self._uses[landing] -= 1
         if not self._uses[landing]:
-            self._pool.give_back(self._temporaries.pop(landing))
+            self._drop(landing)
+
+    def _drop(self, landing: int) -> None:
+        self._host.temporary_bytes -= self._temporaries.pop(landing).nbytes
