@@ -80,7 +80,7 @@ class Victim:
         self.theirs = {number: pair[1] for number, pair in enumerate(pairs, start=CONTROL_CLASS)}
         for sock in self.theirs.values():
             sock.setblocking(False)
-        self.transport.open(pairs[0][0], [pair[0] for pair in pairs[1:]])
+        self.transport.attach([(pair[0], None) for pair in pairs])
         self.is_read = generator.random() < 0.4
         if self.is_read:
             self.transport.let_be_read(os.getpid())
@@ -158,9 +158,9 @@ class Victim:
         """Raise if a rule is broken."""
         for destination in self.destinations:
             destination.check()
-        if not self.outcome and self.transport.unexpected_bytes > CREDIT_BYTES:
+        if not self.outcome and self.transport.statistics().unexpected_bytes > CREDIT_BYTES:
             raise RuleBrokenError(
-                f"{self.transport.unexpected_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed"
+                f"{self.transport.statistics().unexpected_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed"
             )
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from syncline.fabric.shared_host import read_memory
 from syncline.fabric.sizing import GrantSizes
 from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import mark
-from syncline.fabric.statistics import ConnectionStatistics
+from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
 """Kinds of events, as ``native/exchange.hpp`` counts them; those with whom to call bring nothing else."""
@@ -128,13 +128,8 @@ class NativePeerTransport:
         self.let_read_us = partial(self._native_transport.let_read_us, peer)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{self.num_classes} classes"
+        state = "closed" if self._is_closed else f"{len(self._sockets)} connections"
         return f"<NativePeerTransport to rank {self._peer}: {state}>"
-
-    @property
-    def num_classes(self) -> int:
-        """Number of data connections in use."""
-        return max(len(self._sockets) - 1, 0)
 
     @property
     def is_drained(self) -> bool:
@@ -142,39 +137,21 @@ class NativePeerTransport:
         return not self._native_transport.num_unsent(self._peer)
 
     @property
-    def unexpected_bytes(self) -> int:
-        """Payload that came before its receive."""
-        return self._native_transport.unexpected_bytes(self._peer)
-
-    @property
-    def num_pending(self) -> int:
-        """Number of receives that are posted and not finished."""
-        return self._native_transport.num_pending(self._peer)
-
-    @property
     def progress(self) -> int:
         """What the peer's last heartbeat carried."""
         return self._native_transport.progress(self._peer)
 
-    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:  # noqa: ARG002 - never called
-        """Authenticate frames: that is for the wire in Python, which is chosen where it is asked for."""
-        raise AssertionError("compiled transport have no keyed hash")
-
-    def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
-        """Take the sockets that a fabric begins with."""
-        control.setblocking(False)
-        self._sockets.append(control)
-        self._native_transport.attach_control(self._peer, control.fileno())
-        self._native_transport.start(self._peer, CONTROL_CLASS)
-        self.add(data)
-
-    def add(self, data: Sequence[socket.socket]) -> None:
-        """Take the sockets of further classes."""
-        for sock in data:
+    def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
+        """Take the next sockets, control before the data connections; compiled code has no keyed hash."""
+        for sock, keys in sockets:
+            assert keys is None, "frames are authenticated in Python, which is chosen where that is asked for"
             sock.setblocking(False)
-            connection_class = self.num_classes
+            connection_class = CONTROL_CLASS + len(self._sockets)
             self._sockets.append(sock)
-            self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
+            if connection_class == CONTROL_CLASS:
+                self._native_transport.attach_control(self._peer, sock.fileno())
+            else:
+                self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
             self._native_transport.start(self._peer, connection_class)
 
     def use(self, options: FabricOptions) -> None:
@@ -219,8 +196,8 @@ class NativePeerTransport:
         self._pid = pid
         self._native_transport.let_be_read(self._peer)
 
-    def statistics(self) -> tuple[ConnectionStatistics, ...]:
-        """Return the counters of each connection."""
+    def statistics(self) -> PeerStatistics:
+        """Return a frozen record of all counters."""
         names = (
             "connection_class",
             "sent_bytes",
@@ -234,8 +211,12 @@ class NativePeerTransport:
         sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
         if num_sent or num_received:
             counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0))
-        return tuple(
-            ConnectionStatistics(peer=self._peer, **dict(zip(names, entry, strict=True))) for entry in counters
+        return PeerStatistics(
+            connections=tuple(
+                ConnectionStatistics(peer=self._peer, **dict(zip(names, entry, strict=True))) for entry in counters
+            ),
+            unexpected_bytes=self._native_transport.unexpected_bytes(self._peer),
+            pending_receives=self._native_transport.num_pending(self._peer),
         )
 
     def handle(self, kind: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:

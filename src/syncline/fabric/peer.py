@@ -13,7 +13,6 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
 from syncline.fabric.sockets import is_same_machine
-from syncline.fabric.statistics import ConnectionStatistics
 
 DIED = "its process died or was killed"
 
@@ -63,11 +62,13 @@ class Peer:
         self.host = host
         self.options = options
         self._events = events
-        self._sockets: dict[int, socket.socket] = {}
+        self._sockets: dict[int, tuple[socket.socket, FrameKeys | None]] = {}
         self._offer_terms = offer_terms
         self._offer: Offer | None = None
         self._has_offered = False
         self._pid: int | None = None
+        self.num_classes = 0
+        """Number of data connections in use."""
         self.is_ready = False
         """Whether the connections that a fabric begins with are there."""
         self.is_gone = False
@@ -95,11 +96,6 @@ class Peer:
         """Whether the peer is on this machine, by its address, and memory may be shared with it."""
         return self._offer is not None
 
-    @property
-    def num_classes(self) -> int:
-        """Number of data connections in use."""
-        return self.transport.num_classes
-
     def has_connection(self, connection_class: int) -> bool:
         """Whether there is a connection of this class already."""
         is_used = self.is_ready and connection_class < self.num_classes
@@ -116,36 +112,22 @@ class Peer:
         ``keys`` authenticate its frames.
         """
         assert not self.has_connection(connection_class)
-        if keys is not None:
-            self.transport.use_keys(connection_class, keys)
-        self._sockets[connection_class] = sock
+        self._sockets[connection_class] = sock, keys
         if not self.is_ready:
             if len(self._sockets) == 1 + self.options.num_classes:
                 self._start()
         elif len(self._sockets) == self.options.num_classes - self.num_classes:
-            self.transport.add(self._take_data_sockets())
+            self._hand_over()
             self._events.on_opening(self)
-
-    def take_heard(self) -> bool:
-        """Whether anything arrived since the last time this was asked."""
-        return self.transport.take_heard()
-
-    def end(self) -> None:
-        """Say on each connection that nothing more will come."""
-        self.transport.end()
 
     def close(self) -> None:
         """Release everything; the peer is gone."""
         if self.is_gone:
             return
         self.is_gone = True
-        for sock in self._sockets.values():
+        for sock, _ in self._sockets.values():
             sock.close()
         self.transport.close()
-
-    def statistics(self) -> tuple[ConnectionStatistics, ...]:
-        """Return the counters of each connection."""
-        return self.transport.statistics()
 
     # --- what the wire tells (PeerTransportEvents) ---
 
@@ -184,8 +166,8 @@ class Peer:
     # --- inside ---
 
     def _start(self) -> None:
-        is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS])
-        self.transport.open(self._sockets.pop(CONTROL_CLASS), self._take_data_sockets())
+        is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS][0])
+        self._hand_over()
         self.is_ready = True
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         if is_local:
@@ -193,9 +175,11 @@ class Peer:
             self.send_frame(FrameType.OFFER, payload=self._offer.encode())
         self._events.on_ready(self)
 
-    def _take_data_sockets(self) -> list[socket.socket]:
-        """Take each socket that waits, in the order of the classes."""
-        return [self._sockets.pop(number) for number in range(self.num_classes, self.options.num_classes)]
+    def _hand_over(self) -> None:
+        """Give the transport each socket that waits, in the order of the classes."""
+        self.transport.attach([self._sockets[number] for number in sorted(self._sockets)])
+        self._sockets.clear()
+        self.num_classes = self.options.num_classes
 
     def _on_open(self, payload: bytes) -> None:
         if self.opening:

@@ -18,7 +18,7 @@ from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import ConnectionStatistics
+from syncline.fabric.statistics import PeerStatistics
 
 
 class PeerTransportEvents(Protocol):
@@ -47,33 +47,18 @@ class PeerTransport(Protocol):
     """The connections to one peer, from the first to the last."""
 
     @property
-    def num_classes(self) -> int:
-        """Number of data connections in use."""
-
-    @property
     def is_drained(self) -> bool:
         """Whether everything that was sent is with the kernel."""
-
-    @property
-    def unexpected_bytes(self) -> int:
-        """Payload that came before its receive and is held here, now."""
-
-    @property
-    def num_pending(self) -> int:
-        """Number of receives that are posted and not finished."""
 
     @property
     def progress(self) -> int:
         """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
 
-    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:
-        """Authenticate the frames of a connection whose socket comes next; only the wire in Python can."""
+    def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
+        """Take the next sockets, control before the data connections, with the keys that authenticate their frames.
 
-    def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
-        """Take the sockets that a fabric begins with."""
-
-    def add(self, data: Sequence[socket.socket]) -> None:
-        """Take the sockets of further classes."""
+        Only the transport in Python can do that.
+        """
 
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
@@ -108,8 +93,8 @@ class PeerTransport(Protocol):
     def let_read_us(self) -> None:
         """Name the addresses of announced messages: the peer can copy them."""
 
-    def statistics(self) -> tuple[ConnectionStatistics, ...]:
-        """Return the counters of each connection."""
+    def statistics(self) -> PeerStatistics:
+        """Return a frozen record of all counters."""
 
 
 class TransportSet(Protocol):

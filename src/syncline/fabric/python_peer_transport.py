@@ -20,7 +20,7 @@ from syncline.fabric.outbox import Outbox
 from syncline.fabric.peer_transport import PeerTransportEvents
 from syncline.fabric.sizing import GrantSizes
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import ConnectionStatistics
+from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 from syncline.fabric.tick import TickEnd
 
 
@@ -79,7 +79,6 @@ class PythonPeerTransport:
         self._tick_end = transport_set.tick_end
         self._control: ControlConnection | None = None
         self._data: list[DataConnection] = []
-        self._keys: dict[int, FrameKeys] = {}
         self._is_closed = False
         self.progress = 0
         self.outbox = Outbox(eager_bytes=options.eager_bytes)
@@ -113,58 +112,17 @@ class PythonPeerTransport:
         return f"<PythonPeerTransport to rank {self._peer}: {state}>"
 
     @property
-    def num_classes(self) -> int:
-        """Number of data connections in use."""
-        return len(self._data)
-
-    @property
     def is_drained(self) -> bool:
         """Whether everything that was sent is with the kernel."""
         return self.outbox.is_drained
 
-    @property
-    def unexpected_bytes(self) -> int:
-        """Payload that came before its receive."""
-        return self.inbox.unexpected_bytes
-
-    @property
-    def num_pending(self) -> int:
-        """Number of receives that are posted and not finished."""
-        return self.inbox.num_pending
-
-    def use_keys(self, connection_class: int, keys: FrameKeys) -> None:
-        """Authenticate the frames of a connection whose socket comes next."""
-        self._keys[connection_class] = keys
-
-    def open(self, control: socket.socket, data: Sequence[socket.socket]) -> None:
-        """Take the sockets that a fabric begins with."""
-        self._control = ControlConnection(
-            control,
-            self._tick_end,
-            on_frame=self._on_frame,
-            on_broken=self._on_control_broken,
-            keys=self._keys.pop(CONTROL_CLASS, None),
-        )
-        self.outbox.attach(self._control, self._data)
-        self._control.start()
-        self.add(data)
-
-    def add(self, data: Sequence[socket.socket]) -> None:
-        """Take the sockets of further classes."""
-        for connection_class, sock in enumerate(data, start=len(self._data)):
-            connection = DataConnection(
-                sock,
-                self._tick_end,
-                connection_class=connection_class,
-                chunk_bytes=self._options.chunk_bytes,
-                receiver=self.inbox,
-                on_message_sent=partial(self.outbox.on_message_sent, connection_class),
-                on_end=self._check_ended,
-                on_broken=partial(self._on_data_broken, connection_class),
-                keys=self._keys.pop(connection_class, None),
-            )
-            self._data.append(connection)
-            connection.start()
+    def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
+        """Take the next sockets, control before the data connections."""
+        for sock, keys in sockets:
+            if self._control is None:
+                self._attach_control(sock, keys)
+            else:
+                self._attach_data(sock, keys)
 
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
@@ -214,8 +172,15 @@ class PythonPeerTransport:
         """Name the addresses of announced messages."""
         self.outbox.is_memory_readable = True
 
-    def statistics(self) -> tuple[ConnectionStatistics, ...]:
-        """Return the counters of each connection."""
+    def statistics(self) -> PeerStatistics:
+        """Return a frozen record of all counters."""
+        return PeerStatistics(
+            connections=self._connection_statistics(),
+            unexpected_bytes=self.inbox.unexpected_bytes,
+            pending_receives=self.inbox.num_pending,
+        )
+
+    def _connection_statistics(self) -> tuple[ConnectionStatistics, ...]:
         if self._control is None:
             return ()
         control = ConnectionStatistics(
@@ -242,6 +207,29 @@ class PythonPeerTransport:
             for connection in self._data
         )
         return (control, *data, *self._memory_statistics())
+
+    def _attach_control(self, sock: socket.socket, keys: FrameKeys | None) -> None:
+        self._control = ControlConnection(
+            sock, self._tick_end, on_frame=self._on_frame, on_broken=self._on_control_broken, keys=keys
+        )
+        self.outbox.attach(self._control, self._data)
+        self._control.start()
+
+    def _attach_data(self, sock: socket.socket, keys: FrameKeys | None) -> None:
+        connection_class = len(self._data)
+        connection = DataConnection(
+            sock,
+            self._tick_end,
+            connection_class=connection_class,
+            chunk_bytes=self._options.chunk_bytes,
+            receiver=self.inbox,
+            on_message_sent=partial(self.outbox.on_message_sent, connection_class),
+            on_end=self._check_ended,
+            on_broken=partial(self._on_data_broken, connection_class),
+            keys=keys,
+        )
+        self._data.append(connection)
+        connection.start()
 
     def _memory_statistics(self) -> tuple[ConnectionStatistics, ...]:
         if not self.outbox.num_fetched and not self.inbox.num_fetched:

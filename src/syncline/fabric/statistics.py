@@ -29,6 +29,15 @@ class ConnectionStatistics(ClassStatistics):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatistics:
+    """All counters of the connections to one peer."""
+
+    connections: tuple[ConnectionStatistics, ...] = ()
+    unexpected_bytes: int
+    pending_receives: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FabricStatistics:
     """All counters of one rank's fabric."""
 

@@ -174,13 +174,13 @@ class TcpFabric:
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
-        peers = self._peers.values()
+        peers = [peer.transport.statistics() for peer in self._peers.values()]
         return FabricStatistics(
             rank=self._rank,
             time_s=self._loop.time(),
-            connections=tuple(entry for peer in peers for entry in peer.statistics()),
-            unexpected_bytes=sum(peer.transport.unexpected_bytes for peer in peers),
-            pending_receives=sum(peer.transport.num_pending for peer in peers),
+            connections=tuple(entry for peer in peers for entry in peer.connections),
+            unexpected_bytes=sum(peer.unexpected_bytes for peer in peers),
+            pending_receives=sum(peer.pending_receives for peer in peers),
             refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
@@ -197,7 +197,7 @@ class TcpFabric:
             async with asyncio.timeout(self._options.close_s):
                 await self._wait_until(lambda: all(peer.transport.is_drained for peer in self._living()))
                 for peer in self._living():
-                    peer.end()
+                    peer.transport.end()
                 await self._wait_until(lambda: not self._living())
         for peer in self._living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
@@ -323,7 +323,7 @@ class TcpFabric:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
-        heard = {peer.rank for peer in self._living() if peer.take_heard()}
+        heard = {peer.rank for peer in self._living() if peer.transport.take_heard()}
         tick = self._liveness.tick(self._loop.time(), heard=heard)
         self._standstill.ran(self._loop.time())
         if tick.gap_s:
