@@ -71,5 +71,5 @@ Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worke
 :mod:`.peer_transport`, :mod:`.terms`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work),
 :mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.operation` (one rank), :mod:`.average`, :mod:`.outer`,
 :mod:`.tree_mean`, :mod:`.fixed_point`;
-:mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes); :mod:`.recording`, :mod:`.replay`.
+:mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes).
 """

@@ -43,7 +43,6 @@ from syncline.updates.overlapped.messages import (
     encode_stop,
     tag,
 )
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.server import ServerShard
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 
@@ -73,7 +72,6 @@ class HostedShard:
         *,
         epoch: int,
         lost: Iterable[int] = (),
-        recorder: Recorder | None = None,
     ) -> None:
         """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead."""
         self.bucket = bucket
@@ -90,7 +88,6 @@ class HostedShard:
         self._port = port
         self._terms = terms
         self._epoch = epoch
-        self._recorder = recorder
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
         self._averages: dict[int, torch.Tensor] = {}
@@ -153,14 +150,12 @@ class HostedShard:
 
     def _obey(self, instruction: ServerInstruction) -> None:
         match instruction:
-            case Fold(round_number=round_number, contributions=given):
+            case Fold(contributions=given):
                 weights = [one.weight for one in given]
                 add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
-                self._note("fold", self.machine.period, round_number, given)
-            case Average(period=period, part=part, contributions=given):
+            case Average(part=part, contributions=given):
                 out = self._averages.setdefault(part, torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype))
                 average(self._values(given), [one.weight for one in given], out=out)
-                self._note("average", period, part, given)
             case Clear():
                 self._cumulative.zero_()
             case Release(worker=worker, place=place):
@@ -175,10 +170,6 @@ class HostedShard:
 
     def _values(self, given: Iterable[Contribution]) -> list[torch.Tensor]:
         return [self._mailboxes[one.worker].places[one.place].values for one in given]
-
-    def _note(self, what: str, period: int, number: int, given: Iterable[Contribution]) -> None:
-        if self._recorder is not None:
-            self._recorder.note_server(self.bucket.index, what, period, number, given)
 
     def _reply(self, reply: Reply) -> None:
         message = self._outgoing(reply.worker)

@@ -17,11 +17,10 @@ import torch
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
-from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
+from syncline.updates.overlapped.events import Keep, Reply, Send
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, encode_stop, tag
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 from syncline.updates.overlapped.worker import BucketWorker
 
@@ -40,7 +39,6 @@ class WorkerLink:
         is_additive: bool,
         feed: Feed | Collect,
         trace: Trace,
-        recorder: Recorder | None,
     ) -> None:
         self.bucket = bucket
         self.server = server
@@ -57,7 +55,6 @@ class WorkerLink:
         self._is_additive = is_additive
         self._feed = feed
         self._trace = trace
-        self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
         self._sent_ends: tuple[Message, ...] = ()
@@ -100,7 +97,6 @@ class WorkerLink:
             if use is None:
                 return 0
             newest, base = self._pulls.take()
-        self._note(use)
         start_ns = self._trace.now_ns()
         own = own_inside(use, lambda place: self._places[place].values, gradient)
         if self._is_additive:
@@ -127,7 +123,6 @@ class WorkerLink:
         """Return the own gradients for which no global one was used yet, as sums over runs."""
         with self._changed:
             runs = self.machine.unsettled
-        self._note(Redo(runs=tuple(runs)))
         return [(self._places[place].values, count) for place, count in runs]
 
     def end(self, parts: Sequence[torch.Tensor], *, iteration: int, weight: float) -> None:
@@ -212,7 +207,6 @@ class WorkerLink:
             self._start.values.copy_(mean)
 
     def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
-        self._note(keep)
         if keep.place not in self._places:
             self._places[keep.place] = self.bucket.make_up()
         own = self._places[keep.place].values
@@ -222,7 +216,6 @@ class WorkerLink:
             own.copy_(gradient)
 
     def _push(self, send: Send, epoch: int) -> None:
-        self._note(send)
         message = self._places[send.place]
         header = UpHeader(
             kind=Kind.PUSH,
@@ -233,10 +226,6 @@ class WorkerLink:
         )
         header.encode(message.memory)
         self._port.call_soon(self._transmit, message, epoch, send.round_number)
-
-    def _note(self, instruction: WorkerInstruction) -> None:
-        if self._recorder is not None:
-            self._recorder.note_worker(self.bucket.index, instruction)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 

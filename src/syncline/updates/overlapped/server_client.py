@@ -27,7 +27,6 @@ from syncline.updates.overlapped.loss_notes import LossNotes
 from syncline.updates.overlapped.losses import describe_ranks
 from syncline.updates.overlapped.membership import Membership, is_believed
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
@@ -61,7 +60,6 @@ class ServerClient:
         progress: Progress,
         note_wait: NoteWait,
         trace: Trace,
-        recorder: Recorder | None = None,
     ) -> None:
         self.terms = terms
         self.clock = PeriodClock(terms.period)
@@ -75,7 +73,6 @@ class ServerClient:
         self._timeout_s = timeout_s
         self._progress = progress
         self._note_wait = note_wait
-        self._recorder = recorder
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._shortage: Exception | None = None
@@ -86,7 +83,7 @@ class ServerClient:
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
         link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
         placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
-        self.links = [link(bucket, server=server, feed=make_feed(), recorder=recorder) for bucket, server in placed]
+        self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
         self._tree_end = TreeEnd(
             port,
             self.membership,
@@ -120,8 +117,6 @@ class ServerClient:
         """Push own gradients and fold into them what has come; waits only for what is too stale."""
         self.raise_failure()
         self._tree_end.go_on()
-        if self._recorder is not None:
-            self._recorder.begin_step()
         iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
         for link, gradient in zip(self.links, gradients, strict=True):
             link.step(gradient, iteration=iteration, weight=weight)
@@ -142,8 +137,6 @@ class ServerClient:
         Returns for each whether it was averaged: states are not if their server died at this very moment.
         """
         self.raise_failure()
-        if self._recorder is not None:
-            self._recorder.note_end()
         for link, values in zip(self.links, parts, strict=True):
             link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
         self._wait("period", lambda: all(link.has_average() for link in self.links))
@@ -175,10 +168,6 @@ class ServerClient:
         self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(ASK_S))
         self._note_wait("period", start_ns)
         self._dropped_together = ends.dropped
-        if self._recorder is not None:
-            self._recorder.note_end()
-            if self._port.rank == 0:
-                self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
         self._begin_period(ends.iteration)
         return True
 
@@ -318,7 +307,7 @@ class ServerClient:
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
     def _host(self, bucket: BucketTerms, *, epoch: int) -> None:
-        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost, recorder=self._recorder)
+        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost)
         self.hosted[bucket.index] = shard
 
     def _on_note(self, reporter: int, lost: int, is_left_behind: bool) -> None:
