@@ -11,7 +11,7 @@ from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, corr
 from syncline.updates.overlapped.events import Use
 from syncline.updates.overlapped.inbox import PullBuffers
 from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, tag
-from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
+from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 
 SLOW_RANK = """
@@ -57,15 +57,12 @@ def test_shards_lie_on_both_sides_of_a_slow_link() -> None:
     assert place_shards(topology, range(8), [100, 150, 450, 400]) == (1, 5, 0, 4), "by size"
 
 
-def test_servers_and_their_successors() -> None:
+def test_servers_are_shared_or_dedicated() -> None:
     assert server_ranks("shared", 3) == (0, 1, 2)
     assert server_ranks("dedicated:2", 5) == (3, 4)
     for servers in ("dedicated:5", "dedicated:0", "dedicated:x", "mine"):
         with pytest.raises(ConfigurationError, match="dedicated"):
             server_ranks(servers, 5)
-    assert successor(2, (0, 1, 2), {2}) == 0
-    assert successor(2, (0, 1, 2), {2, 0}) == 1
-    assert successor(2, (2,), {2}) is None
 
 
 numbers = st.integers(0, 2**32 - 1)

@@ -81,7 +81,6 @@ class Driver:
         self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
         self._entered: queue.SimpleQueue[tuple[Record, Agreed] | SynclineError] = queue.SimpleQueue()
         self._failure: SynclineError | None = None
-        self._losses: dict[int, Exception] = {}
         self._over = threading.Event()
         self._interceptor: Interceptor | None = None
         self._last_statistics: ClusteredStatistics | None = None
@@ -135,8 +134,7 @@ class Driver:
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
-        dead = frozenset(self._node.view.dead)
-        return tuple(rank for rank in range(self._port.world_size) if rank not in dead)
+        return self._node.view.live()
 
     def raise_failure(self) -> None:
         """Raise why this rank cannot go on, if it cannot."""
@@ -185,12 +183,10 @@ class Driver:
 
     def _hear_nonsense(self, peer: int, what: str) -> None:
         """Treat a peer that sends nonsense as lost: nothing more is received from it."""
-        self._losses.setdefault(peer, UpdateError(f"{self._port.describe_peer(peer)} sent {what}"))
-        self._perform(self._node.lose(peer))
+        self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} sent {what}"))
 
     def _lose(self, peer: int, error: Exception) -> None:
-        self._losses.setdefault(peer, error)
-        self._perform(self._node.lose(peer))
+        self._perform(self._node.lose(peer, error))
 
     async def _leave_behind(self) -> None:
         """Take for dead whom this rank has waited for long enough, and who lives but does not train."""
@@ -245,14 +241,15 @@ class Driver:
         self._perform(instructions)
 
     def _fail(self, stop: Stop) -> None:
-        newest = next(reversed(self._losses), None)
+        losses = reversed(self._node.view.membership.losses.items())
+        newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
         text = f"{self._port.describe_peer(self._port.rank)} stops: {stop.reason}"
         if newest is None:
             self._failure = UpdateError(text)
         else:
             host = self._topology.host_of(newest).name
-            self._failure = PeerLostError(f"{text}. Last lost: {self._losses[newest]}", rank=newest, host=host)
-            self._failure.__cause__ = self._losses[newest]
+            self._failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
+            self._failure.__cause__ = error
         self._entered.put(self._failure)
 
     async def _describe(self) -> str:

@@ -19,15 +19,15 @@ from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, Upd
 from syncline.fabric import PeerLeftError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
+from syncline.updates.membership import Membership, describe_ranks, is_believed
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.loss_notes import LossNotes
-from syncline.updates.overlapped.losses import describe_ranks
-from syncline.updates.overlapped.membership import Membership, is_believed
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
+from syncline.updates.overlapped.succession import Succession
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
@@ -66,8 +66,9 @@ class ServerClient:
         self.counts = ClientCounts()
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
-        self.membership = Membership(terms, placement)
+        self.membership = Membership(terms.workers)
         self.lost = self.membership.lost
+        self._succession = Succession(terms, placement)
         self._port = port
         self._max_staleness = max_staleness
         self._timeout_s = timeout_s
@@ -86,7 +87,7 @@ class ServerClient:
         self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
         self._tree_end = TreeEnd(
             port,
-            self.membership,
+            self._succession,
             self.links,
             shrinks=terms.shrinks,
             timeout_s=timeout_s,
@@ -102,7 +103,7 @@ class ServerClient:
         self._port.stand_back()
         self._port.watch_losses(self._on_lost)
         self._notes.open()
-        for bucket, server in zip(self._buckets, self.membership.servers, strict=True):
+        for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
         for link in self.links:
@@ -281,9 +282,9 @@ class ServerClient:
         for _ in range(int(STALL_GRACE_S / ASK_S)):
             self._port.run(self._leave_behind(), self._timeout_s)
             with self._changed:
-                if self._wait_for(lambda: not self.membership.on_tree, ASK_S):
+                if self._wait_for(lambda: not self._succession.on_tree, ASK_S):
                     break
-        return not self.membership.on_tree
+        return not self._succession.on_tree
 
     def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
         return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
@@ -326,7 +327,7 @@ class ServerClient:
     async def _leave_behind(self) -> None:
         """Take for lost whom this rank may wait for, and who lives but does not train; and tell all."""
         stalls = self._port.stalls
-        for peer in sorted(stalls.stalled.intersection(self.terms.workers) - self.lost.keys()):
+        for peer in sorted(stalls.stalled.intersection(self.terms.workers) - set(self.lost)):
             who = self._port.describe_peer(peer)
             text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
             _log.warning("rank %d goes on without it: %s", self._port.rank, text)
@@ -340,12 +341,12 @@ class ServerClient:
             self._fail(error)
             return
         has_left = isinstance(error, PeerLeftError)
-        self.membership.lose(peer, str(error), has_left=has_left)
+        self.membership.lose(peer, error, has_left=has_left)
         if not has_left:
             self._notes.tell(peer, is_left_behind=False)
         for shard in self.hosted.values():
             shard.lose(peer)
-        shortage = self.membership.shortage(self._port.describe_peer)
+        shortage = self.membership.shortage(self.terms.survival, what="workers", describe=self._port.describe_peer)
         if shortage is not None and has_left:
             self._shortage = shortage
         elif shortage is not None:
@@ -358,7 +359,7 @@ class ServerClient:
     def _move_buckets(self) -> None:
         """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
         try:
-            moves = self.membership.moves()
+            moves = self._succession.moves(self.lost)
         except UpdateError as error:
             self._fail(error)
             return

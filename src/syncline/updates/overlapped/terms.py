@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.fabric import BULK
+from syncline.updates.membership import Quorum
 from syncline.updates.memory import bytes_of
 from syncline.updates.overlapped.arithmetic import sum_dtype
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
@@ -30,6 +31,11 @@ class Terms:
     """Whether a period ends with a collective (see :mod:`.tree_mean`), not through the servers."""
     shrinks: bool = False
     """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
+
+    @property
+    def survival(self) -> Quorum:
+        """How many workers must live for the others to go on."""
+        return Quorum() if self.shrinks else Quorum(count=self.quorum)
 
     @property
     def keeps_start(self) -> bool:

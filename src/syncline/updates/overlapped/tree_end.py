@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.membership import Membership
+from syncline.updates.overlapped.succession import Succession
 from syncline.updates.overlapped.tree_mean import Ends, TreeMean
 
 
@@ -23,7 +23,7 @@ class TreeEnd:
     def __init__(
         self,
         port: Port,
-        membership: Membership,
+        succession: Succession,
         links: Sequence[WorkerLink],
         *,
         shrinks: bool,
@@ -36,7 +36,7 @@ class TreeEnd:
         ``leave_behind`` leaves ranks behind that live but do not train; it returns whether somebody was lost.
         """
         self._port = port
-        self._membership = membership
+        self._succession = succession
         self._links = links
         self._shrinks = shrinks
         self._timeout_s = timeout_s
@@ -68,7 +68,7 @@ class TreeEnd:
 
     def defers(self, *, is_period_begun: bool) -> bool:
         """Whether a rank that left by itself changes nothing yet: all may be about to leave. On the loop's thread."""
-        if not self._membership.on_tree or not self._shrinks or (is_period_begun and not self._is_under_way):
+        if not self._succession.on_tree or not self._shrinks or (is_period_begun and not self._is_under_way):
             return False
         self._has_someone_left = True  # of a mean under way it may have done its part; if not, the collective says so
         return True
@@ -82,7 +82,7 @@ class TreeEnd:
     async def _begin(self) -> bool:
         if self._has_someone_left:
             self._leave_tree()
-        self._is_under_way = self._membership.on_tree
+        self._is_under_way = self._succession.on_tree
         return self._is_under_way
 
     async def _give_up(self) -> None:
@@ -92,7 +92,7 @@ class TreeEnd:
 
     async def _keep(self, mean: TreeMean, iteration: int) -> bool:
         self._is_under_way = False
-        if not self._membership.on_tree:
+        if not self._succession.on_tree:
             return False
         for link, values in zip(self._links, mean.means, strict=True):
             link.keep_mean(values, iteration=iteration)
