@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
 from syncline.fabric import Progress
 from syncline.observe import Trace
-from syncline.runtime.port import Port
+from syncline.runtime.port import BULK_CLASS, Port
 from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.mailbox import Mailbox
+from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Measurement, Proposal
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import Mixing, OuterRounds
@@ -28,9 +29,11 @@ from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 
 _log = logging.getLogger(__name__)
 
+TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
 STALL_GRACE_S = 4.0
@@ -75,8 +78,13 @@ class Driver:
         )
         self._sent_bytes_inside = 0
         self._recorder = Recorder(trace, self._node.view)
+        self._shape = shape
         self._mailbox = Mailbox(
-            port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
+            MessageStream(port, part.stream, urgency=TEXT_URGENCY),
+            MessageStream(port, part.stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
+            decode=partial(decode_envelope, shape=shape),
+            on_message=self._hear,
+            on_lost=self._lose,
         )
         self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
         self._entered: queue.SimpleQueue[tuple[Record, Agreed] | SynclineError] = queue.SimpleQueue()
@@ -168,7 +176,7 @@ class Driver:
 
     def _begin(self) -> None:
         self._port.watch_losses(self._lose)
-        self._mailbox.open()
+        self._mailbox.listen_to_all()
         self._perform(self._node.begin())
         for peer in range(self._port.world_size):
             if self._port.is_lost(peer):
@@ -179,11 +187,8 @@ class Driver:
         self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
+        self._mailbox.listen(peer)
         self._perform(self._node.receive(peer, envelope))
-
-    def _hear_nonsense(self, peer: int, what: str) -> None:
-        """Treat a peer that sends nonsense as lost: nothing more is received from it."""
-        self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} sent {what}"))
 
     def _lose(self, peer: int, error: Exception) -> None:
         self._perform(self._node.lose(peer, error))
@@ -224,7 +229,7 @@ class Driver:
             self._over.set()
 
     def _send(self, message: Send) -> None:
-        num_bytes = self._mailbox.send(message.peer, message.envelope)
+        num_bytes = self._mailbox.send(message.peer, *encode_envelope(message.envelope, self._shape))
         view, term = self._node.view, message.envelope.message.term
         if view.cluster_of(message.peer, term) == view.own_cluster(term):
             self._sent_bytes_inside += num_bytes
@@ -276,7 +281,9 @@ class Driver:
             contributions=None if table is None else tuple(tuple(row) for row in table.tolist()),
             samples_of_clusters=result.samples if result is not None else None,
             sent_bytes_inside=self._sent_bytes_inside,
-            sent_bytes_between=self._mailbox.num_sent_bytes - self._sent_bytes_inside + self._outer_rounds.sent_bytes,
+            sent_bytes_between=self._mailbox.sent_bytes.total()
+            - self._sent_bytes_inside
+            + self._outer_rounds.sent_bytes,
             num_replaced_servers=node.num_replaced,
             num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),
