@@ -94,11 +94,11 @@ class Membership:
         if len(living) >= quorum.part * len(base) and (not is_tie or base[:1] == [*living[:1]]):
             return None
         missing = [rank for rank in base if rank in self.losses]
-        rule = "only more than half go on, or half with the lowest rank"
+        fewer = f"fewer than the quorum of {quorum.part:g}"
+        rule = "only more than half go on, or half with the lowest rank" if quorum.part == HALF else fewer
         return _quorum_lost(
             f"{len(living)} of {len(base)} {what} are in reach: {describe_ranks(missing, describe)} lost, who may live "
-            f"and go on elsewhere; {rule if quorum.part == HALF else f'fewer than the quorum of {quorum.part:g}'}; start "
-            "again from a checkpoint",
+            f"and go on elsewhere; {rule}; start again from a checkpoint",
             missing,
         )
 

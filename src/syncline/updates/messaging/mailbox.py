@@ -110,6 +110,7 @@ class Mailbox(Generic[T]):
 
     def send(self, peer: int, text: bytes, payloads: Sequence[memoryview] = (), on_sent: Done | None = None) -> int:
         """Send a message, and return its bytes; payloads stay unchanged until ``on_sent``."""
+        assert len(text) <= MAX_TEXT_BYTES, "a text describes what follows, and is short"
         room = self._head_bytes - _LENGTH.size
         head = bytearray(self._head_bytes)
         _LENGTH.pack_into(head, 0, len(text))

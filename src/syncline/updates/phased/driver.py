@@ -80,6 +80,7 @@ class PairDriver:
             partner=setting.partner,
             stream=setting.stream,
             on_message=self._on_message,
+            on_lost=self._on_lost,
             trace=self._trace,
         )
         self._batches = BatchCheck(
@@ -183,7 +184,7 @@ class PairDriver:
         current = CurrentPass(
             kind=kind, number=self._num_passes, inputs=inputs, targets=targets, num_samples=num_samples
         )
-        self._batches.begin(self._num_passes, kind, inputs, targets)
+        self._batches.begin(kind, inputs, targets)
         self._work.begin(current)
         with self._changed:
             self._pass = current
