@@ -40,7 +40,7 @@ class Quorum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostRank:
     """How a rank was lost; ``since_s`` is in seconds of the membership's clock."""
 
     error: Exception | None
@@ -53,7 +53,7 @@ class Membership:
     """What one rank knows of a job's members; the ranks that are lost may be more, such as those that only serve."""
 
     members: tuple[int, ...]
-    losses: dict[int, Loss] = field(default_factory=dict)
+    losses: dict[int, LostRank] = field(default_factory=dict)
     """In the order in which they were found."""
     clock: Callable[[], float] = time.monotonic
 
@@ -71,7 +71,7 @@ class Membership:
         """Note that ``rank`` is lost, or has left by itself; False if that is known."""
         known = self.losses.get(rank)
         if known is None:
-            self.losses[rank] = Loss(error=error, has_left=has_left, since_s=self.clock())
+            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock())
         elif known.error is None and error is not None:  # others had told of it
             self.losses[rank] = replace(known, error=error)
         return known is None

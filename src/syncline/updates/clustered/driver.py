@@ -6,11 +6,8 @@ The training thread provides what a record needs and waits until it is agreed; a
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,16 +26,12 @@ from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
+from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
-
-_log = logging.getLogger(__name__)
 
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
-STALL_GRACE_S = 4.0
-"""Heartbeats tell of a training thread some seconds late."""
-
 Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
 
 
@@ -56,14 +49,12 @@ class Part:
     reclusters: bool = False
 
 
-class Driver:
+class ClusterDriver(Driver):
     """Joins the protocol to the fabric and to the training thread."""
 
     def __init__(
         self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace, progress: Progress
     ) -> None:
-        self._port = port
-        self._progress = progress
         self._part = part
         self._topology = topology
         self._node = Node(
@@ -76,6 +67,7 @@ class Driver:
             quorum=part.quorum,
             reclusters=part.reclusters,
         )
+        super().__init__(port, self._node.view.membership, timeout_s=part.timeout_s, progress=progress)
         self._sent_bytes_inside = 0
         self._recorder = Recorder(trace, self._node.view)
         self._shape = shape
@@ -87,9 +79,8 @@ class Driver:
             on_lost=self._lose,
         )
         self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
-        self._entered: queue.SimpleQueue[tuple[Record, Agreed] | SynclineError] = queue.SimpleQueue()
-        self._failure: SynclineError | None = None
-        self._over = threading.Event()
+        self._entered: deque[tuple[Record, Agreed]] = deque()
+        self._is_over = False
         self._interceptor: Interceptor | None = None
         self._last_statistics: ClusteredStatistics | None = None
 
@@ -112,48 +103,26 @@ class Driver:
 
     def wait(self) -> tuple[Record, Agreed]:
         """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
-        try:
-            with self._progress.waiting():
-                found = self._await_record()
-        except queue.Empty:
-            state = self._port.run(self._describe(), ANSWER_S)
-            raise DeadlineError(
-                f"{self._port.describe_peer(self._port.rank)} waited {self._part.timeout_s:g} s: {state}; look at the "
-                "ranks that it names, or give syncline.init() a longer timeout"
-            ) from None
-        if isinstance(found, SynclineError):
-            raise found
-        return found
-
-    def _await_record(self) -> tuple[Record, Agreed] | SynclineError:
-        """Wait for the next record; leave behind whoever it waits for that does not train. Raises queue.Empty."""
-        limit_s = min(self._port.stalls.limit_s, self._part.timeout_s)
-        end_s = time.monotonic() + max(self._part.timeout_s, limit_s + STALL_GRACE_S)
-        wait_s = limit_s
-        while True:
-            try:
-                return self._entered.get(timeout=wait_s)
-            except queue.Empty:
-                if time.monotonic() >= end_s:
-                    raise
-            self._port.run(self._leave_behind(), ANSWER_S)
-            wait_s = min(STALL_GRACE_S / 4, max(0.0, end_s - time.monotonic()))
+        self._wait(lambda: bool(self._entered))
+        if self._entered:
+            return self._entered.popleft()
+        self.raise_failure()
+        state = self._port.run(self._describe(), ANSWER_S)
+        raise DeadlineError(
+            f"{self._port.describe_peer(self._port.rank)} waited {self._timeout_s:g} s: {state}; look at the "
+            "ranks that it names, or give syncline.init() a longer timeout"
+        )
 
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
         return self._node.view.live()
 
-    def raise_failure(self) -> None:
-        """Raise why this rank cannot go on, if it cannot."""
-        if self._failure is not None:
-            raise self._failure
-
     def depart(self, timeout_s: float) -> bool:
         """Tell everyone that this rank has all it needs, and wait until they all have; False if time is over."""
         self._port.call_soon(self._depart)
         with self._progress.waiting():
-            return self._over.wait(timeout_s)
+            return self._wait_for(lambda: self._is_over, timeout_s)
 
     def statistics(self) -> ClusteredStatistics:
         """Return what is known and counted here; once this rank departed, what it was then."""
@@ -175,12 +144,9 @@ class Driver:
     # The loop's thread.
 
     def _begin(self) -> None:
-        self._port.watch_losses(self._lose)
         self._mailbox.listen_to_all()
         self._perform(self._node.begin())
-        for peer in range(self._port.world_size):
-            if self._port.is_lost(peer):
-                self._perform(self._node.lose(peer))
+        self._watch()
 
     def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, proposal: Proposal) -> None:
         self._recorder.provided()
@@ -190,17 +156,14 @@ class Driver:
         self._mailbox.listen(peer)
         self._perform(self._node.receive(peer, envelope))
 
-    def _lose(self, peer: int, error: Exception) -> None:
+    def _on_lost(self, peer: int, error: Exception) -> None:
         self._perform(self._node.lose(peer, error))
 
-    async def _leave_behind(self) -> None:
-        """Take for dead whom this rank has waited for long enough, and who lives but does not train."""
-        stalls = self._port.stalls
-        for peer in sorted(stalls.stalled & self._node.awaited()):
-            who = self._port.describe_peer(peer)
-            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
-            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
-            self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
+    def _awaited_peers(self) -> Collection[int]:
+        return self._node.awaited()
+
+    def _leave(self, peer: int, text: str) -> None:
+        self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead
@@ -214,7 +177,9 @@ class Driver:
                 self._send(instruction)
             elif isinstance(instruction, Enter):
                 self._recorder.entered(instruction.record)
-                self._entered.put((instruction.record, instruction.agreed))
+                with self._changed:
+                    self._entered.append((instruction.record, instruction.agreed))
+                    self._changed.notify_all()
             elif isinstance(instruction, Run):
                 self._recorder.began(instruction, self._outer_rounds.sent_bytes)
                 result = self._node.member.result
@@ -222,11 +187,13 @@ class Driver:
             elif isinstance(instruction, Abandon):
                 self._outer_rounds.abandon(instruction.record, instruction.participants)
             else:
-                self._fail(instruction)
+                self._stop(instruction)
         if self._last_statistics is None:
             self._recorder.look_at_election(self._node.term)
         if self._node.is_over:
-            self._over.set()
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
 
     def _send(self, message: Send) -> None:
         num_bytes = self._mailbox.send(message.peer, *encode_envelope(message.envelope, self._shape))
@@ -245,17 +212,16 @@ class Driver:
         )
         self._perform(instructions)
 
-    def _fail(self, stop: Stop) -> None:
-        losses = reversed(self._node.view.membership.losses.items())
-        newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
+    def _stop(self, stop: Stop) -> None:
         text = f"{self._port.describe_peer(self._port.rank)} stops: {stop.reason}"
-        if newest is None:
-            self._failure = UpdateError(text)
-        else:
+        losses = reversed(self.membership.losses.items())
+        newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
+        failure: SynclineError = UpdateError(text)
+        if newest is not None:
             host = self._topology.host_of(newest).name
-            self._failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
-            self._failure.__cause__ = error
-        self._entered.put(self._failure)
+            failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
+            failure.__cause__ = error
+        self.fail(failure)
 
     async def _describe(self) -> str:
         return repr(self._node).strip("<>")

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from syncline.fabric import BULK
+from syncline.runtime.port import Port
 from syncline.updates.membership import Quorum
 from syncline.updates.memory import bytes_of
+from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.arithmetic import sum_dtype
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
 from syncline.updates.overlapped.worker import PushOf
@@ -63,6 +65,12 @@ class BucketTerms:
     def urgency(self) -> int:
         """Of all its messages: after those of collectives, since no step waits for these."""
         return BULK + self.index
+
+    def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
+        """Return the bucket's messages; ``epoch`` counts the servers that it has had."""
+        return MessageStream(
+            port, self.stream, urgency=self.urgency, connection_class=self.connection_class, epoch=epoch
+        )
 
     def make_up(self) -> Message:
         """Return room for a message from a worker."""

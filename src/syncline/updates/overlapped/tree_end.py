@@ -28,10 +28,11 @@ class TreeEnd:
         *,
         shrinks: bool,
         timeout_s: float,
+        stop: Callable[[], None],
         leave_tree: Callable[[], None],
         leave_behind: Callable[[], bool],
     ) -> None:
-        """``leave_tree`` is called on the loop's thread, to go on through the servers.
+        """``stop`` ends the period for the servers; ``leave_tree`` goes on through them, on the loop's thread.
 
         ``leave_behind`` leaves ranks behind that live but do not train; it returns whether somebody was lost.
         """
@@ -40,6 +41,7 @@ class TreeEnd:
         self._links = links
         self._shrinks = shrinks
         self._timeout_s = timeout_s
+        self._stop = stop
         self._leave_tree = leave_tree
         self._leave_behind = leave_behind
         self._is_under_way = False
@@ -52,8 +54,7 @@ class TreeEnd:
         """
         if not self._port.run(self._begin(), self._timeout_s):
             return None
-        for link in self._links:
-            link.stop()
+        self._stop()
         try:
             ends = mean.sum(num_samples=num_samples, iteration=iteration, dropped=dropped)
         except (PeerLostError, DeadlineError) as error:

@@ -7,7 +7,6 @@ there waits.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,8 @@ import torch
 
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.fabric import PeerLeftError
+from syncline.updates.membership import Membership
+from syncline.updates.messaging.driver import Driver
 from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.link import PairLink
@@ -43,18 +44,19 @@ from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.updating import StageUpdater
 
 
-class PairDriver:
+class PairDriver(Driver):
     """Runs passes; made and closed on the training thread, which also calls :meth:`run`."""
 
     def __init__(self, setting: PhasedSetting) -> None:
+        super().__init__(
+            setting.port,
+            Membership((setting.port.rank, setting.partner)),
+            timeout_s=setting.collectives.timeout_s,
+            progress=setting.collectives.communicator.progress,
+        )
         self._setting = setting
         self._stages = setting.stages
         self._trace = setting.collectives.trace
-        self._timeout_s = setting.collectives.timeout_s
-        self._progress = setting.collectives.communicator.progress
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-        self._left: PeerLostError | None = None
         self._phases = Phases(num_stages=setting.num_stages, side=setting.side, max_stages=setting.max_stages)
         self._next: Phase | None = None
         self._message: Message | None = None
@@ -80,7 +82,7 @@ class PairDriver:
             partner=setting.partner,
             stream=setting.stream,
             on_message=self._on_message,
-            on_lost=self._on_lost,
+            on_lost=self._lose,
             trace=self._trace,
         )
         self._batches = BatchCheck(
@@ -96,7 +98,7 @@ class PairDriver:
 
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
-        self._setting.port.call_soon(self._setting.port.watch_losses, self._on_lost)
+        self._port.call_soon(self._watch)
         self._link.open()
         with self._changed:
             self._obey(self._phases.start())
@@ -119,8 +121,8 @@ class PairDriver:
 
     def synchronize(self) -> None:
         """Wait until every update is over, and stored."""
-        with self._progress.waiting(), self._changed:
-            is_over = self._changed.wait_for(lambda: self._failure or self._phases.is_settled, self._timeout_s)
+        with self._progress.waiting():
+            is_over = self._wait_for(lambda: self._phases.is_settled, self._timeout_s)
         self.raise_failure()
         if not is_over:
             raise DeadlineError(
@@ -130,16 +132,8 @@ class PairDriver:
 
     def fail(self, error: BaseException) -> None:
         """End everything with ``error``; the first one counts. From any thread."""
-        with self._changed:
-            if self._failure is None:
-                self._failure = error
-            self._changed.notify_all()
+        super().fail(error)
         self._link.give_up()
-
-    def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
-        if self._failure is not None:
-            raise self._failure
 
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
@@ -199,9 +193,9 @@ class PairDriver:
             def can_go_on() -> bool:
                 nonlocal last
                 last = self._phases.awaited() or last
-                return self._failure is not None or self._can_compute() or self._phases.is_idle
+                return self._can_compute() or self._phases.is_idle or self._is_left_alone()
 
-            is_over = self._changed.wait_for(lambda: can_go_on() or self._is_left_alone(), self._timeout_s)
+            is_over = self._wait_for(can_go_on, self._timeout_s)
             self.raise_failure()
             if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
@@ -232,7 +226,7 @@ class PairDriver:
 
     def _wait_error(self, is_left: bool) -> Exception:
         phase, reasons = self._phases.next_phase, self._phases.awaited()
-        if is_left and self._left is not None:
+        if is_left and isinstance(self._left, PeerLeftError):
             return PeerLostError(
                 f"{self._partner} closed its fleet, but the {phase} needs its part; both ranks of a pair make the same "
                 "number of steps",
@@ -299,14 +293,19 @@ class PairDriver:
             self._changed.notify_all()
 
     def _on_lost(self, peer: int, error: Exception) -> None:
+        has_left = isinstance(error, PeerLeftError)
+        self.membership.lose(peer, error, has_left=has_left)
         if peer == self._setting.partner:
             self._batches.partner_is_lost()
-        if not isinstance(error, PeerLeftError):
+        if not has_left:
             self.fail(error)
-        elif peer == self._setting.partner:
-            with self._changed:
-                self._left = error
-                self._changed.notify_all()
+        self._wake()
+
+    @property
+    def _left(self) -> Exception | None:
+        """Why the partner is not there any more, if it has left by itself."""
+        loss = self.membership.losses.get(self._setting.partner)
+        return loss.error if loss is not None and loss.has_left else None
 
     def _obey(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
