@@ -13,12 +13,13 @@ from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
+from syncline.updates.clustered.driver import VectorArithmetic
 from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
 from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
-from syncline.updates.clustered.vector import VectorArithmetic, VectorShape, combine
+from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
 
 SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))

@@ -15,7 +15,8 @@ import torch
 from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside, shares, sum_dtype
+from syncline.updates.flat import shares, sum_dtype
+from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside
 from syncline.updates.overlapped.average import EndOfPeriod, Parts
 from syncline.updates.overlapped.events import Keep, Send, Use
 from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps

@@ -13,7 +13,7 @@ from syncline.fabric import BULK
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.arithmetic import shares
+from syncline.updates.flat import shares
 from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 

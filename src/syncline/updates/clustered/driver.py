@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,13 +19,13 @@ from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Measurement, Proposal
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Contribution, Envelope, Measurement, Proposal
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import Mixing, OuterRounds
 from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
-from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
+from syncline.updates.flat import Vector, VectorShape, combine, shares
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 
@@ -33,6 +33,17 @@ TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
 Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
+
+
+class VectorArithmetic:
+    """Reckons with vectors for the protocol."""
+
+    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
+        """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
+        given = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
+        if sum(one.samples for one in given) <= 0:
+            return None
+        return combine([one.payload for one in given], shares([one.samples for one in given]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

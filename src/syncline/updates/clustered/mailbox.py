@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope
-from syncline.updates.clustered.vector import Vector, VectorShape
+from syncline.updates.flat import Vector, VectorShape
 
 NUM_VECTORS = "num_vectors"
 

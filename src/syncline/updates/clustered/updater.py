@@ -23,7 +23,7 @@ from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.record_schedule import Kind
 from syncline.updates.clustered.regrouping import Regrouping, measurement_of
 from syncline.updates.clustered.statistics import ClusteredStatistics
-from syncline.updates.clustered.vector import Vector, VectorShape, joined
+from syncline.updates.flat import Vector, VectorShape, joined
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater

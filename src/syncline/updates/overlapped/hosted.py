@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from syncline.runtime.port import Port
-from syncline.updates.overlapped.arithmetic import add_mean, average, sum_dtype
+from syncline.updates.flat import sum_dtype
+from syncline.updates.overlapped.arithmetic import add_mean, average
 from syncline.updates.overlapped.events import (
     Average,
     Clear,

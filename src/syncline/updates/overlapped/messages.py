@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from syncline.updates.flat import ALIGNMENT_BYTES, aligned
 from syncline.updates.messaging.records import decode_record
 
-ALIGNMENT_BYTES = 64
 _UP = struct.Struct("<IIIIId")
 _DOWN = struct.Struct("<IIIIIII")
 
@@ -92,8 +92,7 @@ class DownHeader:
     @staticmethod
     def size_bytes(*, window: int, world_size: int) -> int:
         """Return the room that a header takes."""
-        size = _DOWN.size + 4 * (window + world_size)
-        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return aligned(_DOWN.size + 4 * (window + world_size))
 
     def encode(self, into: memoryview) -> None:
         """Write the header at the beginning of ``into``."""

@@ -8,10 +8,10 @@ import torch
 
 from syncline.fabric import BULK
 from syncline.runtime.port import Port
+from syncline.updates.flat import sum_dtype
 from syncline.updates.membership import Quorum
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.mailbox import MessageStream
-from syncline.updates.overlapped.arithmetic import sum_dtype
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
 from syncline.updates.overlapped.worker import PushOf
 
