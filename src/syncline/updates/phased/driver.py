@@ -17,11 +17,12 @@ import torch
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.fabric import PeerLeftError
 from syncline.updates.membership import Membership
+from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.driver import Driver
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.buffer_pool import BufferPool
-from syncline.updates.phased.link import PairLink
-from syncline.updates.phased.messages import Message
+from syncline.updates.phased.messages import Message, decode
 from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
 from syncline.updates.phased.phases import (
     Compute,
@@ -77,14 +78,10 @@ class PairDriver(Driver):
             setting.collectives, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
         )
         self._work = PhaseWork(setting, self._updater)
-        self._link = PairLink(
-            setting.port,
-            partner=setting.partner,
-            stream=setting.stream,
-            on_message=self._on_message,
-            on_lost=self._lose,
-            trace=self._trace,
-        )
+        messages = MessageStream(setting.port, setting.stream, urgency=-1)
+        self._mailbox = Mailbox(messages, messages, decode=decode, on_message=self._on_message, on_lost=self._lose)
+        self._num_unsent = 0
+        """Messages that are on their way, whose memory is not to be used for something else."""
         self._batches = BatchCheck(
             setting.port,
             partner=setting.partner,
@@ -99,7 +96,7 @@ class PairDriver(Driver):
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
         self._port.call_soon(self._watch)
-        self._link.open()
+        self._listen()
         with self._changed:
             self._obey(self._phases.start())
 
@@ -107,8 +104,7 @@ class PairDriver(Driver):
         """Run a pass to the end of this rank's part of it."""
         self.raise_failure()
         try:
-            with self._progress.waiting():
-                self._link.wait_sent(self._timeout_s)
+            self._wait_sent()
             self._begin(kind, inputs, targets, num_samples)
             while (phase := self._wait_phase()) is not None:
                 self._compute(phase)
@@ -130,11 +126,6 @@ class PairDriver(Driver):
                 "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
             )
 
-    def fail(self, error: BaseException) -> None:
-        """End everything with ``error``; the first one counts. From any thread."""
-        super().fail(error)
-        self._link.give_up()
-
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
         stage_store = self._stage_store
@@ -148,7 +139,7 @@ class PairDriver(Driver):
             writing_s=stage_store.writing_s,
             read_bytes=stage_store.read_bytes,
             written_bytes=stage_store.written_bytes,
-            sent_bytes=self._link.sent_bytes,
+            sent_bytes=self._mailbox.sent_bytes.total(),
             num_loads=stage_store.num_loads,
             largest_stage_bytes=self._buffers.num_bytes,
             peak_parameter_bytes=self._buffers.ledger.peak_bytes,
@@ -161,11 +152,10 @@ class PairDriver(Driver):
         try:
             if not is_failing:
                 self.synchronize()
-                self._link.wait_sent(self._timeout_s)
+                self._wait_sent()
         finally:
             self._stage_store.close(is_failing=is_failing or self._failure is not None)
             self._updater.close()
-            self._link.give_up()
             for stage in self._stages.values():
                 stage.leave()
                 stage.close()
@@ -258,8 +248,23 @@ class PairDriver(Driver):
             message, self._message = self._message, None
         assert message is not None, "a phase is computed once its input is there"
         assert message.phase == phase, f"the partner sent what the {message.phase} needs, not the {phase}"
-        self._link.take_next()
+        self._listen()
         return message
+
+    def _listen(self) -> None:
+        """Receive the next message: the last one was taken."""
+        self._port.call_soon(self._mailbox.listen, self._setting.partner)
+
+    def _wait_sent(self) -> None:
+        """Wait until everything has left, so that no rank runs ahead of its partner without bounds."""
+        with self._progress.waiting():
+            is_over = self._wait_for(lambda: not self._num_unsent, self._timeout_s)
+        self.raise_failure()
+        if not is_over:
+            raise DeadlineError(
+                f"{self._partner} took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not "
+                "left; it is far behind, or does not call step()"
+            )
 
     def _note_wait(self, reason: str, start_ns: int) -> None:
         end_ns = time.monotonic_ns()
@@ -281,7 +286,20 @@ class PairDriver(Driver):
                 self._obey(event(stage))
                 self._changed.notify_all()
 
-    def _on_message(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
+        """Send what was computed, which nobody changes any more; with the lock held."""
+        self._num_unsent += 1
+        payloads = [bytes_of(tensor) for tensor in message.tensors if tensor is not None]
+        sent = partial(self._on_sent, message, self._trace.now_ns())
+        self._port.call_soon(self._mailbox.send, self._setting.partner, message.encode(), payloads, sent)
+
+    def _on_sent(self, message: Message, start_ns: int) -> None:
+        with self._changed:
+            self._num_unsent -= 1
+            self._changed.notify_all()
+        self._trace.span(f"send for {message.phase}", "communication", start_ns, self._trace.now_ns())
+
+    def _on_message(self, _: int, message: Message) -> None:
         with self._changed:
             self._message = message
             if self._failure is None:
@@ -318,7 +336,7 @@ class PairDriver(Driver):
                     self._next = phase
                 case Send():
                     assert self._outgoing is not None, "what is sent was computed just before"
-                    self._link.send(self._outgoing)
+                    self._send(self._outgoing)
                 case Reduce(number):
                     then = partial(self._tell, self._phases.reduced, number)
                     self._updater.reduce(self._work.gradients[number], number, then)
