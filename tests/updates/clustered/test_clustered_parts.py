@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from memory_ports import WAIT_S, Ports
 from syncline.errors import ConfigurationError
 from syncline.machines.inventory import Inventory
-from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
@@ -23,7 +23,6 @@ from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
 
 SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))
-WAIT_S = 20
 
 
 def vector_of(value: float):
@@ -59,21 +58,6 @@ def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() ->
     assert mean is not None
     assert mean.parts[0].tolist() == [2.0] * 5
     assert VectorArithmetic().mean(record, {1: given[1]}) is None
-
-
-class Ports:
-    """Ports of a job in memory."""
-
-    def __init__(self, num_ranks: int, seed: int | None = None) -> None:
-        self.communicators = communicators_in_memory(num_ranks, seed=seed)
-        self.ports = [communicator.open_port("test") for communicator in self.communicators]
-
-    def __enter__(self):
-        return self.ports
-
-    def __exit__(self, *_) -> None:
-        for communicator in self.communicators:
-            communicator.abort()
 
 
 def make_mailbox(port, on_message) -> Mailbox[Envelope]:

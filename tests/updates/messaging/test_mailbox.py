@@ -6,37 +6,12 @@ from functools import partial
 
 import pytest
 
+from memory_ports import WAIT_S, Ports, on_loop
 from syncline.errors import UpdateError
-from syncline.runtime import communicators_in_memory
 from syncline.updates.messaging.mailbox import HEAD_BYTES, MAX_TEXT_BYTES, Mailbox, MessageStream
 
-WAIT_S = 20
 STREAM = 9
 PUSH, ANSWER = range(2)
-
-
-class Ports:
-    """Ports of a job in memory; what is asked of them happens on the loop."""
-
-    def __init__(self, num_ranks: int, seed: int | None = None) -> None:
-        self._communicators = communicators_in_memory(num_ranks, seed=seed)
-        self.ports = [communicator.open_port("test") for communicator in self._communicators]
-
-    def __enter__(self):
-        return self.ports
-
-    def __exit__(self, *_) -> None:
-        for communicator in self._communicators:
-            communicator.abort()
-
-
-def on_loop(port, function) -> None:
-    """Call ``function`` on the loop, and wait until it has returned."""
-
-    async def call() -> None:
-        function()
-
-    port.run(call(), WAIT_S)
 
 
 @pytest.mark.parametrize("seed", range(3))
