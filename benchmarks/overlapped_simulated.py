@@ -3,7 +3,7 @@ r"""The overlapped update's rules on a network that takes so many iterations to 
     python benchmarks/overlapped_simulated.py --task digits --delays 1 2 4 --rules swap rebase --seeds 0 1 2
 
 No network and no clock: the decisions of a fleet in which every push comes back after a fixed number of iterations are
-written down, and :func:`syncline.updates.overlapped.replay.replay` carries them out, with the rules as they are. Prints
+written down, and what the tests replay recorded runs with carries them out, with the rules as they are. Prints
 the loss at each period's end. Delay 0 is synchronous training.
 """
 
@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/updates/overlapped"))
+
+from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
+from overlapped_replay import Replica, replay
 from overlapped_tasks import TASKS, Task
 
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import Keep, Redo, Send, Use, WorkerInstruction
-from syncline.updates.overlapped.recording import Recorder, ServerNote
-from syncline.updates.overlapped.replay import Replica, replay
+from syncline.updates.overlapped.events import Keep, Send, Use
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -44,12 +49,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def instructions(iteration: int, delay: int, period: int) -> list[WorkerInstruction]:
+def instructions(iteration: int, delay: int, period: int) -> list[WorkerDecision]:
     """Return what a worker does in an iteration: push its gradient, use the one of ``delay`` iterations ago."""
     num_places = delay + 1
     place = iteration % num_places
     send = Send(place=place, period=period, round_number=iteration, iteration=iteration, weight=1.0)
-    done: list[WorkerInstruction] = [Keep(place=place, add=False), send]
+    done: list[WorkerDecision] = [Keep(place=place, add=False), send]
     closed = iteration - delay
     if closed > 0:
         subtract = (closed % num_places,) if delay else ()

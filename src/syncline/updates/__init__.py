@@ -2,7 +2,7 @@
 
 from syncline.updates.allreduce import AllReduce
 from syncline.updates.clustered.rule import Clustered
-from syncline.updates.overlapped.losses import QuorumLostError
+from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.rule import Setting, Updater, UpdateRule

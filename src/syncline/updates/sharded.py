@@ -29,7 +29,7 @@ from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
 from syncline.updates.shard import Shard
 from syncline.updates.state import StateEntry, StateSource
-from syncline.updates.update_thread import UpdateThread
+from syncline.updates.worker_thread import WorkerThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class ShardedUpdater(Updater):
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
         self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
         self._ready = Readiness(len(self.buckets))
-        self._thread = UpdateThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
+        self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
 
     @property
     def divided_gradients(self) -> DividedGradients:

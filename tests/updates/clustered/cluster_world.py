@@ -19,6 +19,7 @@ from syncline.updates.clustered.outer_round import OuterRound
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.server import Server, ServerState
 from syncline.updates.clustered.view import Division, View
+from syncline.updates.membership import Membership
 
 JOB = "job"
 Symbol = tuple
@@ -344,11 +345,17 @@ def frozen(value: object) -> object:
         return tuple(sorted(value))
     if isinstance(value, list | tuple):
         return tuple(frozen(item) for item in value)
-    if isinstance(value, Division):
-        return value.term, value.clusters
+    if isinstance(value, Division | Membership):
+        return _told(value)
     if isinstance(value, Node | Member | Server | OuterRound | View):
         return frozen({name: item for name, item in vars(value).items() if name not in _NO_STATE})
     return value
 
 
-_NO_STATE = {"_agenda", "record schedule", "_arithmetic", "_view", "_member", "num_refused", "job", "ranks"}
+def _told(value: Division | Membership) -> object:
+    if isinstance(value, Division):
+        return value.term, value.clusters
+    return tuple(sorted((rank, loss.has_left) for rank, loss in value.losses.items()))
+
+
+_NO_STATE = {"_agenda", "record schedule", "_arithmetic", "_view", "_member", "num_refused", "job"}

@@ -1,27 +1,28 @@
 """The parts between protocol and fabric: vectors, messages as bytes, executors, the servers' network."""
 
-import struct
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from memory_ports import WAIT_S, Ports
 from syncline.errors import ConfigurationError
 from syncline.machines.inventory import Inventory
-from syncline.runtime import communicators_in_memory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
+from syncline.updates.clustered.driver import VectorArithmetic
 from syncline.updates.clustered.grouping import check_clusters, group
-from syncline.updates.clustered.mailbox import HEAD_BYTES, Mailbox
+from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
 from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
-from syncline.updates.clustered.vector import VectorArithmetic, VectorShape, combine
+from syncline.updates.flat import VectorShape, combine
+from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
 
 SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))
-WAIT_S = 20
 
 
 def vector_of(value: float):
@@ -59,19 +60,10 @@ def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() ->
     assert VectorArithmetic().mean(record, {1: given[1]}) is None
 
 
-class Ports:
-    """Ports of a job in memory."""
-
-    def __init__(self, num_ranks: int, seed: int | None = None) -> None:
-        self.communicators = communicators_in_memory(num_ranks, seed=seed)
-        self.ports = [communicator.open_port("test") for communicator in self.communicators]
-
-    def __enter__(self):
-        return self.ports
-
-    def __exit__(self, *_) -> None:
-        for communicator in self.communicators:
-            communicator.abort()
+def make_mailbox(port, on_message) -> Mailbox[Envelope]:
+    stream = MessageStream(port, 9, urgency=0)
+    decode = partial(decode_envelope, shape=SHAPE)
+    return Mailbox(stream, stream, decode=decode, on_message=on_message, on_lost=lambda *_: None)
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
@@ -88,19 +80,17 @@ def test_messages_arrive_whole_and_in_order() -> None:
 
     def on_message(peer: int, envelope: Envelope) -> None:
         heard.append((peer, envelope))
+        boxes[1].listen(peer)
         if len(heard) == len(messages):
             done.set()
 
     with Ports(2, seed=5) as ports:
-        boxes = [
-            Mailbox(port, stream=9, shape=SHAPE, on_message=on_message, on_nonsense=lambda peer, what: done.set())
-            for port in ports
-        ]
+        boxes = [make_mailbox(port, on_message) for port in ports]
 
         def begin() -> None:
-            boxes[1].open()
+            boxes[1].listen_to_all()
             for message in messages:
-                boxes[0].send(1, Envelope(dead=(1,), message=message))
+                boxes[0].send(1, *encode_envelope(Envelope(dead=(1,), message=message), SHAPE))
 
         ports[0].call_soon(begin)
         assert done.wait(WAIT_S)
@@ -108,35 +98,6 @@ def test_messages_arrive_whole_and_in_order() -> None:
     assert heard[1][1].message.payload.parts[0].tolist() == [3.0] * 5
     assert heard[2][1].message == big
     assert boxes[0].sent_bytes[1] > 5 * HEAD_BYTES + 2 * SHAPE.num_bytes
-
-
-@pytest.mark.parametrize("content", [struct.pack("<IB", 7, 0) + b"no json", struct.pack("<IB", 1 << 30, 0)])
-def test_nonsense_is_told_and_nothing_more_is_heard(content: bytes) -> None:
-    told: list[str] = []
-    done = threading.Event()
-
-    def on_nonsense(peer: int, what: str) -> None:
-        told.append(what)
-        done.set()
-
-    head = bytearray(content.ljust(HEAD_BYTES, b"\0"))
-    with Ports(2) as ports:
-        box = Mailbox(
-            ports[1],
-            stream=9,
-            shape=SHAPE,
-            on_message=lambda peer, envelope: told.append("heard"),
-            on_nonsense=on_nonsense,
-        )
-
-        def begin() -> None:
-            box.open()
-            ports[0].send(1, first_tag(9, 0, 0), memoryview(head), urgency=0)
-
-        ports[0].call_soon(begin)
-        assert done.wait(WAIT_S)
-    assert len(told) == 1
-    assert told[0] != "heard"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,7 @@ from torch import optim
 from syncline.pytorch.distribute import distribute
 from syncline.updates.clustered.moving import can_move, num_vectors
 from syncline.updates.clustered.rule import Clustered
-from syncline.updates.clustered.vector import combine
+from syncline.updates.flat import combine
 from thread_fleets import run_fleets
 
 

@@ -266,7 +266,7 @@ def test_a_rank_that_is_cut_off_stops() -> None:
         accuse(world, 0, other)
         world.players[other].node.lose(0)
     assert world.players[0].stop is not None
-    assert "2 of 6 ranks are in reach, fewer than the quorum of 0.5" in world.players[0].stop
+    assert "2 of 6 ranks are in reach: rank 1, rank 2, rank 3 and rank 4 lost" in world.players[0].stop
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -290,7 +290,7 @@ def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> N
         assert len(world.players[rank].applied) == 20
     reasons = [world.players[rank].stop for rank in high]
     assert all("ranks are in reach" in reason for reason in reasons)
-    assert any("3 of 6 ranks are in reach, without rank 0: of two halves" in reason for reason in reasons)
+    assert any("3 of 6 ranks are in reach: rank 0, " in reason for reason in reasons)
 
 
 def test_with_a_smaller_quorum_both_halves_may_go_on() -> None:
@@ -378,7 +378,7 @@ def test_the_next_server_knows_the_contribution_table() -> None:
 )
 def test_what_is_no_message_is_refused(change: Callable[[bytes], bytes]) -> None:
     data = Envelope(dead=(3,), message=Join(term=1, index=4)).encode()
-    assert Envelope.decode(data).message == Join(term=1, index=4)
+    assert Envelope.decode(data)[0].message == Join(term=1, index=4)
     with pytest.raises(ValueError, match="no message"):
         Envelope.decode(change(data))
 
@@ -390,6 +390,6 @@ def test_messages_survive_the_wire() -> None:
     world.settle()
     for _, _, envelope in world.delivered:
         fields = {"payload": None} if hasattr(envelope.message, "payload") else {}
-        assert Envelope.decode(envelope.encode()) == dataclasses.replace(
+        assert Envelope.decode(envelope.encode())[0] == dataclasses.replace(
             envelope, message=dataclasses.replace(envelope.message, **fields)
         )

@@ -7,7 +7,7 @@ from overlapped_training import one_step, start
 from small_regression import make_adam, make_model, parameters_of
 from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.losses import QuorumLostError
+from syncline.updates.membership import QuorumLostError
 from thread_fleets import run_fleets
 
 

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
+from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
 from syncline.updates.overlapped.events import Use
 from syncline.updates.overlapped.inbox import PullBuffers
-from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, tag
-from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks, successor
+from syncline.updates.overlapped.messages import Answer, DownHeader, Kind, Lost, Note, Question, UpHeader, decode_note
+from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 
 SLOW_RANK = """
@@ -57,15 +58,12 @@ def test_shards_lie_on_both_sides_of_a_slow_link() -> None:
     assert place_shards(topology, range(8), [100, 150, 450, 400]) == (1, 5, 0, 4), "by size"
 
 
-def test_servers_and_their_successors() -> None:
+def test_servers_are_shared_or_dedicated() -> None:
     assert server_ranks("shared", 3) == (0, 1, 2)
     assert server_ranks("dedicated:2", 5) == (3, 4)
     for servers in ("dedicated:5", "dedicated:0", "dedicated:x", "mine"):
         with pytest.raises(ConfigurationError, match="dedicated"):
             server_ranks(servers, 5)
-    assert successor(2, (0, 1, 2), {2}) == 0
-    assert successor(2, (0, 1, 2), {2, 0}) == 1
-    assert successor(2, (2,), {2}) is None
 
 
 numbers = st.integers(0, 2**32 - 1)
@@ -90,21 +88,9 @@ def test_down_headers_go_round(accepted: tuple, dropped: tuple, is_last: bool) -
     assert DownHeader.decode(memory) == header
 
 
-def test_an_answer_names_ranks() -> None:
-    question = Question()
-    question.answered[:] = Question.encode_answer(range(40))
-    assert question.decode_answer() == tuple(range(15))
-
-
-def test_tags_differ() -> None:
-    tags = {
-        tag(stream, kind, number, epoch=epoch)
-        for stream in (3, 4)
-        for kind in MessageKind
-        for number in range(3)
-        for epoch in range(3)
-    }
-    assert len(tags) == 2 * len(MessageKind) * 3 * 3
+@pytest.mark.parametrize("note", [Lost(rank=3, is_left_behind=True), Question(), Answer(ranks=(0, 4))])
+def test_notes_go_round(note: Note) -> None:
+    assert decode_note(encode_record(note)) == (note, ())
 
 
 def make_buffers() -> PullBuffers:

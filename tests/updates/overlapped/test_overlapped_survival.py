@@ -10,10 +10,10 @@ from overlapped_training import one_step, start
 from small_regression import make_adam, parameters_of
 from syncline.errors import PeerLostError, UpdateError
 from syncline.updates import Overlapped
+from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.losses import QuorumLostError
-from syncline.updates.overlapped.membership import Membership, Move, is_believed
 from syncline.updates.overlapped.messages import UpHeader
+from syncline.updates.overlapped.succession import Move, Succession
 from syncline.updates.overlapped.tree_mean import TreeMean
 from thread_fleets import run_fleets
 
@@ -201,42 +201,14 @@ def test_those_who_leave_early_are_not_waited_for() -> None:
     check_survivors(results, [1, 3])
 
 
-def membership(num_workers: int, **options) -> Membership:
-    return Membership(Overlapped(**options).terms(num_workers), tuple(range(num_workers)))
-
-
-@pytest.mark.parametrize(
-    ("lost", "left", "may_go_on"),
-    [
-        ((1,), (), True),
-        ((2, 3), (), True),
-        ((0, 1), (), False),
-        ((1, 2, 3), (), False),
-        ((2,), (0, 1), False),
-        ((3,), (0, 1), True),
-        ((), (0, 1, 2), True),
-    ],
-)
-def test_who_may_go_on_of_four(lost: tuple, left: tuple, may_go_on: bool) -> None:
-    known = membership(4)
-    for rank in (*left, *lost):
-        known.lose(rank, "gone", has_left=rank in left)
-    assert (known.shortage(str) is None) is may_go_on
-
-
 def test_all_ranks_move_buckets_to_the_same_servers_in_any_order() -> None:
     after = {}
     for order in ((1, 2), (2, 1)):
-        known = membership(4)
+        succession, lost = Succession(Overlapped().terms(4), range(4)), set()
         moves: list[Move] = []
         for rank in order:
-            known.lose(rank, "gone", has_left=False)
-            moves += known.moves()
+            lost.add(rank)
+            moves += succession.moves(lost)
         after[order] = {move.position: move for move in moves}
     assert after[1, 2] == after[2, 1]
     assert [(move.server, move.epoch) for _, move in sorted(after[1, 2].items())] == [(0, 1), (3, 3), (3, 2), (3, 1)]
-
-
-def test_the_lower_of_two_ranks_is_believed() -> None:
-    assert is_believed(0, 3)
-    assert not is_believed(3, 0)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from overlapped_replay import tree_mean
 from overlapped_training import one_step, start
 
 from small_regression import make_sgd
@@ -12,8 +13,8 @@ from syncline.fabric import BULK
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.arithmetic import shares
-from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps, tree_mean
+from syncline.updates.flat import shares
+from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
 WEIGHTS = (1.0, 7.0, 3.0, 5.0)

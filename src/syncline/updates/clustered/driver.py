@@ -6,37 +6,44 @@ The training thread provides what a record needs and waits until it is agreed; a
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
 from syncline.fabric import Progress
 from syncline.observe import Trace
-from syncline.runtime.port import Port
+from syncline.runtime.port import BULK_CLASS, Port
 from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.mailbox import Mailbox
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Envelope, Measurement, Proposal
+from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
+from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Contribution, Envelope, Measurement, Proposal
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import Mixing, OuterRounds
 from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
-from syncline.updates.clustered.vector import Vector, VectorArithmetic, VectorShape
+from syncline.updates.flat import Vector, VectorShape, combine, shares
+from syncline.updates.messaging.driver import Driver
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 
-_log = logging.getLogger(__name__)
-
+TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
-STALL_GRACE_S = 4.0
-"""Heartbeats tell of a training thread some seconds late."""
-
 Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
+
+
+class VectorArithmetic:
+    """Reckons with vectors for the protocol."""
+
+    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
+        """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
+        given = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
+        if sum(one.samples for one in given) <= 0:
+            return None
+        return combine([one.payload for one in given], shares([one.samples for one in given]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +60,12 @@ class Part:
     reclusters: bool = False
 
 
-class Driver:
+class ClusterDriver(Driver):
     """Joins the protocol to the fabric and to the training thread."""
 
     def __init__(
         self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace, progress: Progress
     ) -> None:
-        self._port = port
-        self._progress = progress
         self._part = part
         self._topology = topology
         self._node = Node(
@@ -73,16 +78,20 @@ class Driver:
             quorum=part.quorum,
             reclusters=part.reclusters,
         )
+        super().__init__(port, self._node.view.membership, timeout_s=part.timeout_s, progress=progress)
         self._sent_bytes_inside = 0
         self._recorder = Recorder(trace, self._node.view)
+        self._shape = shape
         self._mailbox = Mailbox(
-            port, stream=part.stream, shape=shape, on_message=self._hear, on_nonsense=self._hear_nonsense
+            MessageStream(port, part.stream, urgency=TEXT_URGENCY),
+            MessageStream(port, part.stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
+            decode=partial(decode_envelope, shape=shape),
+            on_message=self._hear,
+            on_lost=self._lose,
         )
         self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
-        self._entered: queue.SimpleQueue[tuple[Record, Agreed] | SynclineError] = queue.SimpleQueue()
-        self._failure: SynclineError | None = None
-        self._losses: dict[int, Exception] = {}
-        self._over = threading.Event()
+        self._entered: deque[tuple[Record, Agreed]] = deque()
+        self._is_over = False
         self._interceptor: Interceptor | None = None
         self._last_statistics: ClusteredStatistics | None = None
 
@@ -105,49 +114,26 @@ class Driver:
 
     def wait(self) -> tuple[Record, Agreed]:
         """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
-        try:
-            with self._progress.waiting():
-                found = self._await_record()
-        except queue.Empty:
-            state = self._port.run(self._describe(), ANSWER_S)
-            raise DeadlineError(
-                f"{self._port.describe_peer(self._port.rank)} waited {self._part.timeout_s:g} s: {state}; look at the "
-                "ranks that it names, or give syncline.init() a longer timeout"
-            ) from None
-        if isinstance(found, SynclineError):
-            raise found
-        return found
-
-    def _await_record(self) -> tuple[Record, Agreed] | SynclineError:
-        """Wait for the next record; leave behind whoever it waits for that does not train. Raises queue.Empty."""
-        limit_s = min(self._port.stalls.limit_s, self._part.timeout_s)
-        end_s = time.monotonic() + max(self._part.timeout_s, limit_s + STALL_GRACE_S)
-        wait_s = limit_s
-        while True:
-            try:
-                return self._entered.get(timeout=wait_s)
-            except queue.Empty:
-                if time.monotonic() >= end_s:
-                    raise
-            self._port.run(self._leave_behind(), ANSWER_S)
-            wait_s = min(STALL_GRACE_S / 4, max(0.0, end_s - time.monotonic()))
+        self._wait(lambda: bool(self._entered))
+        if self._entered:
+            return self._entered.popleft()
+        self.raise_failure()
+        state = self._port.run(self._describe(), ANSWER_S)
+        raise DeadlineError(
+            f"{self._port.describe_peer(self._port.rank)} waited {self._timeout_s:g} s: {state}; look at the "
+            "ranks that it names, or give syncline.init() a longer timeout"
+        )
 
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
-        dead = frozenset(self._node.view.dead)
-        return tuple(rank for rank in range(self._port.world_size) if rank not in dead)
-
-    def raise_failure(self) -> None:
-        """Raise why this rank cannot go on, if it cannot."""
-        if self._failure is not None:
-            raise self._failure
+        return self._node.view.live()
 
     def depart(self, timeout_s: float) -> bool:
         """Tell everyone that this rank has all it needs, and wait until they all have; False if time is over."""
         self._port.call_soon(self._depart)
         with self._progress.waiting():
-            return self._over.wait(timeout_s)
+            return self._wait_for(lambda: self._is_over, timeout_s)
 
     def statistics(self) -> ClusteredStatistics:
         """Return what is known and counted here; once this rank departed, what it was then."""
@@ -169,37 +155,26 @@ class Driver:
     # The loop's thread.
 
     def _begin(self) -> None:
-        self._port.watch_losses(self._lose)
-        self._mailbox.open()
+        self._mailbox.listen_to_all()
         self._perform(self._node.begin())
-        for peer in range(self._port.world_size):
-            if self._port.is_lost(peer):
-                self._perform(self._node.lose(peer))
+        self._watch()
 
     def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, proposal: Proposal) -> None:
         self._recorder.provided()
         self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
+        self._mailbox.listen(peer)
         self._perform(self._node.receive(peer, envelope))
 
-    def _hear_nonsense(self, peer: int, what: str) -> None:
-        """Treat a peer that sends nonsense as lost: nothing more is received from it."""
-        self._losses.setdefault(peer, UpdateError(f"{self._port.describe_peer(peer)} sent {what}"))
-        self._perform(self._node.lose(peer))
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        self._perform(self._node.lose(peer, error))
 
-    def _lose(self, peer: int, error: Exception) -> None:
-        self._losses.setdefault(peer, error)
-        self._perform(self._node.lose(peer))
+    def _awaited_peers(self) -> Collection[int]:
+        return self._node.awaited()
 
-    async def _leave_behind(self) -> None:
-        """Take for dead whom this rank has waited for long enough, and who lives but does not train."""
-        stalls = self._port.stalls
-        for peer in sorted(stalls.stalled & self._node.awaited()):
-            who = self._port.describe_peer(peer)
-            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
-            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
-            self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
+    def _leave(self, peer: int, text: str) -> None:
+        self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead
@@ -213,7 +188,9 @@ class Driver:
                 self._send(instruction)
             elif isinstance(instruction, Enter):
                 self._recorder.entered(instruction.record)
-                self._entered.put((instruction.record, instruction.agreed))
+                with self._changed:
+                    self._entered.append((instruction.record, instruction.agreed))
+                    self._changed.notify_all()
             elif isinstance(instruction, Run):
                 self._recorder.began(instruction, self._outer_rounds.sent_bytes)
                 result = self._node.member.result
@@ -221,14 +198,16 @@ class Driver:
             elif isinstance(instruction, Abandon):
                 self._outer_rounds.abandon(instruction.record, instruction.participants)
             else:
-                self._fail(instruction)
+                self._stop(instruction)
         if self._last_statistics is None:
             self._recorder.look_at_election(self._node.term)
         if self._node.is_over:
-            self._over.set()
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
 
     def _send(self, message: Send) -> None:
-        num_bytes = self._mailbox.send(message.peer, message.envelope)
+        num_bytes = self._mailbox.send(message.peer, *encode_envelope(message.envelope, self._shape))
         view, term = self._node.view, message.envelope.message.term
         if view.cluster_of(message.peer, term) == view.own_cluster(term):
             self._sent_bytes_inside += num_bytes
@@ -244,16 +223,16 @@ class Driver:
         )
         self._perform(instructions)
 
-    def _fail(self, stop: Stop) -> None:
-        newest = next(reversed(self._losses), None)
+    def _stop(self, stop: Stop) -> None:
         text = f"{self._port.describe_peer(self._port.rank)} stops: {stop.reason}"
-        if newest is None:
-            self._failure = UpdateError(text)
-        else:
+        losses = reversed(self.membership.losses.items())
+        newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
+        failure: SynclineError = UpdateError(text)
+        if newest is not None:
             host = self._topology.host_of(newest).name
-            self._failure = PeerLostError(f"{text}. Last lost: {self._losses[newest]}", rank=newest, host=host)
-            self._failure.__cause__ = self._losses[newest]
-        self._entered.put(self._failure)
+            failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
+            failure.__cause__ = error
+        self.fail(failure)
 
     async def _describe(self) -> str:
         return repr(self._node).strip("<>")
@@ -279,7 +258,9 @@ class Driver:
             contributions=None if table is None else tuple(tuple(row) for row in table.tolist()),
             samples_of_clusters=result.samples if result is not None else None,
             sent_bytes_inside=self._sent_bytes_inside,
-            sent_bytes_between=self._mailbox.num_sent_bytes - self._sent_bytes_inside + self._outer_rounds.sent_bytes,
+            sent_bytes_between=self._mailbox.sent_bytes.total()
+            - self._sent_bytes_inside
+            + self._outer_rounds.sent_bytes,
             num_replaced_servers=node.num_replaced,
             num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
+from syncline.updates.membership import successor
+
 
 def draw_order(job: str, term: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return ``ranks`` in the order in which they are to serve in ``term``."""
@@ -19,7 +21,7 @@ def draw_order(job: str, term: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
 def draw_server(job: str, term: int, ranks: Sequence[int], dead: Collection[int]) -> int | None:
     """Return the temporary server of a cluster in ``term``; None if all its ranks are dead."""
-    return next((rank for rank in draw_order(job, term, ranks) if rank not in dead), None)
+    return successor(draw_order(job, term, ranks), dead)
 
 
 def _ticket(job: str, term: int, rank: int) -> bytes:

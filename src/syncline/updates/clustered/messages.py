@@ -6,10 +6,10 @@ carries whom its sender takes for dead: that knowledge only grows, so all ranks 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from syncline.updates.messaging.records import decode_record, encode_record
 
 Payload = Any
 """A vector to those who reckon with it, and nothing but a thing to hand on here."""
@@ -128,25 +128,12 @@ class Envelope:
     dead: tuple[int, ...]
     message: Message
 
-    def encode(self) -> bytes:
-        """Write all but the payload as JSON."""
-        fields = {
-            name.name: getattr(self.message, name.name)
-            for name in dataclasses.fields(self.message)
-            if name.name != "payload"
-        }
-        return json.dumps([type(self.message).__name__, self.dead, fields], separators=(",", ":")).encode()
+    def encode(self, **beside: object) -> bytes:
+        """Write all but the payload, and what goes beside it."""
+        return encode_record(self.message, dead=self.dead, **beside)
 
     @classmethod
-    def decode(cls, data: bytes) -> Envelope:
+    def decode(cls, data: bytes) -> tuple[Envelope, dict[str, Any]]:
         """Read what :meth:`encode` wrote; raises ValueError if it is anything else."""
-        try:
-            name, dead, fields = json.loads(data)
-            message = _KINDS[name](**{key: _as_tuple(value) for key, value in fields.items()})
-            return cls(dead=tuple(int(rank) for rank in dead), message=message)
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"this is no message of the clustered update: {data[:80]!r}") from error
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
+        message, beside = decode_record(data, _KINDS, "the clustered update")
+        return cls(dead=tuple(map(int, beside.pop("dead", ()))), message=message), beside

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from syncline.updates.bucket import Bucket, Slot
-from syncline.updates.clustered.vector import Vector, VectorShape
+from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.state import is_elementwise
 
 WHOLE, SINGLE, FIXED = "whole", "single", "fixed"

@@ -25,18 +25,15 @@ from syncline.updates.clustered.messages import (
 from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.server import Server
 from syncline.updates.clustered.view import View
-
-HALF = 0.5
-"""The smallest quorum of which no two parts of a job both go on."""
+from syncline.updates.membership import Quorum
 
 
 class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself. With a quorum of a half, so does one that sees exactly half of them without
-    the lowest: of two halves that lost sight of each other, one goes on. ``shares_results`` says that an outer round's
-    result is the same for all clusters, so that one who has it can give it to the others.
+    stops, instead of training on by itself (see :mod:`syncline.updates.membership`). ``shares_results`` says that an
+    exchange's result is the same for all clusters, so that one who has it can give it to the others.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Node:
         self.stopped: str | None = None
         self._arithmetic = arithmetic
         self._shares_results = shares_results
-        self._quorum = quorum
+        self._quorum = Quorum(part=quorum)
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
         self._mail: list[tuple[int, Message]] = []
@@ -112,9 +109,9 @@ class Node:
         self._post([(self.view.rank, envelope.message)], sender=peer)
         return self._flush()
 
-    def lose(self, peer: int) -> list[Instruction]:
+    def lose(self, peer: int, error: Exception | None = None) -> list[Instruction]:
         """Go on without a peer that the fabric lost, and tell everyone."""
-        if self.stopped is None and self._bury({peer}):
+        if self.stopped is None and self._bury({peer}, error):
             self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
         return self._flush()
 
@@ -156,39 +153,25 @@ class Node:
             self._gather(server)
         return self._flush()
 
-    def _bury(self, dead: set[int]) -> bool:
+    def _bury(self, dead: set[int], error: Exception | None = None) -> bool:
         """Take ranks for dead, follow those who are drawn instead, and count whether enough are left."""
-        news = dead - self.view.dead
+        former_server = self.view.own_server(self.term)
+        membership = self.view.membership
+        news = {rank for rank in dead if membership.lose(rank, error, has_left=rank in self.departed)}
         if not news:
             return False
-        self.num_replaced += self.view.own_server(self.term) in news
-        self.view.dead |= news
+        self.num_replaced += former_server in news
         for rank in sorted(news):  # one who lives after all learns that the job goes on without it
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
-        shortage = self._shortage()
+        shortage = membership.shortage(self._quorum)
         if shortage is not None:
-            self._stop(f"{shortage}; start the job again with those that live, or allow a smaller quorum")
+            self._stop(f"{shortage}, or allow a smaller quorum")
             return False
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
             server.refresh()
             self._gather(server)
         return True
-
-    def _shortage(self) -> str | None:
-        """Say why those who live are too few, if they are."""
-        live, world_size = self.view.live(), self.view.world_size
-        in_reach = f"{len(live)} of {world_size} ranks are in reach"
-        if len(live) < self._quorum * world_size:
-            return f"{in_reach}, fewer than the quorum of {self._quorum:g}"
-        gone = self.departed & self.view.dead  # they ended their training, so they do not go on elsewhere
-        lowest = min(rank for rank in self.view.ranks if rank not in gone)
-        if self._quorum >= HALF and 2 * len(live) == world_size and lowest not in live:
-            return (
-                f"{in_reach}, without rank {lowest}: of two halves that lose sight of each other, only the one with "
-                "the lowest rank goes on"
-            )
-        return None
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason

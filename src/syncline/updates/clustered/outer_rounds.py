@@ -26,8 +26,8 @@ from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
 from syncline.updates.clustered.record_schedule import Kind, Record
 from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
-from syncline.updates.clustered.vector import Vector, combine
 from syncline.updates.clustered.view import View
+from syncline.updates.flat import Vector, combine, shares
 
 SLICE_BYTES = 1 << 20
 MAX_SCHEDULES = 256
@@ -75,10 +75,7 @@ class OuterRounds:
             self._abandoned.append(executor)
 
     def _run_shared(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
-        total = sum(run.samples)
-        place = _place(run, self._port.rank)
-        share = run.samples[place] / total if total > 0 else 1 / len(run.samples)
-        mean = run.payload.copy().scale(share)
+        mean = run.payload.copy().scale(shares(run.samples)[_place(run, self._port.rank)])
         schedule = self._schedule(run.participants, Collective.ALL_REDUCE, mean.shape.num_bytes)
         slices = []
         for part in mean.parts:
@@ -117,13 +114,13 @@ class OuterRounds:
         present = [cluster for cluster, _ in run.participants]
         own = present[_place(run, self._port.rank)]
         weights = mixing_weights(table, own, present, min_weight=self._mixing.min_weight)
-        shares = mixing_shares(run.samples, weights[present])
+        mixed = mixing_shares(run.samples, weights[present])
         gram = np.zeros((size, size))
         for i, first in enumerate(present):
             for j, second in enumerate(present[: i + 1]):
                 gram[first, second] = gram[second, first] = vectors[i].dot(vectors[j])
         updated = update_contributions(table, gram, present, decay=self._mixing.decay)
-        return combine(vectors, shares.tolist()), tuple(updated.ravel().tolist())
+        return combine(vectors, mixed.tolist()), tuple(updated.ravel().tolist())
 
     def _schedule(self, participants: Participants, collective: Collective, num_bytes: int) -> Schedule:
         key = (participants, collective)

@@ -15,7 +15,7 @@ nothing is forecast any more.
 
 from __future__ import annotations
 
-from syncline.updates.clustered.vector import Vector
+from syncline.updates.flat import Vector
 
 
 class Period:

@@ -40,12 +40,12 @@ class Clustered(ClusteredSettings):
     training diverge, and a shorter period or 0.7 serves better. It needs ``outer="period"`` and a period above 1.
 
     A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
-    ``quorum`` of all ranks (itself included) stops with an error. A rank cannot tell a death from a cut of the network,
-    so with the default, a half, at most one part of a job goes on: the one with more than half of the ranks that the
-    job began with, or with exactly half and rank 0 among them (or the lowest rank that had not left by itself). With a
-    smaller ``quorum`` few ranks go on, but so may both sides of a cut. A rank that lives, but whose training thread
-    makes no call for ``syncline.init(stall=...)`` while others wait for it as long, is left behind as if it were dead,
-    and told so when it wakes.
+    ``quorum`` of all ranks that have not left by themselves (itself included) stops with an error. A rank cannot tell a
+    death from a cut of the network, so with the default, a half, at most one part of a job goes on: the one with more
+    than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
+    go on, but so may both sides of a cut. A rank that lives, but whose training thread makes no call for
+    ``syncline.init(stall=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
+    it wakes.
 
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
     looks at the mean of what each machine measured in past periods (clocks, free memory, and its own seconds for a

@@ -13,7 +13,7 @@ import torch
 from syncline.machines.inventory import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import Bucket
-from syncline.updates.clustered.driver import Driver, Part
+from syncline.updates.clustered.driver import ClusterDriver, Part
 from syncline.updates.clustered.grouping import Clusters, agree_on_clusters, measure_hosts
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Measurement, Proposal
 from syncline.updates.clustered.moving import MovingState, num_vectors
@@ -23,7 +23,7 @@ from syncline.updates.clustered.record_schedule import Kind
 from syncline.updates.clustered.regrouping import Regrouping, measurement_of
 from syncline.updates.clustered.settings import ClusteredSettings
 from syncline.updates.clustered.statistics import ClusteredStatistics
-from syncline.updates.clustered.vector import Vector, VectorShape, joined
+from syncline.updates.flat import Vector, VectorShape, joined
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
@@ -68,7 +68,7 @@ class ClusteredUpdater(WholeUpdater):
         )
         name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution} {rule.outer}"
         port, trace = communicator.open_port(name), self.collectives.trace
-        self._driver = Driver(port, communicator.topology, self._shape, part, trace, communicator.progress)
+        self._driver = ClusterDriver(port, communicator.topology, self._shape, part, trace, communicator.progress)
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()

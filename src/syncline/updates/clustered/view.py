@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Clusters, Participants
+from syncline.updates.membership import Membership
 
 
 class View:
@@ -18,23 +19,22 @@ class View:
 
     def __init__(self, *, job: str, rank: int, clusters: Sequence[Sequence[int]], reclusters: bool = False) -> None:
         self.rank = rank
-        self.dead: set[int] = set()
+        self.membership = Membership(tuple(sorted(rank for ranks in clusters for rank in ranks)))
         self.job = job
         self.last_known_term: float = 0 if reclusters else math.inf
-        self.ranks = frozenset(rank for ranks in clusters for rank in ranks)
         self._divisions = [Division.of(0, clusters)]
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks that the job began with."""
-        return len(self.ranks)
+    def dead(self) -> Collection[int]:
+        """The ranks that are taken for dead."""
+        return self.membership.lost
 
     def divide(self, term: int, clusters: Sequence[Sequence[int]]) -> None:
         """Note the clusters of ``term``, the first that is not known; none: as before."""
         assert term == self.last_known_term + 1
         self.last_known_term = term
         if clusters:
-            assert self.ranks == {rank for ranks in clusters for rank in ranks}
+            assert set(self.membership.members) == {rank for ranks in clusters for rank in ranks}
             self._divisions = [*self._divisions[-1:], Division.of(term, clusters)]
 
     def clusters(self, term: int) -> Clusters:
@@ -51,11 +51,11 @@ class View:
 
     def is_member(self, rank: int) -> bool:
         """Whether ``rank`` is one of the job's."""
-        return rank in self.ranks
+        return rank in self.membership.members
 
     def live(self) -> tuple[int, ...]:
         """Return all ranks that are not known to be dead."""
-        return tuple(rank for rank in sorted(self.ranks) if rank not in self.dead)
+        return self.membership.living
 
     def live_members(self, term: int) -> tuple[int, ...]:
         """Return those of this rank's cluster in a term."""

@@ -10,22 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from syncline.updates.flat import shares, weighted_sum
 from syncline.updates.overlapped.events import Use
-
-HALVES = frozenset({torch.float16, torch.bfloat16})
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which gradients of ``dtype`` are summed and sent back."""
-    return torch.float32 if dtype in HALVES else dtype
-
-
-def shares(weights: Sequence[float]) -> list[float]:
-    """Return each weight over their sum; equal shares if nobody had any samples."""
-    total = sum(weights)
-    if total <= 0.0:
-        return [1.0 / len(weights)] * len(weights)
-    return [weight / total for weight in weights]
 
 
 def add_mean(
@@ -37,10 +23,7 @@ def add_mean(
 ) -> None:
     """Add the weighted mean of ``gradients``, in their order, to ``cumulative``; ``scratch`` is overwritten."""
     mean = torch.empty_like(cumulative) if scratch is None else scratch
-    mean.copy_(gradients[0]).mul_(shares(weights)[0])
-    for gradient, share in zip(gradients[1:], shares(weights)[1:], strict=True):
-        mean.add_(gradient.to(mean.dtype), alpha=share)
-    cumulative.add_(mean)
+    cumulative.add_(weighted_sum(gradients, shares(weights), out=mean))
 
 
 def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: torch.Tensor) -> None:
@@ -48,10 +31,7 @@ def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: to
     if len(values) == 1:
         out.copy_(values[0])
         return
-    mean = torch.zeros(out.shape, dtype=torch.float64)
-    for value, share in zip(values, shares(weights), strict=True):
-        mean.add_(value.to(torch.float64), alpha=share)
-    out.copy_(mean)
+    out.copy_(weighted_sum(values, shares(weights), out=torch.empty(out.shape, dtype=torch.float64)))
 
 
 def correction(*, newest: torch.Tensor, base: torch.Tensor | None, subtract: Sequence[torch.Tensor]) -> torch.Tensor:

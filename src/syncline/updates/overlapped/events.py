@@ -201,14 +201,3 @@ class Use:
     """Iterations of the fleet that all that is new stands for."""
     num_own: int = 0
     """Own iterations that are in it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Redo:
-    """Step once more on what lies at these places: own gradients for which no global one has come (rule "rebase")."""
-
-    runs: tuple[tuple[int, int], ...]
-    """Place, and of how many iterations what lies there is the sum."""
-
-
-WorkerInstruction = Keep | Send | Use | Redo

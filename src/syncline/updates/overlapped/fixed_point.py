@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.updates.overlapped.arithmetic import shares
-
 MAX_EXPONENT = 1000
 """No step is finer than 2**-1000, so that it is a float64 of full precision."""
 
@@ -46,14 +44,3 @@ def from_steps(total: torch.Tensor, start: torch.Tensor, *, exponent: int, out: 
     """Write ``start`` plus the sum of all ranks' steps to ``out``, rounded once."""
     moved = total.to(torch.float64).mul_(math.ldexp(1.0, -exponent))
     out.copy_(start.to("cpu", torch.float64) + moved)
-
-
-def tree_mean(
-    values: Sequence[torch.Tensor], weights: Sequence[float], start: torch.Tensor, *, out: torch.Tensor
-) -> None:
-    """Write what a collective makes of all ranks' ``values`` to ``out``, in one process."""
-    exponent = exponent_for([largest_move(one, start) for one in values], start.dtype)
-    steps = [
-        to_steps(one, start, share=share, exponent=exponent) for one, share in zip(values, shares(weights), strict=True)
-    ]
-    from_steps(torch.stack(steps).sum(0), start, exponent=exponent, out=out)

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from syncline.runtime.port import Port
-from syncline.updates.overlapped.arithmetic import add_mean, average, sum_dtype
+from syncline.updates.flat import sum_dtype
+from syncline.updates.overlapped.arithmetic import add_mean, average
 from syncline.updates.overlapped.events import (
     Average,
     Clear,
@@ -31,35 +32,20 @@ from syncline.updates.overlapped.events import (
     ServerEvent,
     ServerInstruction,
     Stop,
-    Waiting,
 )
-from syncline.updates.overlapped.messages import (
-    DownHeader,
-    Kind,
-    MessageKind,
-    Question,
-    UpHeader,
-    decode_stop,
-    encode_stop,
-    tag,
-)
-from syncline.updates.overlapped.recording import Recorder
+from syncline.updates.overlapped.messages import DOWN, UP, DownHeader, Kind, UpHeader
 from syncline.updates.overlapped.server import ServerShard
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 
 
 @dataclass(slots=True)
-class _Mailbox:
-    """The messages of one worker."""
+class _Buffers:
+    """Room for the messages of one worker."""
 
     places: list[Message] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
-    number: int = 0
-    """The next message that will come."""
     is_posted: bool = False
     reply: Message | None = None
-    reply_number: int = 0
-    question: Question = field(default_factory=Question)
 
 
 class HostedShard:
@@ -73,7 +59,6 @@ class HostedShard:
         *,
         epoch: int,
         lost: Iterable[int] = (),
-        recorder: Recorder | None = None,
     ) -> None:
         """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead."""
         self.bucket = bucket
@@ -86,85 +71,74 @@ class HostedShard:
             ends_elsewhere=terms.ends_on_tree and epoch == 0,
             shrinks=terms.shrinks,
         )
-        self._is_retired = False
-        self._port = port
         self._terms = terms
-        self._epoch = epoch
-        self._recorder = recorder
+        self._messages = bucket.open_messages(port, epoch=epoch)
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
         self._averages: dict[int, torch.Tensor] = {}
-        self._mailboxes = {worker: _Mailbox() for worker in self.machine.alive}
+        self._buffers = {worker: _Buffers() for worker in self.machine.alive}
         for worker in self.machine.alive:
             self._post(worker)
-            self._await_question(worker)
-            if terms.ends_on_tree and epoch == 0:
-                self._await_stop(worker, 0)
 
     @property
     def num_places(self) -> int:
         """Messages that this shard has room for."""
-        return sum(len(mailbox.places) for mailbox in self._mailboxes.values())
+        return sum(len(buffers.places) for buffers in self._buffers.values())
 
     def lose(self, worker: int) -> None:
         """Go on without ``worker``."""
-        if worker in self._mailboxes and worker in self.machine.alive:
-            self._handle(Lost(worker=worker))
+        if worker in self._buffers and worker in self.machine.alive:
+            self.handle(Lost(worker=worker))
+
+    def stop(self, worker: int, *, period: int, last_round: int) -> None:
+        """Note that ``worker`` ended a period that is averaged elsewhere; it may say so before it knows of a move."""
+        if self._messages.epoch == 0 and worker in self.machine.alive:
+            self.handle(Stop(worker=worker, period=period, last_round=last_round))
 
     def retire(self) -> None:
         """Do nothing more: the bucket begins again with a later epoch. What still comes lands, and is dropped."""
-        self._is_retired = True
+        self._messages.retire()
 
     def _post(self, worker: int) -> None:
         """Wait for the worker's next message, if there is a place for it."""
-        mailbox = self._mailboxes[worker]
-        if mailbox.is_posted or worker not in self.machine.alive:
+        buffers = self._buffers[worker]
+        if buffers.is_posted or worker not in self.machine.alive:
             return
-        if not mailbox.free and len(mailbox.places) < self._terms.window:
-            mailbox.free.append(len(mailbox.places))
-            mailbox.places.append(self.bucket.make_up())
-        if not mailbox.free:
+        if not buffers.free and len(buffers.places) < self._terms.window:
+            buffers.free.append(len(buffers.places))
+            buffers.places.append(self.bucket.make_up())
+        if not buffers.free:
             return
-        place = mailbox.free.pop()
-        mailbox.is_posted = True
-        self._port.receive(
-            worker,
-            tag(self.bucket.stream, MessageKind.UP, mailbox.number, epoch=self._epoch),
-            mailbox.places[place].memory,
-            urgency=self.bucket.urgency,
-            on_received=partial(self._landed, worker, place),
-        )
+        place = buffers.free.pop()
+        buffers.is_posted = True
+        self._messages.receive(worker, UP, buffers.places[place].memory, partial(self._landed, worker, place))
 
     def _landed(self, worker: int, place: int) -> None:
-        mailbox = self._mailboxes[worker]
-        mailbox.number += 1
-        mailbox.is_posted = False
-        if self._is_retired or worker not in self.machine.alive:
+        buffers = self._buffers[worker]
+        buffers.is_posted = False
+        if worker not in self.machine.alive:
             return  # it was sent before this worker knew
-        header = UpHeader.decode(mailbox.places[place].memory)
-        self._handle(_event(worker, place, header))
+        header = UpHeader.decode(buffers.places[place].memory)
+        self.handle(_event(worker, place, header))
         self._post(worker)
 
-    def _handle(self, event: ServerEvent) -> None:
-        if self._is_retired:
-            return
+    def handle(self, event: ServerEvent) -> None:
+        """Tell the state machine what has happened, and do what it says."""
         for instruction in self.machine.handle(event):
             self._obey(instruction)
 
     def _obey(self, instruction: ServerInstruction) -> None:
         match instruction:
-            case Fold(round_number=round_number, contributions=given):
+            case Fold(contributions=given):
                 weights = [one.weight for one in given]
                 add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
-                self._note("fold", self.machine.period, round_number, given)
-            case Average(period=period, part=part, contributions=given):
+            case Average(part=part, contributions=given):
                 out = self._averages.setdefault(part, torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype))
                 average(self._values(given), [one.weight for one in given], out=out)
-                self._note("average", period, part, given)
             case Clear():
                 self._cumulative.zero_()
             case Release(worker=worker, place=place):
-                self._mailboxes[worker].free.append(place)
+                self._buffers[worker].free.append(place)
                 self._post(worker)
             case Reply():
                 self._reply(instruction)
@@ -174,11 +148,7 @@ class HostedShard:
                 pass  # every rank sees the losses itself
 
     def _values(self, given: Iterable[Contribution]) -> list[torch.Tensor]:
-        return [self._mailboxes[one.worker].places[one.place].values for one in given]
-
-    def _note(self, what: str, period: int, number: int, given: Iterable[Contribution]) -> None:
-        if self._recorder is not None:
-            self._recorder.note_server(self.bucket.index, what, period, number, given)
+        return [self._buffers[one.worker].places[one.place].values for one in given]
 
     def _reply(self, reply: Reply) -> None:
         message = self._outgoing(reply.worker)
@@ -205,67 +175,13 @@ class HostedShard:
         self._send(reply.worker, message)
 
     def _outgoing(self, worker: int) -> Message:
-        mailbox = self._mailboxes[worker]
-        if mailbox.reply is None:
-            mailbox.reply = self.bucket.make_down(self._terms)
-        return mailbox.reply
+        buffers = self._buffers[worker]
+        if buffers.reply is None:
+            buffers.reply = self.bucket.make_down(self._terms)
+        return buffers.reply
 
     def _send(self, worker: int, message: Message) -> None:
-        mailbox = self._mailboxes[worker]
-        number, mailbox.reply_number = mailbox.reply_number, mailbox.reply_number + 1
-        self._port.send(
-            worker,
-            tag(self.bucket.stream, MessageKind.DOWN, number, epoch=self._epoch),
-            message.memory,
-            urgency=self.bucket.urgency,
-            connection_class=self.bucket.connection_class,
-            on_sent=lambda: self._handle(Replied(worker=worker)),
-        )
-
-    def _await_stop(self, worker: int, number: int) -> None:
-        """Learn that ``worker`` has ended a period, of each one after the other."""
-        message = encode_stop(period=0, last_round=0)
-        self._port.receive(
-            worker,
-            tag(self.bucket.stream, MessageKind.STOP, number, epoch=self._epoch),
-            message,
-            urgency=self.bucket.urgency,
-            on_received=partial(self._stopped, worker, number, message),
-        )
-
-    def _stopped(self, worker: int, number: int, message: memoryview) -> None:
-        if self._is_retired or worker not in self.machine.alive:
-            return
-        period, last_round = decode_stop(message)
-        self._handle(Stop(worker=worker, period=period, last_round=last_round))
-        self._await_stop(worker, number + 1)
-
-    def _await_question(self, worker: int) -> None:
-        """Tell ``worker`` whom this shard waits for, whenever it asks, which it does while it waits."""
-        question = self._mailboxes[worker].question
-        self._port.receive(
-            worker,
-            tag(self.bucket.stream, MessageKind.ASK, question.number, epoch=self._epoch),
-            question.asked,
-            urgency=self.bucket.urgency,
-            on_received=partial(self._answer, worker),
-        )
-
-    def _answer(self, worker: int) -> None:
-        if self._is_retired:
-            return
-        question = self._mailboxes[worker].question
-        number, question.number = question.number, question.number + 1
-        answer = Question.encode_answer(self.machine.missing())
-        self._port.send(
-            worker,
-            tag(self.bucket.stream, MessageKind.ANSWER, number, epoch=self._epoch),
-            answer,
-            urgency=self.bucket.urgency,
-            connection_class=self.bucket.connection_class,
-        )
-        self._await_question(worker)
-        self._handle(Waiting(worker=worker))
+        self._messages.send(worker, DOWN, message.memory, lambda: self.handle(Replied(worker=worker)))
 
 
 def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:

@@ -16,12 +16,12 @@ import torch
 
 from syncline.observe import Trace
 from syncline.runtime.port import Port
+from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
-from syncline.updates.overlapped.events import Keep, Redo, Reply, Send, WorkerInstruction
+from syncline.updates.overlapped.events import Keep, Reply, Send
 from syncline.updates.overlapped.inbox import PullBuffers
-from syncline.updates.overlapped.messages import DownHeader, Kind, MessageKind, Question, UpHeader, encode_stop, tag
+from syncline.updates.overlapped.messages import DOWN, UP, DownHeader, Kind, UpHeader
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 from syncline.updates.overlapped.worker import BucketWorker
 
@@ -40,24 +40,20 @@ class WorkerLink:
         is_additive: bool,
         feed: Feed | Collect,
         trace: Trace,
-        recorder: Recorder | None,
     ) -> None:
         self.bucket = bucket
         self.server = server
-        self.epoch = 0
         self.machine = BucketWorker(window=terms.window, num_rounds=terms.period, push=terms.push)
         self.num_forgotten = 0
         """Pushes that died with a server."""
         self.dropped: tuple[int, ...] = (0,) * terms.world_size
-        self.awaited: tuple[int, ...] = ()
-        """Whom the server waits for, as it last said."""
         self._port = port
+        self._messages = bucket.open_messages(port, epoch=0)
         self._terms = terms
         self._changed = changed
         self._is_additive = is_additive
         self._feed = feed
         self._trace = trace
-        self._recorder = recorder
         self._places: dict[int, Message] = {}
         self._ends: list[Message] = []
         self._sent_ends: tuple[Message, ...] = ()
@@ -70,27 +66,25 @@ class WorkerLink:
         self._start_period = 0
         self.start_iteration = 0
         """The fleet's iteration at the start of the newest period that this worker knows the start of."""
-        self._up_number = self._down_number = 0
-        self._question = Question()
 
     # --- the training thread -------------------------------------------------------------------------------------
 
     def step(self, gradient: torch.Tensor, *, iteration: int, weight: float) -> None:
         """Take the own gradient of this iteration; push what is to be pushed."""
         with self._changed:
-            instructions, epoch = self.machine.step(iteration=iteration, weight=weight), self.epoch
+            instructions, messages = self.machine.step(iteration=iteration, weight=weight), self._messages
         for instruction in instructions:
             if isinstance(instruction, Keep):
                 self._keep(instruction, gradient)
             else:
-                self._push(instruction, epoch)
+                self._push(instruction, messages)
 
     def hurry(self, *, iteration: int) -> None:
         """Push what was made so far; the worker waits for it."""
         with self._changed:
-            instructions, epoch = self.machine.hurry(iteration=iteration), self.epoch
+            instructions, messages = self.machine.hurry(iteration=iteration), self._messages
         for instruction in instructions:
-            self._push(instruction, epoch)
+            self._push(instruction, messages)
 
     def use(self, gradient: torch.Tensor) -> int:
         """Fold the newest global gradient, if it is not used yet, into ``gradient``; return how many rounds it adds."""
@@ -100,7 +94,6 @@ class WorkerLink:
             if use is None:
                 return 0
             newest, base = self._pulls.take()
-        self._note(use)
         start_ns = self._trace.now_ns()
         own = own_inside(use, lambda place: self._places[place].values, gradient)
         if self._is_additive:
@@ -127,7 +120,6 @@ class WorkerLink:
         """Return the own gradients for which no global one was used yet, as sums over runs."""
         with self._changed:
             runs = self.machine.unsettled
-        self._note(Redo(runs=tuple(runs)))
         return [(self._places[place].values, count) for place, count in runs]
 
     def end(self, parts: Sequence[torch.Tensor], *, iteration: int, weight: float) -> None:
@@ -149,28 +141,17 @@ class WorkerLink:
             self._has_ended = True
             self._sent_ends = tuple(self._ends)
             self._pulls.reset()  # the sums of this period are of no use any more; the averages need the room
-            epoch = self.epoch
+            messages, server = self._messages, self.server
         for message in self._ends:
-            self._port.call_soon(self._transmit, message, epoch)
+            self._port.call_soon(messages.send, server, UP, message.memory)
         self._port.call_soon(self.on_room)
 
-    def stop(self) -> None:
-        """Tell the server that this worker has ended the period, which is averaged without it."""
+    def stop(self) -> int:
+        """End the period, which is averaged without the server; return the last round that was pushed for."""
         with self._changed:
             self._has_ended = True
             self._pulls.reset()
-            note = encode_stop(period=self.machine.period, last_round=self.machine.last_round)
-            number = self.machine.period
-        self._port.call_soon(self._tell_stop, note, number)
-
-    def _tell_stop(self, note: memoryview, number: int) -> None:
-        self._port.send(
-            self.server,
-            tag(self.bucket.stream, MessageKind.STOP, number, epoch=self.epoch),
-            note,
-            urgency=self.bucket.urgency,
-            connection_class=self.bucket.connection_class,
-        )
+            return self.machine.last_round
 
     def has_average(self) -> bool:
         """Whether the period's average is here, with all its parts that will come. Call it with the lock held."""
@@ -212,7 +193,6 @@ class WorkerLink:
             self._start.values.copy_(mean)
 
     def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
-        self._note(keep)
         if keep.place not in self._places:
             self._places[keep.place] = self.bucket.make_up()
         own = self._places[keep.place].values
@@ -221,8 +201,7 @@ class WorkerLink:
         else:
             own.copy_(gradient)
 
-    def _push(self, send: Send, epoch: int) -> None:
-        self._note(send)
+    def _push(self, send: Send, messages: MessageStream) -> None:
         message = self._places[send.place]
         header = UpHeader(
             kind=Kind.PUSH,
@@ -232,11 +211,7 @@ class WorkerLink:
             weight=send.weight,
         )
         header.encode(message.memory)
-        self._port.call_soon(self._transmit, message, epoch, send.round_number)
-
-    def _note(self, instruction: WorkerInstruction) -> None:
-        if self._recorder is not None:
-            self._recorder.note_worker(self.bucket.index, instruction)
+        self._port.call_soon(self._transmit, message, messages, send.round_number)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
@@ -244,35 +219,15 @@ class WorkerLink:
         """Let the next message of the server land, if there is room for it."""
         with self._changed:
             message = self._pulls.begin_landing()
-        if message is None:
-            return
-        self._port.receive(
-            self.server,
-            tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch),
-            message.memory,
-            urgency=self.bucket.urgency,
-            on_received=partial(self._on_reply, self.epoch, self._trace.now_ns()),
-        )
-
-    def ask(self) -> None:
-        """Ask the server whom it waits for."""
-        server, question, epoch = self.server, self._question, self.epoch
-        urgency = self.bucket.urgency
-        answer_tag = tag(self.bucket.stream, MessageKind.ANSWER, question.number, epoch=epoch)
-        ask_tag = tag(self.bucket.stream, MessageKind.ASK, question.number, epoch=epoch)
-        question.number += 1
-        self._port.receive(
-            server, answer_tag, question.answered, urgency=urgency, on_received=partial(self._on_answer, question)
-        )
-        self._port.send(server, ask_tag, question.asked, urgency=urgency, connection_class=self.bucket.connection_class)
+        if message is not None:
+            on_reply = partial(self._on_reply, self._trace.now_ns())
+            self._messages.receive(self.server, DOWN, message.memory, on_reply)
 
     def move(self, server: int, *, epoch: int) -> None:
         """Go on with another server, or another shard of this one; what was pushed to the one before is forgotten."""
         with self._changed:
             if self._port.is_lost(self.server):
-                self._port.cancel(
-                    self.server, tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch)
-                )
+                self._messages.cancel(self.server, DOWN)
                 self._pulls.drop_landed()
             elif not self._pulls.abandon_landing():
                 self._let_land()
@@ -281,9 +236,8 @@ class WorkerLink:
             self._early = None
             self.machine.sent()
             self.num_forgotten += self.machine.restart()
-            self.server, self.epoch = server, epoch
-            self._up_number = self._down_number = 0
-            self._question = Question()
+            self._messages.retire()
+            self.server, self._messages = server, self.bucket.open_messages(self._port, epoch=epoch)
             has_start = self._start_period > self.machine.period
             self._has_all_parts = self._has_all_parts or has_start
             ends = () if has_start else self._sent_ends
@@ -292,51 +246,29 @@ class WorkerLink:
         if self._start is not None:
             hello = UpHeader(kind=Kind.HELLO, period=self._start_period, iteration=self.start_iteration)
             hello.encode(self._start.memory)
-            self._transmit(self._start, self.epoch)
+            self._messages.send(server, UP, self._start.memory)
         for message in ends:
-            self._transmit(message, self.epoch)
+            self._messages.send(server, UP, message.memory)
 
     def _let_land(self) -> None:
         """Take what the server may have sent already, and do nothing with it."""
-        sink = self.bucket.make_down(self._terms)
-        down_tag = tag(self.bucket.stream, MessageKind.DOWN, self._down_number, epoch=self.epoch)
-        urgency = self.bucket.urgency
-        self._port.receive(self.server, down_tag, sink.memory, urgency=urgency, on_received=lambda: None)
+        self._messages.receive(self.server, DOWN, self.bucket.make_down(self._terms).memory, lambda: None)
 
-    def _transmit(self, message: Message, epoch: int, round_number: int | None = None) -> None:
-        """Send ``message``; with ``round_number`` it is a push, and the machine is told when it has left."""
-        if epoch != self.epoch:
-            return  # it was for a server that is dead; what is to be said to its successor was said in move()
-        number, self._up_number = self._up_number, self._up_number + 1
-        self._port.send(
-            self.server,
-            tag(self.bucket.stream, MessageKind.UP, number, epoch=epoch),
-            message.memory,
-            urgency=self.bucket.urgency,
-            connection_class=self.bucket.connection_class,
-            on_sent=partial(self._on_sent, epoch, round_number, self._trace.now_ns())
-            if round_number is not None
-            else None,
-        )
+    def _transmit(self, message: Message, messages: MessageStream, round_number: int) -> None:
+        """Send a push, unless it was for a server that is dead; what is to be said to its successor move() says."""
+        messages.send(self.server, UP, message.memory, partial(self._on_sent, round_number, self._trace.now_ns()))
 
-    def _on_sent(self, epoch: int, round_number: int, start_ns: int) -> None:
+    def _on_sent(self, round_number: int, start_ns: int) -> None:
         self._trace.span(
             f"push of bucket {self.bucket.index}", "push", start_ns, self._trace.now_ns(), round_number=round_number
         )
         with self._changed:
-            if epoch == self.epoch:
-                self.machine.sent()
-                self._changed.notify_all()
+            self.machine.sent()
+            self._changed.notify_all()
 
-    def _on_answer(self, question: Question) -> None:
-        self.awaited = question.decode_answer()
-
-    def _on_reply(self, epoch: int, start_ns: int) -> None:
-        if epoch != self.epoch:
-            return
+    def _on_reply(self, start_ns: int) -> None:
         self._trace.span(f"pull of bucket {self.bucket.index}", "pull", start_ns, self._trace.now_ns())
         with self._changed:
-            self._down_number += 1
             message = self._pulls.landed()
             header = DownHeader.decode(message.memory)
             if header.kind is Kind.AVERAGE:

@@ -1,26 +1,26 @@
 """What travels between a worker and a server shard: a header of fixed size, then the bucket.
 
 Messages of one direction have one size, whatever they say, so that a receive can be posted before it is known what will
-come. They are numbered, and received in that order.
+come.
 
     PUSH, END, HELLO    worker to server: the bucket in its own number type
     SUM, AVERAGE        server to worker: the bucket in the type in which gradients are summed
+
+Beside them ranks send each other notes: small records, as text.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
-from syncline.runtime.tags import first_tag
+from syncline.updates.flat import ALIGNMENT_BYTES, aligned
+from syncline.updates.messaging.records import decode_record
 
-ALIGNMENT_BYTES = 64
-MAX_NAMED = 15
 _UP = struct.Struct("<IIIIId")
 _DOWN = struct.Struct("<IIIIIII")
-_STOP = struct.Struct("<II")
 
 
 class Kind(IntEnum):
@@ -33,20 +33,9 @@ class Kind(IntEnum):
     AVERAGE = 5
 
 
-class MessageKind(IntEnum):
-    """Which way a message goes, and for what: part of its tag."""
-
-    UP = 0
-    DOWN = 1
-    ASK = 2
-    ANSWER = 3
-    STOP = 4
-    NOTE = 5
-
-
-def tag(stream: int, kind: MessageKind, number: int, *, epoch: int) -> int:
-    """Return the tag of message ``number`` of a lane; ``epoch`` counts the servers that the bucket has had."""
-    return first_tag(stream, number, kind) + epoch
+UP, DOWN, NOTES = range(3)
+"""Kinds of messages on a bucket's stream: to its server, from it, and on that of the first bucket what ranks tell each
+other beside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +92,7 @@ class DownHeader:
     @staticmethod
     def size_bytes(*, window: int, world_size: int) -> int:
         """Return the room that a header takes."""
-        size = _DOWN.size + 4 * (window + world_size)
-        return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return aligned(_DOWN.size + 4 * (window + world_size))
 
     def encode(self, into: memoryview) -> None:
         """Write the header at the beginning of ``into``."""
@@ -132,34 +120,40 @@ def _pack_numbers(into: memoryview, numbers: Sequence[int]) -> None:
     struct.pack_into(f"<{len(numbers)}I", into, _DOWN.size, *numbers)
 
 
-def encode_stop(*, period: int, last_round: int) -> memoryview:
-    """Return the message of a worker that ends a period which is averaged elsewhere."""
-    return memoryview(bytearray(_STOP.pack(period, last_round)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """To everyone: ``rank`` is lost, or it lives and is left behind."""
+
+    rank: int
+    is_left_behind: bool
 
 
-def decode_stop(message: memoryview) -> tuple[int, int]:
-    """Return the period and the last round."""
-    period, last_round = _STOP.unpack(message)
-    return period, last_round
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """To a server: this worker ended ``period``, which is averaged elsewhere."""
+
+    period: int
+    last_rounds: tuple[tuple[int, int], ...]
+    """Of each bucket there (by number), the last round that it pushed for."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One worker asks whom a shard waits for; the answer names at most ``MAX_NAMED`` ranks."""
+    """To a server: this worker waits, and asks for whom."""
 
-    number: int = 0
-    asked: memoryview = field(default_factory=lambda: memoryview(bytearray(8)))
-    answered: memoryview = field(default_factory=lambda: memoryview(bytearray(4 + 4 * MAX_NAMED)))
 
-    @staticmethod
-    def encode_answer(ranks: Sequence[int]) -> memoryview:
-        """Return the answer."""
-        answer = bytearray(4 + 4 * MAX_NAMED)
-        named = ranks[:MAX_NAMED]
-        struct.pack_into(f"<{1 + len(named)}I", answer, 0, len(named), *named)
-        return memoryview(answer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To a worker: who is missing for what comes next."""
 
-    def decode_answer(self) -> tuple[int, ...]:
-        """Return the ranks that the answer names."""
-        (count,) = struct.unpack_from("<I", self.answered)
-        return struct.unpack_from(f"<{count}I", self.answered, 4)
+    ranks: tuple[int, ...]
+
+
+Note = Lost | Stopped | Question | Answer
+_NOTES = {kind.__name__: kind for kind in (Lost, Stopped, Question, Answer)}
+
+
+def decode_note(text: bytes) -> tuple[Note, tuple[memoryview, ...]]:
+    """Return the note that a text is, and no payloads; raises ValueError if it is none."""
+    note, _ = decode_record(text, _NOTES, "the overlapped update")
+    return note, ()

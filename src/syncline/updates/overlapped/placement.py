@@ -1,4 +1,4 @@
-"""Which rank holds the server shard of which bucket, and who takes over when a server dies.
+"""Which rank holds the server shard of which bucket, at first.
 
 Cost model: a server takes in one bucket from each worker and gives one back to each, so its time is its bytes over what
 its link carries. A rank's link carries the least, over the links on its path, of the link's slower direction divided by
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from syncline.errors import ConfigurationError
 from syncline.topology import Host, Rank, Switch, Topology
@@ -61,13 +61,6 @@ def place_shards(topology: Topology, servers: Sequence[int], bucket_bytes: Seque
         load.update(dict.fromkeys(parts[best], bucket_bytes[bucket]))
         placed[bucket] = best
     return tuple(placed)
-
-
-def successor(server: int, servers: Sequence[int], lost: Collection[int]) -> int | None:
-    """Return who takes over from ``server``: the next rank in a circle that lives; None if nobody does."""
-    place = servers.index(server)
-    circle = [*servers[place:], *servers[:place]]
-    return next((rank for rank in circle if rank not in lost), None)
 
 
 def _num_ranks_below(node: Switch | Host | Rank) -> int:

@@ -13,13 +13,12 @@ from syncline.errors import ConfigurationError
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
+from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
-from syncline.updates.overlapped.losses import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
@@ -65,7 +64,7 @@ class Overlapped:
     to the optimizer over as many steps. ``average_state``: average the optimizer's state too. ``outer``: what a
     period's averaged difference does (default: the average is the next period's start). ``rescue``: when too few
     workers live, each gets :class:`QuorumLostError`, and the lowest of them first writes a checkpoint of
-    what it has to this path. ``should_record``: keep all decisions, to replay them.
+    what it has to this path.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -86,7 +85,6 @@ class Overlapped:
     num_classes: int = 1
     """Connection classes that the buckets are divided among, in forward order."""
     rescue: str | None = None
-    should_record: bool = False
 
     def __post_init__(self) -> None:
         choices = {"rule": (None, "swap", "additive", "rebase"), "push": ("current", "previous")}
@@ -172,7 +170,6 @@ class OverlappedUpdater(WholeUpdater):
         self._feeds: list[Collect] = []
         self._spread = rule.spread
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
-        self.recorder = Recorder() if rule.should_record else None
         self.client = ServerClient(
             communicator.open_port(f"overlapped update {terms}"),
             terms,
@@ -185,7 +182,6 @@ class OverlappedUpdater(WholeUpdater):
             progress=communicator.progress,
             note_wait=self.collectives.note_wait,
             trace=self.collectives.trace,
-            recorder=self.recorder,
         )
         self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None
         self._end_of_period = EndOfPeriod(

@@ -7,8 +7,6 @@ staler than ``max_staleness`` allows, or a period ends.
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,32 +17,31 @@ from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, Upd
 from syncline.fabric import PeerLeftError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
+from syncline.updates.membership import Membership, describe_ranks, is_believed
+from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
+from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.clock import PeriodClock
+from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.loss_notes import LossNotes
-from syncline.updates.overlapped.losses import describe_ranks
-from syncline.updates.overlapped.membership import Membership, is_believed
+from syncline.updates.overlapped.messages import NOTES, Answer, Lost, Note, Question, Stopped, decode_note
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.recording import Recorder
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
+from syncline.updates.overlapped.succession import Succession
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
 
-_log = logging.getLogger(__name__)
-
-ASK_S = 0.5
-"""After so long a wait, the servers are asked whom they wait for."""
+NOTE_URGENCY = -1
+NOTE_BYTES = 128
 DRAIN_S = 5.0
 """How long the last averages may take to leave when this rank closes."""
-STALL_GRACE_S = 4.0
-"""Heartbeats tell of a training thread some seconds late."""
 NoteWait = Callable[[str, int], None]
 
 
-class ServerClient:
+class ServerClient(Driver):
     """Joins links, hosted shards and losses; ``note_wait(phase, start_ns)`` is told of every wait."""
 
     def __init__(
@@ -61,38 +58,35 @@ class ServerClient:
         progress: Progress,
         note_wait: NoteWait,
         trace: Trace,
-        recorder: Recorder | None = None,
     ) -> None:
+        super().__init__(port, Membership(terms.workers), timeout_s=timeout_s, progress=progress)
         self.terms = terms
         self.clock = PeriodClock(terms.period)
         self.counts = ClientCounts()
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
-        self.membership = Membership(terms, placement)
         self.lost = self.membership.lost
-        self._port = port
+        self._succession = Succession(terms, placement)
         self._max_staleness = max_staleness
-        self._timeout_s = timeout_s
-        self._progress = progress
         self._note_wait = note_wait
-        self._recorder = recorder
-        self._changed = threading.Condition()
-        self._failure: Exception | None = None
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
-        self._notes = LossNotes(port, stream=buckets[0].stream, on_note=self._on_note)
+        self._notes = self._open_notes(buckets[0].stream)
+        self._answers: dict[int, tuple[int, ...]] = {}
+        """Whom each server waits for, as it last said."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
         link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
         placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
-        self.links = [link(bucket, server=server, feed=make_feed(), recorder=recorder) for bucket, server in placed]
+        self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
         self._tree_end = TreeEnd(
             port,
-            self.membership,
+            self._succession,
             self.links,
             shrinks=terms.shrinks,
             timeout_s=timeout_s,
+            stop=self._stop_links,
             leave_tree=self._move_buckets,
             leave_behind=self._has_left_behind,
         )
@@ -101,18 +95,27 @@ class ServerClient:
         """Begin to serve and to listen; returns when both are so."""
         self._port.run(self._start(), self._timeout_s)
 
+    def _open_notes(self, stream: int) -> Mailbox[Note]:
+        notes = MessageStream(self._port, stream, urgency=NOTE_URGENCY)
+        return Mailbox(
+            notes,
+            notes,
+            decode=decode_note,
+            on_message=self._on_note,
+            on_lost=self._lose,
+            first_kind=NOTES,
+            head_bytes=NOTE_BYTES,
+        )
+
     async def _start(self) -> None:
         self._port.stand_back()
-        self._port.watch_losses(self._on_lost)
-        self._notes.open()
-        for bucket, server in zip(self._buckets, self.membership.servers, strict=True):
+        for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
+        self._notes.listen_to_all()
         for link in self.links:
             link.on_room()
-        for peer in range(self.terms.world_size):
-            if self._port.is_lost(peer):
-                self._on_lost(peer, UpdateError(f"{self._port.describe_peer(peer)} is lost"))
+        self._watch()
 
     # --- the training thread -------------------------------------------------------------------------------------
 
@@ -120,14 +123,12 @@ class ServerClient:
         """Push own gradients and fold into them what has come; waits only for what is too stale."""
         self.raise_failure()
         self._tree_end.go_on()
-        if self._recorder is not None:
-            self._recorder.begin_step()
         iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
         for link, gradient in zip(self.links, gradients, strict=True):
             link.step(gradient, iteration=iteration, weight=weight)
         num_rounds = self._use(gradients)
         while self._is_too_stale():
-            self._wait("staleness", lambda: self._is_news() or not self._is_too_stale())
+            self._wait_phase("staleness", lambda: self._is_news() or not self._is_too_stale())
             self.clock.catch_up(reached=max(link.machine.reached for link in self.links))
             for link in self.links:  # all of them: another worker may wait for what this one holds back
                 link.hurry(iteration=self.clock.iteration)
@@ -142,11 +143,9 @@ class ServerClient:
         Returns for each whether it was averaged: states are not if their server died at this very moment.
         """
         self.raise_failure()
-        if self._recorder is not None:
-            self._recorder.note_end()
         for link, values in zip(self.links, parts, strict=True):
             link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
-        self._wait("period", lambda: all(link.has_average() for link in self.links))
+        self._wait_phase("period", lambda: all(link.has_average() for link in self.links))
         averaged = [
             [link.take_average(part, out=out) for part, out in enumerate(values)]
             for link, values in zip(self.links, parts, strict=True)
@@ -164,21 +163,16 @@ class ServerClient:
                 mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
             )
         except PeerLostError as error:
-            self._port.call_soon(self._on_lost, error.rank, error)
-            with self._changed:
-                self._wait_for(lambda: False, ASK_S)
+            self._port.call_soon(self._lose, error.rank, error)
+            self._wait_for(lambda: False, LOOK_S)
             self.raise_failure()
             raise
         if ends is None:
             self.raise_failure()
             return False
-        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(ASK_S))
+        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(LOOK_S))
         self._note_wait("period", start_ns)
         self._dropped_together = ends.dropped
-        if self._recorder is not None:
-            self._recorder.note_end()
-            if self._port.rank == 0:
-                self._recorder.note_mean(len(self.links), self.counts.num_periods, ends.num_samples)
         self._begin_period(ends.iteration)
         return True
 
@@ -221,9 +215,9 @@ class ServerClient:
 
     def raise_failure(self) -> None:
         """Raise what has gone wrong, if anything has."""
-        failure = self._failure or self._shortage
-        if failure is not None:
-            raise failure
+        super().raise_failure()
+        if self._shortage is not None:
+            raise self._shortage
 
     def drain(self) -> None:
         """Let the replies of the hosted shards leave."""
@@ -241,6 +235,15 @@ class ServerClient:
         while time.monotonic() < end_s and not self._is_quiet():  # noqa: ASYNC110 - once in a life, for a moment
             await asyncio.sleep(0.002)
 
+    def _stop_links(self) -> None:
+        """End the period in all buckets, and tell their servers."""
+        last_rounds: dict[int, list[tuple[int, int]]] = {}
+        for link in self.links:
+            last_rounds.setdefault(link.server, []).append((link.bucket.index, link.stop()))
+        for server, rounds in last_rounds.items():
+            note = Stopped(period=self.counts.num_periods, last_rounds=tuple(rounds))
+            self._port.call_soon(self._tell, server, note)
+
     def _is_quiet(self) -> bool:
         return all(shard.machine.is_quiet for shard in self.hosted.values())
 
@@ -257,12 +260,11 @@ class ServerClient:
         """Whether something has come that may end a wait, or a push may follow the one that has left."""
         return any(link.machine.num_unused or link.machine.can_hurry for link in self.links)
 
-    def _wait(self, phase: str, is_over: Callable[[], bool]) -> None:
+    def _wait_phase(self, phase: str, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
         self._tree_end.go_on()
-        with self._progress.waiting():
-            self._wait_and_ask(is_over)
+        self._wait(is_over)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
         self._note_wait(phase, start_ns)
         with self._changed:
@@ -271,41 +273,24 @@ class ServerClient:
         self.raise_failure()
         raise DeadlineError(self._late(phase))
 
-    def _wait_and_ask(self, is_over: Callable[[], bool]) -> None:
-        """Wait, and ask the servers (also new ones) whom they wait for; who of these does not train is left behind."""
-        start_s, wait_s = time.monotonic(), ASK_S
-        limit_s = min(self._port.stalls.limit_s, self._timeout_s)
-        end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
-        while True:
-            with self._changed:
-                if self._wait_for(is_over, wait_s):
-                    return
-            if (now_s := time.monotonic()) >= end_s:
-                return
-            if now_s - start_s >= limit_s:
-                self._port.run(self._leave_behind(), self._timeout_s)
-            self._ask(anew=now_s < start_s + 2 * ASK_S)
-            wait_s = min(2 * wait_s, max(start_s + limit_s - now_s, ASK_S), max(ASK_S, end_s - now_s - ASK_S))
+    def _look(self, *, is_first: bool) -> None:
+        """Ask the servers, also new ones, whom they wait for."""
+        if is_first:
+            self._answers.clear()
+        self._port.call_soon(self.ask)
 
     def _has_left_behind(self) -> bool:
         """Look for those who do not train, for some seconds; whether somebody is lost since periods end together."""
-        for _ in range(int(STALL_GRACE_S / ASK_S)):
+        for _ in range(int(STALL_GRACE_S / LOOK_S)):
             self._port.run(self._leave_behind(), self._timeout_s)
-            with self._changed:
-                if self._wait_for(lambda: not self.membership.on_tree, ASK_S):
-                    break
-        return not self.membership.on_tree
-
-    def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
-        return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
-
-    def _ask(self, *, anew: bool) -> None:
-        for link in self.links:
-            link.awaited = () if anew else link.awaited
-            self._port.call_soon(link.ask)
+            if self._wait_for(lambda: not self._succession.on_tree, LOOK_S):
+                break
+        return not self._succession.on_tree
 
     def _awaited(self) -> tuple[int, ...]:
-        return tuple(sorted({rank for link in self.links for rank in link.awaited if rank != self._port.rank}))
+        servers = {link.server for link in self.links}
+        told = (self._answers.get(server, ()) for server in servers)
+        return tuple(sorted({rank for ranks in told for rank in ranks if rank != self._port.rank}))
 
     def _late(self, phase: str) -> str:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
@@ -318,49 +303,75 @@ class ServerClient:
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
     def _host(self, bucket: BucketTerms, *, epoch: int) -> None:
-        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost, recorder=self._recorder)
+        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost)
         self.hosted[bucket.index] = shard
 
-    def _on_note(self, reporter: int, lost: int, is_left_behind: bool) -> None:
+    def _tell(self, peer: int, note: Note) -> None:
+        self._notes.send(peer, encode_record(note))
+
+    def _tell_loss(self, rank: int, *, is_left_behind: bool) -> None:
+        """Tell all others, also the one that is lost: it may live."""
+        for peer in range(self.terms.world_size):
+            if peer != self._port.rank:
+                self._tell(peer, Lost(rank=rank, is_left_behind=is_left_behind))
+
+    def ask(self) -> None:
+        """Ask the servers whom they wait for."""
+        for server in sorted({link.server for link in self.links}):
+            self._tell(server, Question())
+
+    def _on_note(self, peer: int, note: Note) -> None:
+        self._notes.listen(peer)
+        if isinstance(note, Lost):
+            self._on_told_loss(peer, note.rank, is_left_behind=note.is_left_behind)
+        elif isinstance(note, Answer):
+            self._answers[peer] = note.ranks
+        elif isinstance(note, Question):
+            shards = self.hosted.values()
+            self._tell(
+                peer, Answer(ranks=tuple(sorted({rank for shard in shards for rank in shard.machine.missing()})))
+            )
+            for shard in shards:
+                shard.handle(Waiting(worker=peer))
+        else:
+            for bucket, last_round in note.last_rounds:
+                if bucket in self.hosted:
+                    self.hosted[bucket].stop(peer, period=note.period, last_round=last_round)
+
+    def _on_told_loss(self, reporter: int, lost: int, *, is_left_behind: bool) -> None:
         """Hear from another rank that one is lost; this one perhaps, or one that this rank has not lost."""
         if lost in self.lost or reporter in self.lost:
             return
         who = self._port.describe_peer
         if lost == self._port.rank and (is_left_behind or is_believed(reporter, lost)):
             what = "takes this rank for hung" if is_left_behind else "has lost its connection to this rank"
-            self._fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
+            self.fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
         elif lost == self._port.rank:
             self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
         elif is_left_behind or is_believed(reporter, lost):
             self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"))
 
-    async def _leave_behind(self) -> None:
-        """Take for lost whom this rank may wait for, and who lives but does not train; and tell all."""
-        stalls = self._port.stalls
-        for peer in sorted(stalls.stalled.intersection(self.terms.workers) - self.lost.keys()):
-            who = self._port.describe_peer(peer)
-            text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
-            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
-            self._notes.tell(peer, is_left_behind=True)
-            self._on_lost(peer, UpdateError(text))
+    def _awaited_peers(self) -> tuple[int, ...]:
+        return self.terms.workers
+
+    def _leave(self, peer: int, text: str) -> None:
+        self._tell_loss(peer, is_left_behind=True)
+        super()._leave(peer, text)
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
             return
-        if peer == self._port.rank:
-            self._fail(error)
-            return
         has_left = isinstance(error, PeerLeftError)
-        self.membership.lose(peer, str(error), has_left=has_left)
+        self.membership.lose(peer, error, has_left=has_left)
         if not has_left:
-            self._notes.tell(peer, is_left_behind=False)
+            self._tell_loss(peer, is_left_behind=False)
         for shard in self.hosted.values():
             shard.lose(peer)
-        shortage = self.membership.shortage(self._port.describe_peer)
+        shortage = self.membership.shortage(self.terms.survival, what="workers", describe=self._port.describe_peer)
         if shortage is not None and has_left:
             self._shortage = shortage
         elif shortage is not None:
-            self._fail(shortage)
+            self.fail(shortage)
         elif not has_left or not self._tree_end.defers(is_period_begun=self.clock.num_steps > 0):
             self._move_buckets()
         with self._changed:
@@ -369,9 +380,9 @@ class ServerClient:
     def _move_buckets(self) -> None:
         """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
         try:
-            moves = self.membership.moves()
+            moves = self._succession.moves(self.lost)
         except UpdateError as error:
-            self._fail(error)
+            self.fail(error)
             return
         for move in moves:
             old = self.hosted.pop(self._buckets[move.position].index, None)
@@ -381,9 +392,3 @@ class ServerClient:
                 self._host(self._buckets[move.position], epoch=move.epoch)
             if self.links:
                 self.links[move.position].move(move.server, epoch=move.epoch)
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            if self._failure is None:
-                self._failure = error
-            self._changed.notify_all()

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from syncline.fabric import BULK
+from syncline.runtime.port import Port
+from syncline.updates.flat import sum_dtype
+from syncline.updates.membership import Quorum
 from syncline.updates.memory import bytes_of
-from syncline.updates.overlapped.arithmetic import sum_dtype
+from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
 from syncline.updates.overlapped.worker import PushOf
 
@@ -30,6 +33,11 @@ class Terms:
     """Whether a period ends with a collective (see :mod:`.tree_mean`), not through the servers."""
     shrinks: bool = False
     """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
+
+    @property
+    def survival(self) -> Quorum:
+        """How many workers must live for the others to go on."""
+        return Quorum() if self.shrinks else Quorum(count=self.quorum)
 
     @property
     def keeps_start(self) -> bool:
@@ -57,6 +65,12 @@ class BucketTerms:
     def urgency(self) -> int:
         """Of all its messages: after those of collectives, since no step waits for these."""
         return BULK + self.index
+
+    def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
+        """Return the bucket's messages; ``epoch`` counts the servers that it has had."""
+        return MessageStream(
+            port, self.stream, urgency=self.urgency, connection_class=self.connection_class, epoch=epoch
+        )
 
     def make_up(self) -> Message:
         """Return room for a message from a worker."""

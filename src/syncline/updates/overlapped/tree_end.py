@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.membership import Membership
+from syncline.updates.overlapped.succession import Succession
 from syncline.updates.overlapped.tree_mean import Ends, TreeMean
 
 
@@ -23,23 +23,25 @@ class TreeEnd:
     def __init__(
         self,
         port: Port,
-        membership: Membership,
+        succession: Succession,
         links: Sequence[WorkerLink],
         *,
         shrinks: bool,
         timeout_s: float,
+        stop: Callable[[], None],
         leave_tree: Callable[[], None],
         leave_behind: Callable[[], bool],
     ) -> None:
-        """``leave_tree`` is called on the loop's thread, to go on through the servers.
+        """``stop`` ends the period for the servers; ``leave_tree`` goes on through them, on the loop's thread.
 
         ``leave_behind`` leaves ranks behind that live but do not train; it returns whether somebody was lost.
         """
         self._port = port
-        self._membership = membership
+        self._succession = succession
         self._links = links
         self._shrinks = shrinks
         self._timeout_s = timeout_s
+        self._stop = stop
         self._leave_tree = leave_tree
         self._leave_behind = leave_behind
         self._is_under_way = False
@@ -52,8 +54,7 @@ class TreeEnd:
         """
         if not self._port.run(self._begin(), self._timeout_s):
             return None
-        for link in self._links:
-            link.stop()
+        self._stop()
         try:
             ends = mean.sum(num_samples=num_samples, iteration=iteration, dropped=dropped)
         except (PeerLostError, DeadlineError) as error:
@@ -68,7 +69,7 @@ class TreeEnd:
 
     def defers(self, *, is_period_begun: bool) -> bool:
         """Whether a rank that left by itself changes nothing yet: all may be about to leave. On the loop's thread."""
-        if not self._membership.on_tree or not self._shrinks or (is_period_begun and not self._is_under_way):
+        if not self._succession.on_tree or not self._shrinks or (is_period_begun and not self._is_under_way):
             return False
         self._has_someone_left = True  # of a mean under way it may have done its part; if not, the collective says so
         return True
@@ -82,7 +83,7 @@ class TreeEnd:
     async def _begin(self) -> bool:
         if self._has_someone_left:
             self._leave_tree()
-        self._is_under_way = self._membership.on_tree
+        self._is_under_way = self._succession.on_tree
         return self._is_under_way
 
     async def _give_up(self) -> None:
@@ -92,7 +93,7 @@ class TreeEnd:
 
     async def _keep(self, mean: TreeMean, iteration: int) -> bool:
         self._is_under_way = False
-        if not self._membership.on_tree:
+        if not self._succession.on_tree:
             return False
         for link, values in zip(self._links, mean.means, strict=True):
             link.keep_mean(values, iteration=iteration)

@@ -22,7 +22,7 @@ from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
-from syncline.updates.overlapped.arithmetic import shares
+from syncline.updates.flat import shares
 from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from torch.utils import _pytree
 
 from syncline.errors import UpdateError
 from syncline.runtime.port import Port
-from syncline.runtime.tags import NUM_SLICES, first_tag
+from syncline.runtime.tags import NUM_SLICES
 from syncline.updates.memory import bytes_of
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.phases import Pass
 
-NOTE_BYTES = 1024
 MAX_TEXT = 120
-_NOTE, _SEEN = NUM_SLICES - 2, NUM_SLICES - 1
-"""Slices of the pair's stream that no tensor of a message has."""
+FIRST_KIND = NUM_SLICES - Mailbox.PAYLOAD
+"""Of the pair's stream; no tensor of a message has so high a one."""
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -58,16 +58,15 @@ class Note:
         parts = {"inputs": inputs, "targets": targets}
         return cls(kind=kind, given={name: describe_batch(part) for name, part in parts.items() if part is not None})
 
-    def encode(self) -> memoryview:
+    def encode(self) -> bytes:
         """Return the note as it travels."""
         given = {name: (text[:MAX_TEXT], checksum) for name, (text, checksum) in self.given.items()}
-        text = json.dumps({"kind": self.kind.value, "given": given})
-        return memoryview(bytearray(text.encode().ljust(NOTE_BYTES)))
+        return json.dumps({"kind": self.kind.value, "given": given}).encode()
 
     @classmethod
-    def decode(cls, message: memoryview) -> Note:
-        """Return the note that a message holds."""
-        fields = json.loads(bytes(message))
+    def decode(cls, text: bytes) -> Note:
+        """Return the note that a text holds."""
+        fields = json.loads(text)
         given = {name: (text, checksum) for name, (text, checksum) in fields["given"].items()}
         return cls(kind=Pass(fields["kind"]), given=given)
 
@@ -98,35 +97,56 @@ class BatchCheck:
         """Calls in which both ranks were found to have been given the same."""
         self._port = port
         self._partner = partner
-        self._stream = stream
+        notes = MessageStream(port, stream, urgency=-1)
+        self._mailbox = Mailbox(
+            notes,
+            notes,
+            decode=lambda text: (text, ()),
+            on_message=self._on_note,
+            on_lost=lambda _, error: on_mismatch(error),
+            first_kind=FIRST_KIND,
+        )
+        self._own: deque[Note] = deque()
+        """What this rank was given in the calls for which no note of the partner has come."""
         self._on_equal = on_equal
         self._on_mismatch = on_mismatch
         self._found: UpdateError | None = None
 
-    def begin(self, number: int, kind: Pass, inputs: Any, targets: Any) -> None:
-        """Tell the partner what this rank was given in call ``number``, from 1; on the training thread."""
-        self._port.call_soon(self._exchange, number, Note.of(kind, inputs, targets))
+    def begin(self, kind: Pass, inputs: Any, targets: Any) -> None:
+        """Tell the partner what this rank was given in the next call; on the training thread."""
+        self._port.call_soon(self._tell, Note.of(kind, inputs, targets))
 
     def partner_is_lost(self) -> None:
         """Wait no longer until the partner has found the difference too; on the loop's thread."""
         if self._found is not None:
             self._on_mismatch(self._found)
 
-    def _exchange(self, number: int, own: Note) -> None:
-        theirs = memoryview(bytearray(NOTE_BYTES))
-        self._receive(number, _NOTE, theirs, partial(self._compare, number, own, theirs))
-        self._send(number, _NOTE, own.encode())
+    def _tell(self, own: Note) -> None:
+        self._own.append(own)
+        if len(self._own) == 1:
+            self._mailbox.listen(self._partner)
+        self._mailbox.send(self._partner, own.encode())
 
-    def _compare(self, number: int, own: Note, message: memoryview) -> None:
-        theirs = Note.decode(message)
+    def _on_note(self, _: int, text: bytes) -> None:
+        if self._found is not None and not text:
+            self._on_mismatch(self._found)  # the partner has found it too
+        elif self._found is not None:
+            self._mailbox.listen(self._partner)
+        else:
+            self._compare(text)
+
+    def _compare(self, text: bytes) -> None:
+        own, theirs = self._own.popleft(), Note.decode(text)
         names = own.differs_in(theirs)
-        if not names:
-            self.num_compared = number
-            self._on_equal()
+        if names:
+            self._found = self._error(self.num_compared + 1, own, theirs, names)
+            self._mailbox.listen(self._partner)
+            self._mailbox.send(self._partner, b"")
             return
-        self._found = self._error(number, own, theirs, names)
-        self._receive(number, _SEEN, memoryview(bytearray(1)), self.partner_is_lost)
-        self._send(number, _SEEN, memoryview(bytearray(1)))
+        self.num_compared += 1
+        self._on_equal()
+        if self._own:
+            self._mailbox.listen(self._partner)
 
     def _error(self, number: int, own: Note, theirs: Note, names: list[str]) -> UpdateError:
         notes = sorted([(self._port.rank, own), (self._partner, theirs)], key=lambda pair: pair[0])
@@ -136,13 +156,6 @@ class BatchCheck:
             f"{' and '.join(names)} differ: {told}; let both read the same data in the same order (a "
             "DistributedSampler with num_replicas = number of pairs and rank = number of the pair)"
         )
-
-    def _send(self, number: int, bucket_schedule: int, message: memoryview) -> None:
-        self._port.send(self._partner, first_tag(self._stream, number, bucket_schedule), message, urgency=-1)
-
-    def _receive(self, number: int, bucket_schedule: int, into: memoryview, then: Callable[[], None]) -> None:
-        tag = first_tag(self._stream, number, bucket_schedule)
-        self._port.receive(self._partner, tag, into, urgency=-1, on_received=then)
 
 
 def _join(note: Note, names: list[str]) -> str:

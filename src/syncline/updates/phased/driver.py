@@ -7,7 +7,6 @@ there waits.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +16,13 @@ import torch
 
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.fabric import PeerLeftError
+from syncline.updates.membership import Membership
+from syncline.updates.memory import bytes_of
+from syncline.updates.messaging.driver import Driver
+from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.buffer_pool import BufferPool
-from syncline.updates.phased.link import PairLink
-from syncline.updates.phased.messages import Message
+from syncline.updates.phased.messages import Message, decode
 from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
 from syncline.updates.phased.phases import (
     Compute,
@@ -43,18 +45,19 @@ from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.updating import StageUpdater
 
 
-class PairDriver:
+class PairDriver(Driver):
     """Runs passes; made and closed on the training thread, which also calls :meth:`run`."""
 
     def __init__(self, setting: PhasedSetting) -> None:
+        super().__init__(
+            setting.port,
+            Membership((setting.port.rank, setting.partner)),
+            timeout_s=setting.collectives.timeout_s,
+            progress=setting.collectives.communicator.progress,
+        )
         self._setting = setting
         self._stages = setting.stages
         self._trace = setting.collectives.trace
-        self._timeout_s = setting.collectives.timeout_s
-        self._progress = setting.collectives.communicator.progress
-        self._changed = threading.Condition()
-        self._failure: BaseException | None = None
-        self._left: PeerLostError | None = None
         self._phases = Phases(num_stages=setting.num_stages, side=setting.side, max_stages=setting.max_stages)
         self._next: Phase | None = None
         self._message: Message | None = None
@@ -75,13 +78,10 @@ class PairDriver:
             setting.collectives, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
         )
         self._work = PhaseWork(setting, self._updater)
-        self._link = PairLink(
-            setting.port,
-            partner=setting.partner,
-            stream=setting.stream,
-            on_message=self._on_message,
-            trace=self._trace,
-        )
+        messages = MessageStream(setting.port, setting.stream, urgency=-1)
+        self._mailbox = Mailbox(messages, messages, decode=decode, on_message=self._on_message, on_lost=self._lose)
+        self._num_unsent = 0
+        """Messages that are on their way, whose memory is not to be used for something else."""
         self._batches = BatchCheck(
             setting.port,
             partner=setting.partner,
@@ -95,8 +95,8 @@ class PairDriver:
 
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
-        self._setting.port.call_soon(self._setting.port.watch_losses, self._on_lost)
-        self._link.open()
+        self._port.call_soon(self._watch)
+        self._listen()
         with self._changed:
             self._obey(self._phases.start())
 
@@ -104,8 +104,7 @@ class PairDriver:
         """Run a pass to the end of this rank's part of it."""
         self.raise_failure()
         try:
-            with self._progress.waiting():
-                self._link.wait_sent(self._timeout_s)
+            self._wait_sent()
             self._begin(kind, inputs, targets, num_samples)
             while (phase := self._wait_phase()) is not None:
                 self._compute(phase)
@@ -118,27 +117,14 @@ class PairDriver:
 
     def synchronize(self) -> None:
         """Wait until every update is over, and stored."""
-        with self._progress.waiting(), self._changed:
-            is_over = self._changed.wait_for(lambda: self._failure or self._phases.is_settled, self._timeout_s)
+        with self._progress.waiting():
+            is_over = self._wait_for(lambda: self._phases.is_settled, self._timeout_s)
         self.raise_failure()
         if not is_over:
             raise DeadlineError(
                 f"Updates of stages were not stored in {self._stage_store.storage.place} within {self._timeout_s:g} s; "
                 "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
             )
-
-    def fail(self, error: BaseException) -> None:
-        """End everything with ``error``; the first one counts. From any thread."""
-        with self._changed:
-            if self._failure is None:
-                self._failure = error
-            self._changed.notify_all()
-        self._link.give_up()
-
-    def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
-        if self._failure is not None:
-            raise self._failure
 
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
@@ -153,7 +139,7 @@ class PairDriver:
             writing_s=stage_store.writing_s,
             read_bytes=stage_store.read_bytes,
             written_bytes=stage_store.written_bytes,
-            sent_bytes=self._link.sent_bytes,
+            sent_bytes=self._mailbox.sent_bytes.total(),
             num_loads=stage_store.num_loads,
             largest_stage_bytes=self._buffers.num_bytes,
             peak_parameter_bytes=self._buffers.ledger.peak_bytes,
@@ -166,11 +152,10 @@ class PairDriver:
         try:
             if not is_failing:
                 self.synchronize()
-                self._link.wait_sent(self._timeout_s)
+                self._wait_sent()
         finally:
             self._stage_store.close(is_failing=is_failing or self._failure is not None)
             self._updater.close()
-            self._link.give_up()
             for stage in self._stages.values():
                 stage.leave()
                 stage.close()
@@ -183,7 +168,7 @@ class PairDriver:
         current = CurrentPass(
             kind=kind, number=self._num_passes, inputs=inputs, targets=targets, num_samples=num_samples
         )
-        self._batches.begin(self._num_passes, kind, inputs, targets)
+        self._batches.begin(kind, inputs, targets)
         self._work.begin(current)
         with self._changed:
             self._pass = current
@@ -198,9 +183,9 @@ class PairDriver:
             def can_go_on() -> bool:
                 nonlocal last
                 last = self._phases.awaited() or last
-                return self._failure is not None or self._can_compute() or self._phases.is_idle
+                return self._can_compute() or self._phases.is_idle or self._is_left_alone()
 
-            is_over = self._changed.wait_for(lambda: can_go_on() or self._is_left_alone(), self._timeout_s)
+            is_over = self._wait_for(can_go_on, self._timeout_s)
             self.raise_failure()
             if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
@@ -231,7 +216,7 @@ class PairDriver:
 
     def _wait_error(self, is_left: bool) -> Exception:
         phase, reasons = self._phases.next_phase, self._phases.awaited()
-        if is_left and self._left is not None:
+        if is_left and isinstance(self._left, PeerLeftError):
             return PeerLostError(
                 f"{self._partner} closed its fleet, but the {phase} needs its part; both ranks of a pair make the same "
                 "number of steps",
@@ -263,8 +248,23 @@ class PairDriver:
             message, self._message = self._message, None
         assert message is not None, "a phase is computed once its input is there"
         assert message.phase == phase, f"the partner sent what the {message.phase} needs, not the {phase}"
-        self._link.take_next()
+        self._listen()
         return message
+
+    def _listen(self) -> None:
+        """Receive the next message: the last one was taken."""
+        self._port.call_soon(self._mailbox.listen, self._setting.partner)
+
+    def _wait_sent(self) -> None:
+        """Wait until everything has left, so that no rank runs ahead of its partner without bounds."""
+        with self._progress.waiting():
+            is_over = self._wait_for(lambda: not self._num_unsent, self._timeout_s)
+        self.raise_failure()
+        if not is_over:
+            raise DeadlineError(
+                f"{self._partner} took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not "
+                "left; it is far behind, or does not call step()"
+            )
 
     def _note_wait(self, reason: str, start_ns: int) -> None:
         end_ns = time.monotonic_ns()
@@ -286,7 +286,20 @@ class PairDriver:
                 self._obey(event(stage))
                 self._changed.notify_all()
 
-    def _on_message(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
+        """Send what was computed, which nobody changes any more; with the lock held."""
+        self._num_unsent += 1
+        payloads = [bytes_of(tensor) for tensor in message.tensors if tensor is not None]
+        sent = partial(self._on_sent, message, self._trace.now_ns())
+        self._port.call_soon(self._mailbox.send, self._setting.partner, message.encode(), payloads, sent)
+
+    def _on_sent(self, message: Message, start_ns: int) -> None:
+        with self._changed:
+            self._num_unsent -= 1
+            self._changed.notify_all()
+        self._trace.span(f"send for {message.phase}", "communication", start_ns, self._trace.now_ns())
+
+    def _on_message(self, _: int, message: Message) -> None:
         with self._changed:
             self._message = message
             if self._failure is None:
@@ -298,14 +311,19 @@ class PairDriver:
             self._changed.notify_all()
 
     def _on_lost(self, peer: int, error: Exception) -> None:
+        has_left = isinstance(error, PeerLeftError)
+        self.membership.lose(peer, error, has_left=has_left)
         if peer == self._setting.partner:
             self._batches.partner_is_lost()
-        if not isinstance(error, PeerLeftError):
+        if not has_left:
             self.fail(error)
-        elif peer == self._setting.partner:
-            with self._changed:
-                self._left = error
-                self._changed.notify_all()
+        self._wake()
+
+    @property
+    def _left(self) -> Exception | None:
+        """Why the partner is not there any more, if it has left by itself."""
+        loss = self.membership.losses.get(self._setting.partner)
+        return loss.error if loss is not None and loss.has_left else None
 
     def _obey(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -318,7 +336,7 @@ class PairDriver:
                     self._next = phase
                 case Send():
                     assert self._outgoing is not None, "what is sent was computed just before"
-                    self._link.send(self._outgoing)
+                    self._send(self._outgoing)
                 case Reduce(number):
                     then = partial(self._tell, self._phases.reduced, number)
                     self._updater.reduce(self._work.gradients[number], number, then)

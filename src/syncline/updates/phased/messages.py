@@ -1,4 +1,4 @@
-"""What goes between the two ranks of a pair: a header of fixed size that describes what follows, then each tensor."""
+"""What goes between the two ranks of a pair: a text that describes what follows, then each tensor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.errors import UpdateError
+from syncline.updates.memory import bytes_of
 from syncline.updates.phased.phases import Kind, Pass, Phase
-
-HEADER_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,8 @@ class Message:
     loss: float | None = None
     """Once it is known."""
 
-    def encode(self) -> memoryview:
-        """Return the header."""
+    def encode(self) -> bytes:
+        """Return the text."""
         fields = {
             "phase": [self.phase.kind.value, self.phase.stage],
             "kind": self.kind.value,
@@ -42,20 +40,14 @@ class Message:
             "num_samples": self.num_samples,
             "loss": None if self.loss is None else self.loss.hex(),
         }
-        text = json.dumps(fields).encode()
-        if len(text) > HEADER_BYTES:
-            raise UpdateError(
-                f"Stage {self.phase.stage} is given {len(self.tensors)} tensors, more than {HEADER_BYTES} bytes can "
-                "describe; let stages pass fewer, larger tensors on"
-            )
-        return memoryview(bytearray(text.ljust(HEADER_BYTES)))
+        return json.dumps(fields).encode()
 
 
-def decode(header: memoryview) -> Message:
-    """Return the message that a header describes, its tensors not filled yet."""
-    fields = json.loads(bytes(header))
+def decode(text: bytes) -> tuple[Message, list[memoryview]]:
+    """Return the message that a text describes, its tensors not filled yet, and their memory."""
+    fields = json.loads(text)
     kind, stage = fields["phase"]
-    return Message(
+    message = Message(
         phase=Phase(Kind(kind), stage),
         kind=Pass(fields["kind"]),
         number=fields["number"],
@@ -64,10 +56,11 @@ def decode(header: memoryview) -> Message:
         num_samples=fields["num_samples"],
         loss=None if fields["loss"] is None else float.fromhex(fields["loss"]),
     )
+    return message, [bytes_of(tensor) for tensor in message.tensors if tensor is not None]
 
 
 def _make(described: Sequence[int | str]) -> torch.Tensor:
     name, *shape = described
     dtype = getattr(torch, str(name))
-    assert isinstance(dtype, torch.dtype), "a header names types of tensors"
+    assert isinstance(dtype, torch.dtype), "a text names types of tensors"
     return torch.empty([int(size) for size in shape], dtype=dtype)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
-
-ALIGNMENT_BYTES = 64
+from syncline.updates.flat import Vector, VectorShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +24,12 @@ class StagePlan:
     @property
     def num_bytes(self) -> int:
         """Size of all parameters, with what alignment adds."""
-        return sum(_aligned(plan.num_bytes) for plan in (*self.trained, *self.frozen))
+        return _shape((*self.trained, *self.frozen)).num_bytes
 
     @property
     def num_gradient_bytes(self) -> int:
         """Size of all gradients."""
-        return sum(_aligned(plan.num_bytes) for plan in self.trained)
+        return _shape(self.trained).num_bytes
 
     @property
     def num_trained(self) -> int:
@@ -70,7 +69,7 @@ class Stage:
 
     def place(self, room: torch.Tensor) -> None:
         """Let the parameters lie in ``room``, whatever is in it."""
-        self._flats = _divide(room, self._plans)
+        self._flats = Vector(_shape(self._plans), room).parts
         for plan, flat, owners in zip(self._plans, self._flats, self._owners, strict=True):
             for slot, owner in zip(plan.slots, owners, strict=True):
                 owner.data = slot.view(flat)
@@ -92,7 +91,7 @@ class Stage:
 
     def begin_backward(self, room: torch.Tensor) -> None:
         """Let gradients be gathered in ``room``; they begin as zeros."""
-        self._gradients = _divide(room, self.plan.trained)
+        self._gradients = Vector(_shape(self.plan.trained), room).parts
         for flat in self._gradients:
             flat.zero_()
         self.present = [False] * self.plan.num_trained
@@ -138,13 +137,5 @@ def ghost(parameter: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _divide(room: torch.Tensor, plans: Sequence[BucketPlan]) -> list[torch.Tensor]:
-    flats, start = [], 0
-    for plan in plans:
-        flats.append(room[start : start + plan.num_bytes].view(plan.dtype))
-        start += _aligned(plan.num_bytes)
-    return flats
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _shape(plans: Iterable[BucketPlan]) -> VectorShape:
+    return VectorShape(parts=tuple((plan.dtype, plan.num_elements) for plan in plans))

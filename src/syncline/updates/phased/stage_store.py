@@ -10,7 +10,7 @@ from syncline.updates.phased.buffer_pool import Ledger
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.state_file import ShardState, read_state
 from syncline.updates.phased.storage import Storage
-from syncline.updates.phased.storage_thread import StorageThread
+from syncline.updates.worker_thread import WorkerThread
 
 
 def parameters_name(number: int) -> str:
@@ -46,7 +46,7 @@ class StageStore:
         self._with_state: set[int] = set()
         """Stages that have a file of state."""
         self._trace = trace
-        self._thread = StorageThread(name, on_failure=on_failure)
+        self._thread = WorkerThread(name, on_failure=on_failure)
 
     def load(self, number: int, then: Callable[[], None]) -> None:
         """Read the parameters of a stage into the room that it was placed in."""
@@ -59,7 +59,7 @@ class StageStore:
             self._note(f"load of stage {number}", start_ns, is_reading=True)
             then()
 
-        self._thread.submit(job)
+        self._thread.submit(0, (), job)
 
     def load_state(self, number: int, then: Callable[[], None]) -> None:
         """Read the state of a stage; :meth:`take_state` returns it then."""
@@ -75,7 +75,7 @@ class StageStore:
                 self._note(f"load of state {number}", start_ns, is_reading=True)
             then()
 
-        self._thread.submit(job)
+        self._thread.submit(0, (), job)
 
     def take_state(self, number: int) -> ShardState | None:
         """Return the state that was read; None if there is none yet."""
@@ -100,13 +100,11 @@ class StageStore:
                 self._note(f"store of stage {number}", start_ns, is_reading=False)
             then()
 
-        self._thread.submit(job)
+        self._thread.submit(0, (), job)
 
     def close(self, *, is_failing: bool) -> None:
         """End the thread; with ``is_failing`` what has not begun is dropped."""
-        if is_failing:
-            self._thread.give_up()
-        self._thread.close()
+        self._thread.close(finishes=not is_failing)
 
     def _note(self, name: str, start_ns: int, *, is_reading: bool) -> None:
         end_ns = time.monotonic_ns()

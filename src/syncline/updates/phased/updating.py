@@ -20,7 +20,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.inner import hyperparameters
 from syncline.updates.phased.state_file import ShardState
 from syncline.updates.shard import Shard
-from syncline.updates.update_thread import UpdateThread
+from syncline.updates.worker_thread import WorkerThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class StageUpdater:
         self._collectives = collectives
         self._optimizer = optimizer
         self._whole = whole_parameters
-        self._thread = UpdateThread(f"syncline-phased-update-{collectives.rank}", on_failure=on_failure)
+        self._thread = WorkerThread(f"syncline-phased-update-{collectives.rank}", on_failure=on_failure)
 
     def count_samples(self, number: float) -> Samples:
         """Begin to sum the samples of a pass; the training thread of every rank calls this once a pass."""

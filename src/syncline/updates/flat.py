@@ -1,19 +1,18 @@
-"""Vectors: all gradients (or all parameters) of a model in one piece of memory, ready to be sent, and sums of them.
+"""Flat vectors and their weighted sums, in one fixed order each, so that any rank that repeats them gets the same bits.
 
-A vector's last part tells for each parameter whether it got a gradient: 1 or 0, and above 0 in a mean if any rank had
-one. Ranks must agree on that, or optimizers that count steps would drift apart within a cluster.
+A :class:`Vector` is all gradients (or all parameters) of a model in one piece of memory, ready to be sent. Where ranks
+send each other vectors, the last part tells for each parameter whether it got a gradient: 1 or 0, and above 0 in a mean
+if any rank had one. Ranks must agree on that, or optimizers that count steps would drift apart within a cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.clustered.messages import Contribution
-from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.memory import bytes_of
 
 ALIGNMENT_BYTES = 64
@@ -36,7 +35,7 @@ class VectorShape:
     @property
     def num_bytes(self) -> int:
         """Size of a vector, each part on an aligned address."""
-        return sum(_aligned(dtype.itemsize * number) for dtype, number in self.parts)
+        return sum(aligned(dtype.itemsize * number) for dtype, number in self.parts)
 
     def times(self, number: int) -> VectorShape:
         """Return the shape of so many vectors, one after the other."""
@@ -61,7 +60,7 @@ class Vector:
         start = 0
         for dtype, number in shape.parts:
             self.parts.append(storage[start : start + dtype.itemsize * number].view(dtype))
-            start += _aligned(dtype.itemsize * number)
+            start += aligned(dtype.itemsize * number)
 
     @property
     def presence(self) -> torch.Tensor:
@@ -116,26 +115,32 @@ def combine(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
     """Return the sum of ``factors[i] * vectors[i]``, added in that order; halves are added in single precision."""
     result = vectors[0].shape.empty()
     for number, part in enumerate(result.parts):
-        wide = _WIDER.get(part.dtype, part.dtype)
-        total = vectors[0].parts[number].to(wide) * factors[0]
-        for vector, factor in zip(vectors[1:], factors[1:], strict=True):
-            total.add_(vector.parts[number].to(wide), alpha=factor)
-        part.copy_(total)
+        total = torch.empty_like(part, dtype=sum_dtype(part.dtype))
+        part.copy_(weighted_sum([vector.parts[number] for vector in vectors], factors, out=total))
     return result
 
 
-class VectorArithmetic:
-    """Reckons with vectors for the protocol."""
-
-    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
-        """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
-        with_data = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
-        total = sum(contribution.samples for contribution in with_data)
-        if total <= 0:
-            return None
-        vectors = [contribution.payload for contribution in with_data]
-        return combine(vectors, [contribution.samples / total for contribution in with_data])
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which elements of ``dtype`` are summed: of halves single precision."""
+    return _WIDER.get(dtype, dtype)
 
 
-def _aligned(num_bytes: int) -> int:
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return each weight over their sum; equal shares if nobody had any samples."""
+    total = sum(weights)
+    if total <= 0.0:
+        return [1.0 / len(weights)] * len(weights)
+    return [weight / total for weight in weights]
+
+
+def weighted_sum(values: Sequence[torch.Tensor], factors: Sequence[float], *, out: torch.Tensor) -> torch.Tensor:
+    """Write the sum of ``factors[i] * values[i]``, reckoned in the type of ``out`` and in that order; return it."""
+    out.copy_(values[0]).mul_(factors[0])
+    for value, factor in zip(values[1:], factors[1:], strict=True):
+        out.add_(value.to(out.dtype), alpha=factor)
+    return out
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of :data:`ALIGNMENT_BYTES`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,7 +1,7 @@
 """Doing a recorded run again in one process: the same decisions, the same sums, the same bits.
 
 Every rank records what its worker was told to do in each step, and who was in the global gradients of the shards that
-it hosted (``Overlapped(should_record=True)``). That is all that arrivals ever decide; with the same data, the rest
+it hosted (`overlapped_recording`). That is all that arrivals ever decide; with the same data, the rest
 follows. Workers are carried on one after the other, each as far as what it used then exists. Runs in which a rank was
 lost cannot be replayed.
 """
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 
-from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside, sum_dtype
+from syncline.updates.flat import shares, sum_dtype
+from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside
 from syncline.updates.overlapped.average import EndOfPeriod, Parts
-from syncline.updates.overlapped.events import Keep, Redo, Send, Use, WorkerInstruction
-from syncline.updates.overlapped.fixed_point import tree_mean
+from syncline.updates.overlapped.events import Keep, Send, Use
+from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
-from syncline.updates.overlapped.recording import Recorder, ServerNote
 from syncline.updates.overlapped.rule import Overlapped
 
 
@@ -47,9 +47,7 @@ def replay(recorders: Sequence[Recorder], replicas: Sequence[Replica], rule: Ove
         before = ledger.num_events
         running = [worker for worker in running if next(worker, "ended") != "ended"]
         if running and ledger.num_events == before:
-            raise UpdateError(
-                "The records do not fit together: every worker waits for another; give those of all ranks"
-            )
+            raise AssertionError("the records do not fit together: every worker waits for another")
 
 
 class _Ledger:
@@ -156,7 +154,7 @@ class _Hands:
             for bucket, memory in enumerate(self.replica.buckets):
                 self.ledger.start(bucket, self.period, memory.parameters)
 
-    def obey(self, bucket: int, instruction: WorkerInstruction) -> bool:
+    def obey(self, bucket: int, instruction: WorkerDecision) -> bool:
         """Do what was done; False if that cannot be done yet."""
         gradient = self.replica.buckets[bucket].gradients
         if isinstance(instruction, Use):
@@ -228,3 +226,14 @@ class _Hands:
         self._used = [0 for _ in parts]
         self._note_start()
         return True
+
+
+def tree_mean(
+    values: Sequence[torch.Tensor], weights: Sequence[float], start: torch.Tensor, *, out: torch.Tensor
+) -> None:
+    """Write what a collective makes of all ranks' ``values`` to ``out``, in one process."""
+    exponent = exponent_for([largest_move(one, start) for one in values], start.dtype)
+    steps = [
+        to_steps(one, start, share=share, exponent=exponent) for one, share in zip(values, shares(weights), strict=True)
+    ]
+    from_steps(torch.stack(steps).sum(0), start, exponent=exponent, out=out)

@@ -1,4 +1,4 @@
-"""The thread on which shards are stepped, front layers first, while the training thread goes on."""
+"""A thread for what must hold up neither the training nor the loop: stepping shards, reading and writing stages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 
 from syncline.runtime.work import Work
 
+JOIN_S = 30.0
+"""A disk that does not answer must not hold up the end of a job; the thread is a daemon."""
 
-class UpdateThread:
-    """Runs jobs one at a time: of those whose :class:`Work` is done, the one with the lowest urgency number.
 
-    The first exception of a job is kept in :attr:`failure`, and handed to ``on_failure``; later jobs are dropped. The
-    thread starts with the first job and ends with :meth:`close`.
+class WorkerThread:
+    """Runs jobs one at a time: of those whose :class:`Work` is done, the lowest urgency number first, then the oldest.
+
+    The first exception of a job is handed to ``on_failure``, and later jobs are dropped. The thread starts with the
+    first job and ends with :meth:`close`.
     """
 
     def __init__(self, name: str, *, on_failure: Callable[[BaseException], None]) -> None:
@@ -24,7 +27,7 @@ class UpdateThread:
         self._runnable: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._drops = self._closed = False
 
     def submit(self, urgency: int, ready: Sequence[Work], job: Callable[[], None]) -> None:
         """Let ``job`` run once all of ``ready`` are done, or have failed: the job finds out, and never waits itself."""
@@ -33,13 +36,14 @@ class UpdateThread:
             self._thread.start()
         self._enqueue_after(urgency, list(ready), job)
 
-    def close(self) -> None:
-        """End the thread after the job that is running; the others are dropped."""
+    def close(self, *, finishes: bool = False) -> None:
+        """End the thread after the job that is running, or with ``finishes`` after all that can run."""
         with self._changed:
             self._closed = True
+            self._drops = self._drops or not finishes
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(JOIN_S)
 
     def _enqueue_after(self, urgency: int, ready: list[Work], job: Callable[[], None]) -> None:
         if not ready:
@@ -56,11 +60,14 @@ class UpdateThread:
         with self._changed:
             while not self._runnable and not self._closed:
                 self._changed.wait()
-            return None if self._closed else heapq.heappop(self._runnable)[2]
+            if self._drops or not self._runnable:
+                return None
+            return heapq.heappop(self._runnable)[2]
 
     def _main(self) -> None:
         while (job := self._next()) is not None:
             try:
                 job()
             except BaseException as error:
+                self._drops = True
                 self._on_failure(error)

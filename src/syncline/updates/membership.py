@@ -1,0 +1,125 @@
+"""Who is in a job, who is lost and since when, whether those who are left may go on, and who takes over from whom.
+
+For the rules that survive losses; decisions without I/O. Ranks do not vote on who is lost. Each finds losses by itself
+and tells the others; what is known only grows, so all come to the same membership, whichever report comes first. Where
+two ranks that live have lost each other, one rule settles it without a vote: *the one of the higher number is lost*. So
+a rank believes another that tells of a loss if its number is lower than that of the lost one, and else waits for what
+it sees itself.
+
+A rank cannot tell a death from a cut of the network, so those in reach go on only where they cannot do so elsewhere
+too: with more than half of the members that have not left by themselves, or with exactly half of them and the lowest
+among these. A user may ask for another part, or for a fixed number; with less than half, both sides of a cut go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from syncline.errors import UpdateError
+
+HALF = 0.5
+"""The smallest part of which no two parts of a job both go on."""
+
+
+class QuorumLostError(UpdateError):
+    """Fewer members live, or are in reach, than it takes to go on; ``missing`` are the ranks that are lost."""
+
+    def __init__(self, message: str, *, missing: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """How many must live: ``count`` of all members, or without it this ``part`` of those that have not left."""
+
+    part: float = HALF
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRank:
+    """How a rank was lost; ``since_s`` is in seconds of the membership's clock."""
+
+    error: Exception | None
+    has_left: bool
+    since_s: float
+
+
+@dataclass(slots=True)
+class Membership:
+    """What one rank knows of a job's members; the ranks that are lost may be more, such as those that only serve."""
+
+    members: tuple[int, ...]
+    losses: dict[int, LostRank] = field(default_factory=dict)
+    """In the order in which they were found."""
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def lost(self) -> Collection[int]:
+        """The ranks that are lost; a live view."""
+        return self.losses.keys()
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The members that are not known to be lost."""
+        return tuple(rank for rank in self.members if rank not in self.losses)
+
+    def lose(self, rank: int, error: Exception | None = None, *, has_left: bool = False) -> bool:
+        """Note that ``rank`` is lost, or has left by itself; False if that is known."""
+        known = self.losses.get(rank)
+        if known is None:
+            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock())
+        elif known.error is None and error is not None:  # others had told of it
+            self.losses[rank] = replace(known, error=error)
+        return known is None
+
+    def shortage(
+        self, quorum: Quorum, *, what: str = "ranks", describe: Callable[[int], str] = "rank {}".format
+    ) -> QuorumLostError | None:
+        """Return why those who are left cannot go on, if they cannot; ``what`` the members are called."""
+        if quorum.count is not None:
+            missing = [rank for rank in self.members if rank in self.losses]
+            num_left = len(self.members) - len(missing)
+            if num_left >= quorum.count:
+                return None
+            text = f"A global gradient needs {quorum.count} of {len(self.members)} {what}, but {num_left} are left"
+            remedy = "start again from a checkpoint, or with a smaller quorum"
+            return _quorum_lost(f"{text}: {describe_ranks(missing, describe)} lost; {remedy}", missing)
+        base = [rank for rank in self.members if rank not in self.losses or not self.losses[rank].has_left]
+        living = self.living
+        is_tie = quorum.part >= HALF and 2 * len(living) == len(base)
+        if len(living) >= quorum.part * len(base) and (not is_tie or base[:1] == [*living[:1]]):
+            return None
+        missing = [rank for rank in base if rank in self.losses]
+        fewer = f"fewer than the quorum of {quorum.part:g}"
+        rule = "only more than half go on, or half with the lowest rank" if quorum.part == HALF else fewer
+        return _quorum_lost(
+            f"{len(living)} of {len(base)} {what} are in reach: {describe_ranks(missing, describe)} lost, who may live "
+            f"and go on elsewhere; {rule}; start again from a checkpoint",
+            missing,
+        )
+
+
+def _quorum_lost(text: str, missing: Sequence[int]) -> QuorumLostError:
+    return QuorumLostError(text, missing=tuple(missing))
+
+
+def is_believed(reporter: int, lost: int) -> bool:
+    """Whether a rank that has lost neither believes ``reporter`` that ``lost`` is lost."""
+    return reporter < lost
+
+
+def successor(order: Iterable[int], lost: Collection[int]) -> int | None:
+    """Return who serves: the first of ``order``, in which all ranks agree, that lives; None if nobody does."""
+    return next((rank for rank in order if rank not in lost), None)
+
+
+def describe_ranks(ranks: Sequence[int], describe: Callable[[int], str]) -> str:
+    """``"rank 1 (host a1) and rank 3 (host b1)"``."""
+    names = [describe(rank) for rank in ranks]
+    if len(names) <= 1:
+        return "".join(names) or "nobody"
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,182 @@
+"""Messages between ranks beside the collectives, in the order in which they were sent. On the loop's thread alone.
+
+:class:`MessageStream` sends and receives memory whose size both ends know, so that a receive can be posted, into the
+memory where it is used, before it is known what will come. :class:`Mailbox` carries what one end alone knows: a text of
+any length, and with it the sizes of the payloads that follow.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+from syncline.errors import UpdateError
+from syncline.runtime.port import Port
+from syncline.runtime.relay import LossHandler
+from syncline.runtime.tags import first_tag
+
+T = TypeVar("T")
+Done = Callable[[], None]
+
+MAX_TEXT_BYTES = 1 << 20
+HEAD_BYTES = 1024
+_LENGTH = struct.Struct("<I")
+
+
+class MessageStream:
+    """Messages of some kinds: for each peer and kind they are numbered, and received by number.
+
+    ``epoch`` tells streams apart that follow each other under one number; it is below 2**14, and a kind below 2**16.
+    """
+
+    def __init__(self, port: Port, stream: int, *, urgency: int, connection_class: int = 0, epoch: int = 0) -> None:
+        self.port = port
+        self.epoch = epoch
+        self.is_retired = False
+        self._stream = stream
+        self._urgency = urgency
+        self._connection_class = connection_class
+        self._num_sent: Counter[tuple[int, int]] = Counter()
+        self._num_received: Counter[tuple[int, int]] = Counter()
+
+    def send(self, peer: int, kind: int, memory: memoryview, on_sent: Done | None = None) -> None:
+        """Send ``memory``, unchanged until ``on_sent``; nothing if this was retired."""
+        if self.is_retired:
+            return
+        tag = self._next_tag(self._num_sent, peer, kind)
+        done = None if on_sent is None else self._unless_retired(on_sent)
+        self.port.send(peer, tag, memory, urgency=self._urgency, connection_class=self._connection_class, on_sent=done)
+
+    def receive(self, peer: int, kind: int, into: memoryview, on_received: Done) -> None:
+        """Let the peer's next message of that kind land in ``into``."""
+        tag = self._next_tag(self._num_received, peer, kind)
+        self.port.receive(peer, tag, into, urgency=self._urgency, on_received=self._unless_retired(on_received))
+
+    def cancel(self, peer: int, kind: int) -> None:
+        """Forget the receive that was posted last; its memory is not written any more."""
+        self.port.cancel(peer, self._tag(self._num_received[peer, kind] - 1, kind))
+
+    def retire(self) -> None:
+        """Tell nobody anything any more: nothing is sent, and what still comes lands and is dropped."""
+        self.is_retired = True
+
+    def _next_tag(self, counter: Counter[tuple[int, int]], peer: int, kind: int) -> int:
+        number = counter[peer, kind]
+        counter[peer, kind] += 1
+        return self._tag(number, kind)
+
+    def _tag(self, number: int, kind: int) -> int:
+        return first_tag(self._stream, number, kind) + self.epoch
+
+    def _unless_retired(self, callback: Done) -> Done:
+        def call() -> None:
+            if not self.is_retired:
+                callback()
+
+        return call
+
+
+class Mailbox(Generic[T]):
+    """Texts with payloads. A payload lands in memory of its own, so a message that is refused spoils nothing.
+
+    The text goes in a head of ``head_bytes``, and what has no room there behind it; then come the payloads. ``decode``
+    makes a message of the text, and says where its payloads are to land (those of no bytes are not sent); it raises
+    ValueError for what is no message, and then ``on_lost`` is told, and nothing more is received from that peer.
+    """
+
+    HEAD, REST, PAYLOAD = range(3)
+    """Kinds of the streams' messages, from ``first_kind``; each payload of a message has one of its own."""
+
+    def __init__(
+        self,
+        texts: MessageStream,
+        payloads: MessageStream,
+        *,
+        decode: Callable[[bytes], tuple[T, Sequence[memoryview]]],
+        on_message: Callable[[int, T], None],
+        on_lost: LossHandler,
+        first_kind: int = 0,
+        head_bytes: int = HEAD_BYTES,
+    ) -> None:
+        """``on_message`` is told of a message by sender, once it is whole; :meth:`listen` again for the next one."""
+        self._texts, self._payloads = texts, payloads
+        self._decode, self._on_message, self._on_lost = decode, on_message, on_lost
+        self._first_kind = first_kind
+        self._head_bytes = head_bytes
+        self.sent_bytes: Counter[int] = Counter()
+
+    def send(self, peer: int, text: bytes, payloads: Sequence[memoryview] = (), on_sent: Done | None = None) -> int:
+        """Send a message, and return its bytes; payloads stay unchanged until ``on_sent``."""
+        assert len(text) <= MAX_TEXT_BYTES, "a text describes what follows, and is short"
+        room = self._head_bytes - _LENGTH.size
+        head = bytearray(self._head_bytes)
+        _LENGTH.pack_into(head, 0, len(text))
+        head[_LENGTH.size : _LENGTH.size + min(len(text), room)] = text[:room]
+        filled = [(kind, memory) for kind, memory in enumerate(payloads, self.PAYLOAD) if memory.nbytes]
+        sent = None if on_sent is None else _after(1 + len(filled), on_sent)
+        self._texts.send(peer, self._first_kind + self.HEAD, memoryview(head), sent)
+        if len(text) > room:
+            self._texts.send(peer, self._first_kind + self.REST, memoryview(bytearray(text[room:])))
+        for kind, memory in filled:
+            self._payloads.send(peer, self._first_kind + kind, memory, sent)
+        num_bytes = len(head) + max(0, len(text) - room) + sum(memory.nbytes for _, memory in filled)
+        self.sent_bytes[peer] += num_bytes
+        return num_bytes
+
+    def listen_to_all(self) -> None:
+        """Receive the next message of every rank, this one too."""
+        for peer in range(self._texts.port.world_size):
+            self.listen(peer)
+
+    def listen(self, peer: int) -> None:
+        """Receive the peer's next message."""
+        head = memoryview(bytearray(self._head_bytes))
+        self._texts.receive(peer, self._first_kind + self.HEAD, head, partial(self._on_head, peer, head))
+
+    def _on_head(self, peer: int, head: memoryview) -> None:
+        (num_bytes,) = _LENGTH.unpack_from(head)
+        text = bytes(head[_LENGTH.size : _LENGTH.size + num_bytes])
+        if num_bytes > MAX_TEXT_BYTES:
+            self._refuse(peer, f"a text of {num_bytes} bytes")
+        elif num_bytes == len(text):
+            self._on_text(peer, text)
+        else:
+            rest = memoryview(bytearray(num_bytes - len(text)))
+            received = partial(self._on_rest, peer, text, rest)
+            self._texts.receive(peer, self._first_kind + self.REST, rest, received)
+
+    def _on_rest(self, peer: int, text: bytes, rest: memoryview) -> None:
+        self._on_text(peer, text + bytes(rest))
+
+    def _on_text(self, peer: int, text: bytes) -> None:
+        try:
+            message, payloads = self._decode(text)
+        except ValueError as error:
+            self._refuse(peer, str(error))
+            return
+        filled = [(kind, memory) for kind, memory in enumerate(payloads, self.PAYLOAD) if memory.nbytes]
+        deliver = partial(self._on_message, peer, message)
+        landed = _after(len(filled), deliver)
+        for kind, memory in filled:
+            self._payloads.receive(peer, self._first_kind + kind, memory, landed)
+        if not filled:
+            deliver()
+
+    def _refuse(self, peer: int, what: str) -> None:
+        self._on_lost(peer, UpdateError(f"{self._texts.port.describe_peer(peer)} sent {what}"))
+
+
+def _after(number: int, callback: Done) -> Done:
+    """Return what calls ``callback`` when it is called for that number of times."""
+    num_left = number
+
+    def call() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            callback()
+
+    return call

@@ -1,0 +1,110 @@
+"""What drivers have in common: the first failure, losses, and waits that end."""
+
+from __future__ import annotations
+
+import pytest
+
+from memory_ports import WAIT_S, Ports, on_loop
+from syncline.errors import FabricError, UpdateError
+from syncline.updates.membership import Membership
+from syncline.updates.messaging.driver import Driver
+
+
+class Fake(Driver):
+    """A driver of nothing, that waits for all others."""
+
+    def __init__(self, port, *, timeout_s: float = WAIT_S) -> None:
+        ranks = tuple(range(port.world_size))
+        super().__init__(port, Membership(ranks), timeout_s=timeout_s, progress=port._fabric.progress)
+        self.looks: list[bool] = []
+
+    def start(self) -> None:
+        on_loop(self._port, self._watch)
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        with self._changed:
+            self.membership.lose(peer, error)
+            self._changed.notify_all()
+
+    def _awaited_peers(self):
+        return self.membership.living
+
+    def _look(self, *, is_first: bool) -> None:
+        self.looks.append(is_first)
+
+    def wait(self, is_over) -> None:
+        self._wait(is_over)
+
+
+def test_the_first_failure_counts_and_ends_a_wait() -> None:
+    with Ports(1) as (port,):
+        driver = Fake(port)
+        driver.start()
+        first = UpdateError("first")
+        for error in (first, UpdateError("second")):
+            port.call_soon(driver.fail, error)
+        driver.wait(lambda: False)
+        with pytest.raises(UpdateError, match="first") as found:
+            driver.raise_failure()
+        assert found.value is first
+
+
+def test_a_fault_on_the_loop_ends_a_wait() -> None:
+    def fault() -> None:
+        raise ValueError("a fault")
+
+    with Ports(1) as (port,):
+        driver = Fake(port)
+        driver.start()
+        port.call_soon(fault)
+        driver.wait(lambda: False)
+        with pytest.raises(FabricError, match="a fault"):
+            driver.raise_failure()
+
+
+def test_losses_are_told_also_those_of_before() -> None:
+    ports = Ports(3)
+    with ports as (port, *_):
+        witness = Fake(port)
+        witness.start()
+        ports.communicators[1].abort()
+        witness.wait(lambda: 1 in witness.membership.lost)
+        driver = Fake(port)
+        driver.start()
+        assert [*driver.membership.lost] == [1]
+        ports.communicators[2].abort()
+        driver.wait(lambda: 2 in driver.membership.lost)
+        assert driver.membership.living == (0,)
+        driver.raise_failure()
+
+
+def test_a_wait_looks_for_what_holds_it_up() -> None:
+    with Ports(1) as (port,):
+        driver = Fake(port)
+        driver.wait(lambda: len(driver.looks) == 2)
+        assert driver.looks == [True, False]
+
+
+def test_a_wait_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.updates.messaging.driver.STALL_GRACE_S", 0.1)
+    with Ports(1) as (port,):
+        driver = Fake(port, timeout_s=0.6)
+        driver.wait(lambda: False)
+        driver.raise_failure()
+
+
+def test_who_lives_but_does_not_train_is_left_behind_once_it_was_waited_for() -> None:
+    """Ranks 1 and 2 hang; nobody waits for rank 2, as it is known to be lost already."""
+    with Ports(3) as (port, *_):
+        driver = Fake(port)
+        driver.start()
+        stalls = port.stalls
+        stalls.limit_s = 0.2
+        for passed_s in (0.0, 30.0):
+            on_loop(port, lambda passed_s=passed_s: stalls.tick(passed_s, {1: 4, 2: 4}))
+        known = UpdateError("rank 2 is lost")
+        on_loop(port, lambda: driver._on_lost(2, known))
+        driver.wait(lambda: 1 in driver.membership.lost)
+        losses = driver.membership.losses
+        assert "rank 1 (host memory) lives, but its training thread has made no call for" in str(losses[1].error)
+        assert losses[2].error is known

@@ -1,0 +1,125 @@
+"""What was decided in a run, so that it can be done again in one process, to the bit (see `overlapped_replay`).
+
+Nothing in the library knows of it: the state machines of a rank are wrapped, and what they return is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.updates.overlapped.events import Average, Clear, Fold, Keep, Send, Use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redo:
+    """Step once more on what lies at these places: own gradients for which no global one has come (rule "rebase")."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Place, and of how many iterations what lies there is the sum."""
+
+
+WorkerDecision = Keep | Send | Use | Redo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerNote:
+    """A global gradient (``what`` is ``"fold"``) or an average (``"average"``), and who is in it with which weight."""
+
+    bucket: int
+    what: str
+    period: int
+    number: int
+    """The round, or the part."""
+    members: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The decisions of one rank: its worker's, step by step, and those of the server shards that it hosts."""
+
+    steps: list[list[tuple[int, WorkerDecision]]] = field(default_factory=list)
+    """For each step, the instructions of all buckets (index, instruction), in the order in which they were obeyed."""
+    ends: list[int] = field(default_factory=list)
+    """Number of steps before each end of a period."""
+    servers: list[ServerNote] = field(default_factory=list)
+
+
+def record(updater: Any) -> Recorder:
+    """Record what an updater does from now on; call it on every rank before any makes its first step."""
+    recorder, client = Recorder(), updater.client
+    _wrap(client, "step", before=lambda: recorder.steps.append([]))
+    _wrap(client, "_begin_period", before=lambda: recorder.ends.append(len(recorder.steps)))
+    for link in client.links:
+        _record_worker(recorder, link)
+    for bucket, shard in client.hosted.items():
+        _record_server(recorder, bucket, shard.machine)
+    if updater._tree_mean is not None and updater.collectives.rank == 0:
+
+        def note_mean(ends: Any) -> None:
+            members = tuple(enumerate(ends.num_samples))
+            recorder.servers += [
+                ServerNote(
+                    bucket=link.bucket.index,
+                    what="average",
+                    period=client.counts.num_periods,
+                    number=0,
+                    members=members,
+                )
+                for link in client.links
+            ]
+
+        _wrap(updater._tree_mean, "sum", after=note_mean)
+    return recorder
+
+
+def _record_worker(recorder: Recorder, link: Any) -> None:
+    bucket, machine = link.bucket.index, link.machine
+
+    def note(*decisions: WorkerDecision) -> None:
+        recorder.steps[-1] += [(bucket, decision) for decision in decisions]
+
+    _wrap(machine, "step", after=lambda decisions: note(*decisions))
+    _wrap(machine, "hurry", after=lambda decisions: note(*decisions))
+    _wrap(machine, "use", after=lambda use: note(*[use] if use is not None else []))
+    _wrap(link, "unsettled", before=lambda: note(Redo(runs=tuple(machine.unsettled))))
+
+
+def _record_server(recorder: Recorder, bucket: int, machine: Any) -> None:
+    period = 0
+
+    def note(instructions: list[Any]) -> None:
+        nonlocal period
+        for instruction in instructions:
+            if isinstance(instruction, Clear):
+                period = instruction.period
+            elif isinstance(instruction, Fold | Average):
+                is_fold = isinstance(instruction, Fold)
+                note = ServerNote(
+                    bucket=bucket,
+                    what="fold" if is_fold else "average",
+                    period=period if is_fold else instruction.period,
+                    number=instruction.round_number if is_fold else instruction.part,
+                    members=tuple((one.worker, one.weight) for one in instruction.contributions),
+                )
+                recorder.servers.append(note)
+
+    _wrap(machine, "handle", after=note)
+
+
+def _wrap(
+    owner: Any, name: str, *, before: Callable[[], object] | None = None, after: Callable[[Any], object] | None = None
+) -> None:
+    """Let ``before`` and ``after`` (with what is returned) be called around a method of one object."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if before is not None:
+            before()
+        result = method(*arguments, **options)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(owner, name, call)
