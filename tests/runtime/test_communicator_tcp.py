@@ -114,6 +114,35 @@ def test_calls_that_differ_fail_on_every_rank(over_tcp):
     assert time.monotonic() - started_s < 5.0
 
 
+@pytest.mark.parametrize("num_elements", [100, 1_000_000])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_calls_that_differ_are_found_by_their_messages(over_tcp, num_elements, dtype):
+    """The ranks between the two that differ make no call, so only the messages of these two tell of each other."""
+    submit_differing(over_tcp(Topology.flat(4)), num_elements, dtype, named=(0, 2))
+
+
+@pytest.mark.parametrize("num_elements", [100, 1_000_000])
+def test_calls_of_a_group_that_differ_are_found_by_their_messages(over_tcp, num_elements):
+    members = (4, 2, 0, 1)
+    communicators = over_tcp(Topology.flat(5))
+    groups = [communicators[rank].open_group(members, streams=range(1, 3)) for rank in members]
+    submit_differing(groups, num_elements, "float32", named=(4, 0))
+    close_all(groups)
+
+
+def submit_differing(communicators, num_elements, dtype, *, named):
+    """Let the first and the third rank call different things, and no other any; the job knows them as ``named``."""
+    schedule = plan_tree(Topology.flat(4), Collective.ALL_REDUCE)
+    works = []
+    for rank, size in ((0, num_elements), (2, num_elements + 4)):
+        layout, buffers = Layout.build(schedule, size, size), [np.zeros(size, dtype)]
+        works += submit([communicators[rank]], schedule, layout, buffers, numpy_reduction(dtype), stream=1)
+    first, third = (rf"rank {rank} \(host h{rank}\) called " for rank in named)
+    for work in works:
+        with pytest.raises(MismatchError, match=f"{first}.*, but {third}"):
+            work.wait(30)
+
+
 def test_a_rank_that_breaks_off_is_named(over_tcp):
     communicators = over_tcp(Topology.flat(4))
     works = [c.all_reduce(memoryview(bytearray(8_000_000)), numpy_reduction("int8"), step=9) for c in communicators[:3]]
