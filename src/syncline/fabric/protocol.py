@@ -76,9 +76,6 @@ class Transport(Protocol):
     def world_size(self) -> int:
         """Number of ranks in the job."""
 
-    def set_listener(self, listener: FabricListener) -> None:
-        """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
-
     def send(
         self,
         peer: int,
@@ -143,6 +140,9 @@ class Transport(Protocol):
 
 class Fabric(Transport, Protocol):
     """A transport from its opening to its end, as whoever owns it sees it."""
+
+    def set_listener(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
 
     @property
     def is_one_machine(self) -> bool:

@@ -77,7 +77,6 @@ class Engine:
         self._cause: BaseException | None = None
         self._stall_timer: Timer | None = None
         fabric.stalls.watch(self._on_stall)
-        fabric.set_listener(self)
 
     def __repr__(self) -> str:
         state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"

@@ -50,11 +50,9 @@ class GroupFabric:
         return False
 
     def set_listener(self, listener: FabricListener) -> None:
-        """Tell ``listener`` from now on; what happened before is delivered at once, to the first one."""
-        is_first = self._listener is None
+        """Tell ``listener``, the only one, from now on; what happened before is delivered at once."""
         self._listener = listener
-        if is_first:
-            self._relay.add_group(self)
+        self._relay.add_group(self)
 
     def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Send to a member."""
