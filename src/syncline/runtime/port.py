@@ -65,6 +65,15 @@ class Port:
         with self._fabric.progress.waiting():
             return self._loop.run(coroutine, timeout_s)
 
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Call ``function`` on the loop's thread, in the order of the calls, and return what it returns; as `run`."""
+
+        async def call() -> T:
+            return function()
+
+        call.__qualname__ = getattr(function, "__qualname__", repr(function))
+        return self.run(call(), timeout_s)
+
     @property
     def stalls(self) -> PeerStalls:
         """Which ranks live, but do not train, as far as is known here."""
