@@ -1,7 +1,8 @@
 """A port: messages from one rank to another on the communicator's fabric, beside its collectives.
 
 Update rules that are no collectives (a parameter server, a temporary server) talk through it. Everything but
-:meth:`Port.call_soon` and :meth:`Port.run` happens on the communication loop's thread. A rank can send to itself.
+:meth:`Port.call_soon`, :meth:`Port.call` and :meth:`Port.run` happens on the communication loop's thread. A rank can
+send to itself.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class ClusterDriver(Driver):
         raise DeadlineError(
             f"{self._port.describe_peer(self._port.rank)} waited {self._timeout_s:g} s: {state}; look at the "
             "ranks that it names, or give syncline.init() a longer timeout"
+            f"{self.membership.describe_lost(self._port.describe_peer)}"
         )
 
     @property

@@ -295,6 +295,7 @@ class ServerClient(Driver):
         return (
             f"rank {self._port.rank} waited {self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of "
             f"period {self.counts.num_periods}; {describe_ranks(awaited, self._port.describe_peer)} did not deliver"
+            f"{self.membership.describe_lost(self._port.describe_peer)}"
         )
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
