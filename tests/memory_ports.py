@@ -29,7 +29,4 @@ class Ports:
 def on_loop(port: Port, function: Callable[[], Any]) -> Any:
     """Call ``function`` on the loop; return what it returns."""
 
-    async def call() -> Any:
-        return function()
-
-    return port.run(call(), WAIT_S)
+    return port.call(function, WAIT_S)

@@ -30,7 +30,7 @@ def test_the_trace_shows_each_stage_and_phase(tmp_path: Path) -> None:
         own = range(rank, 6, 2)
         assert {(f"forward of stage {number}", "compute") for number in own if number < 5} <= spans
         assert {(f"backward of stage {number}", "compute") for number in own if number < 5} <= spans
-        assert (("turn of stage 5", "compute") in spans) is (rank == 1)
+        assert (("loss of stage 5", "compute") in spans) is (rank == 1)
         for number in own:
             assert {(f"load of stage {number}", "storage"), (f"store of stage {number}", "storage")} <= spans
             assert (f"update of stage {number}", "update") in spans

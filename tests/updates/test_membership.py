@@ -80,6 +80,9 @@ def test_since_when_a_rank_is_lost_and_why() -> None:
     assert (known.losses[2].error, known.losses[2].since_s) == (error, 3.0)
     assert [*known.lost] == [2, 1]
     assert known.living == (0,)
+    now_s = 15.0
+    assert known.describe_lost("rank {}".format) == "; lost before: rank 2, 12.0 s ago; rank 1, 10.0 s ago"
+    assert membership(2).describe_lost("rank {}".format) == ""
 
 
 def test_the_lower_of_two_ranks_is_believed() -> None:

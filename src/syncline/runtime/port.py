@@ -1,7 +1,8 @@
 """A port: messages from one rank to another on the communicator's fabric, beside its collectives.
 
 Update rules that are no collectives (a parameter server, a temporary server) talk through it. Everything but
-:meth:`Port.call_soon` and :meth:`Port.run` happens on the communication loop's thread. A rank can send to itself.
+:meth:`Port.call_soon`, :meth:`Port.call` and :meth:`Port.run` happens on the communication loop's thread. A rank can
+send to itself.
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ class Port:
         """Run ``coroutine`` on the loop and wait for it; from any other thread."""
         with self._fabric.progress.waiting():
             return self._loop.run(coroutine, timeout_s)
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Call ``function`` on the loop's thread, in the order of the calls, and return what it returns; as `run`."""
+
+        async def call() -> T:
+            return function()
+
+        call.__qualname__ = getattr(function, "__qualname__", repr(function))
+        return self.run(call(), timeout_s)
 
     @property
     def stalls(self) -> PeerStalls:

@@ -76,6 +76,12 @@ class Membership:
             self.losses[rank] = replace(known, error=error)
         return known is None
 
+    def describe_lost(self, describe: Callable[[int], str]) -> str:
+        """``"; lost before: rank 3 (host b1), 12.0 s ago"``, for the end of an error; empty if nobody is."""
+        now_s = self.clock()
+        told = [f"{describe(rank)}, {now_s - loss.since_s:.1f} s ago" for rank, loss in self.losses.items()]
+        return f"; lost before: {'; '.join(told)}" if told else ""
+
     def shortage(
         self, quorum: Quorum, *, what: str = "ranks", describe: Callable[[int], str] = "rank {}".format
     ) -> QuorumLostError | None:

@@ -55,3 +55,24 @@ def test_who_hangs_is_left_behind_and_told_when_it_wakes(hangs: int) -> None:
         assert torch.equal(parameters, survivors[0][0])
         assert dead == (hangs,)
     assert "its training thread hung, and the job went on without it" in str(results[hangs])
+
+
+def test_a_fault_on_the_loop_ends_every_rank_that_has_it() -> None:
+    """In memory all ranks share a loop; none waits until its deadline."""
+
+    def fault() -> None:
+        raise ValueError("a fault")
+
+    def body(fleet):
+        model = make_model()
+        rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        for step in range(NUM_STEPS):
+            if (fleet.rank, step) == (1, 3):
+                optimizer.training.updater._driver._port.call_soon(fault)
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for rank, error in enumerate(run_fleets(NUM_RANKS, body, accept=SynclineError, timeout_s=30.0)):
+        assert str(error) == f"the communication loop of rank {rank} (host memory) failed: ValueError('a fault')"

@@ -110,7 +110,12 @@ class ClusterDriver(Driver):
 
     def measurements(self) -> dict[int, Measurement]:
         """Return what this rank heard of others if it is the one whose proposal counts in this term; else nothing."""
-        return self._port.run(self._measurements(), ANSWER_S)
+
+        def answer() -> dict[int, Measurement]:
+            _, proposer = self._node.view.participants(self._node.term)[0]
+            return dict(self._node.measurements) if proposer == self._port.rank else {}
+
+        return self._port.call(answer, ANSWER_S)
 
     def wait(self) -> tuple[Record, Agreed]:
         """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
@@ -118,10 +123,11 @@ class ClusterDriver(Driver):
         if self._entered:
             return self._entered.popleft()
         self.raise_failure()
-        state = self._port.run(self._describe(), ANSWER_S)
+        state = self._port.call(lambda: repr(self._node).strip("<>"), ANSWER_S)
         raise DeadlineError(
             f"{self._port.describe_peer(self._port.rank)} waited {self._timeout_s:g} s: {state}; look at the "
             "ranks that it names, or give syncline.init() a longer timeout"
+            f"{self.membership.describe_lost(self._port.describe_peer)}"
         )
 
     @property
@@ -139,7 +145,7 @@ class ClusterDriver(Driver):
         """Return what is known and counted here; once this rank departed, what it was then."""
         if self._last_statistics is not None:
             return self._last_statistics
-        return self._port.run(self._statistics(), ANSWER_S)
+        return self._port.call(self._take_statistics, ANSWER_S)
 
     def close(self) -> None:
         """Release everything; what was counted is kept."""
@@ -233,16 +239,6 @@ class ClusterDriver(Driver):
             failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
             failure.__cause__ = error
         self.fail(failure)
-
-    async def _describe(self) -> str:
-        return repr(self._node).strip("<>")
-
-    async def _measurements(self) -> dict[int, Measurement]:
-        _, proposer = self._node.view.participants(self._node.term)[0]
-        return dict(self._node.measurements) if proposer == self._port.rank else {}
-
-    async def _statistics(self) -> ClusteredStatistics:
-        return self._take_statistics()
 
     def _take_statistics(self) -> ClusteredStatistics:
         node, view = self._node, self._node.view

@@ -56,7 +56,7 @@ class Driver(ABC):
         with self._progress.waiting():
             while not self._wait_for(is_over, wait_s) and (now_s := time.monotonic()) < end_s:
                 if now_s - start_s >= limit_s:
-                    self._port.run(self._leave_behind(), self._timeout_s)
+                    self._port.call(self._leave_behind, self._timeout_s)
                 self._look(is_first=is_first)
                 is_first = False
                 wait_s = min(2 * wait_s, LOOK_AGAIN_S, max(LOOK_S, end_s - now_s - LOOK_S))
@@ -97,7 +97,7 @@ class Driver(ABC):
         """Go on without a rank that lives."""
         self._lose(peer, UpdateError(text))
 
-    async def _leave_behind(self) -> None:
+    def _leave_behind(self) -> None:
         stalls = self._port.stalls
         for peer in sorted(stalls.stalled.intersection(self._awaited_peers()).difference(self.membership.lost)):
             who = self._port.describe_peer(peer)

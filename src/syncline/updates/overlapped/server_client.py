@@ -93,7 +93,7 @@ class ServerClient(Driver):
 
     def start(self) -> None:
         """Begin to serve and to listen; returns when both are so."""
-        self._port.run(self._start(), self._timeout_s)
+        self._port.call(self._start, self._timeout_s)
 
     def _open_notes(self, stream: int) -> Mailbox[Note]:
         notes = MessageStream(self._port, stream, urgency=NOTE_URGENCY)
@@ -107,7 +107,7 @@ class ServerClient(Driver):
             head_bytes=NOTE_BYTES,
         )
 
-    async def _start(self) -> None:
+    def _start(self) -> None:
         self._port.stand_back()
         for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
             if server == self._port.rank:
@@ -157,7 +157,7 @@ class ServerClient(Driver):
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
         self.raise_failure()
         start_s, start_ns = time.monotonic(), time.monotonic_ns()
-        dropped = self._port.run(self._dropped(), self._timeout_s)
+        dropped = self._port.call(self._dropped, self._timeout_s)
         try:
             ends = self._tree_end.run(
                 mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
@@ -176,7 +176,7 @@ class ServerClient(Driver):
         self._begin_period(ends.iteration)
         return True
 
-    async def _dropped(self) -> list[int]:
+    def _dropped(self) -> list[int]:
         """Count, for each rank, what the shards here have dropped."""
         shards = self.hosted.values()
         return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.terms.workers]
@@ -225,10 +225,7 @@ class ServerClient(Driver):
 
     def close(self) -> None:
         """Forget everything that is under way."""
-        self._port.run(self._close(), DRAIN_S)
-
-    async def _close(self) -> None:
-        self._port.close()
+        self._port.call(self._port.close, DRAIN_S)
 
     async def _drain(self) -> None:
         end_s = time.monotonic() + DRAIN_S
@@ -282,7 +279,7 @@ class ServerClient(Driver):
     def _has_left_behind(self) -> bool:
         """Look for those who do not train, for some seconds; whether somebody is lost since periods end together."""
         for _ in range(int(STALL_GRACE_S / LOOK_S)):
-            self._port.run(self._leave_behind(), self._timeout_s)
+            self._port.call(self._leave_behind, self._timeout_s)
             if self._wait_for(lambda: not self._succession.on_tree, LOOK_S):
                 break
         return not self._succession.on_tree
@@ -298,6 +295,7 @@ class ServerClient(Driver):
         return (
             f"rank {self._port.rank} waited {self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of "
             f"period {self.counts.num_periods}; {describe_ranks(awaited, self._port.describe_peer)} did not deliver"
+            f"{self.membership.describe_lost(self._port.describe_peer)}"
         )
 
     # --- the loop's thread ---------------------------------------------------------------------------------------

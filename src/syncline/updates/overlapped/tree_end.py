@@ -9,6 +9,7 @@ hears of both goes on from the later start, and gives it to those who lack it (s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime.port import Port
@@ -52,7 +53,7 @@ class TreeEnd:
 
         Where no loss is survived, it is raised as the collective's :class:`PeerLostError`.
         """
-        if not self._port.run(self._begin(), self._timeout_s):
+        if not self._port.call(self._begin, self._timeout_s):
             return None
         self._stop()
         try:
@@ -60,9 +61,9 @@ class TreeEnd:
         except (PeerLostError, DeadlineError) as error:
             if not self._shrinks or (isinstance(error, DeadlineError) and not self._leave_behind()):
                 raise
-            self._port.run(self._give_up(), self._timeout_s)
+            self._port.call(self._give_up, self._timeout_s)
             return None
-        if not self._port.run(self._keep(mean, ends.iteration), self._timeout_s):
+        if not self._port.call(partial(self._keep, mean, ends.iteration), self._timeout_s):
             return None
         mean.finish()
         return ends
@@ -80,18 +81,18 @@ class TreeEnd:
             self._has_someone_left = False
             self._port.call_soon(self._leave_tree)
 
-    async def _begin(self) -> bool:
+    def _begin(self) -> bool:
         if self._has_someone_left:
             self._leave_tree()
         self._is_under_way = self._succession.on_tree
         return self._is_under_way
 
-    async def _give_up(self) -> None:
+    def _give_up(self) -> None:
         """Go on through the servers: someone is lost, which this rank sees soon, if it has not yet."""
         self._is_under_way = False
         self._leave_tree()
 
-    async def _keep(self, mean: TreeMean, iteration: int) -> bool:
+    def _keep(self, mean: TreeMean, iteration: int) -> bool:
         self._is_under_way = False
         if not self._succession.on_tree:
             return False
