@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test sanitize lint docs bench clean
+.PHONY: demo test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 NATIVE := setup.py $(wildcard src/syncline/fabric/native/*)
 
@@ -46,6 +46,9 @@ docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
 	$(BIN)/python benchmarks/loopback.py $(ARGS)
+
+bench-check: $(READY) ## measure what is said of speed, on a machine that does nothing else (the lab needs root)
+	$(BIN)/python -m pytest benchmarks/checks $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site
