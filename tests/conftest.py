@@ -1,8 +1,11 @@
 """What every test starts with: one thread for arithmetic (two cores are shared by all ranks) and a printed seed."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
@@ -10,7 +13,13 @@ import pytest
 from syncline.fabric.transport_sets import VARIABLE
 from transports import TRANSPORTS
 
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # it asks the clock, and a busy machine is slow
+)
 hypothesis.settings.load_profile("house")
 
 
