@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
+# Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
@@ -23,8 +26,8 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
-test: $(READY) ## run every test (those of the lab need root)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run every test, on two cores (those of the lab need root)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 sanitize: $(READY) ## the fabric's and the runtime's tests under g++'s sanitizers (ARGS="--kind address tests/fabric")
 	$(BIN)/python tests/sanitize.py $(ARGS)

@@ -28,6 +28,15 @@ def pytest_report_header():
     return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
 
 
+def pytest_collection_modifyitems(config, items):
+    """Let one worker run all tests of a file, which share fixtures, and all that build labs, which see each other."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            folder = item.path.parent.name
+            group = "labs" if folder in {"lab", "bench"} else item.path.relative_to(config.rootpath).as_posix()
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(params=list(TRANSPORTS))
 def transport(request, monkeypatch):
     """Open TCP fabrics, here and in processes that are started, with transports of each kind that is installed."""
