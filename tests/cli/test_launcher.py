@@ -19,7 +19,7 @@ from syncline.cli.launcher.terminal import Terminal
 from syncline.errors import ConfigurationError, LaunchError, TopologyError
 
 QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TWO_HOSTS = """
 topology: two-hosts
 switch: core

@@ -64,7 +64,7 @@ def test_the_store_is_served_on_one_address_alone(port: int) -> None:
     other = open_store(environment(1, port), FabricOptions(), address="127.0.0.1")
     assert other.get("key", 0.0) == b"value"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=20)
+        socket.create_connection(("127.0.0.2", port), timeout=60)
 
 
 def test_a_name_of_another_machine_leads_to_the_address_of_the_fabric() -> None:

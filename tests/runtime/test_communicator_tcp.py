@@ -72,7 +72,7 @@ def test_conveniences(over_tcp):
     for name in ("reduce_scatter", "all_gather"):
         works = [getattr(c, name)(view, FLOAT32) for c, view in zip(communicators, views, strict=True)]
         for work in works:
-            work.wait(30)
+            work.wait(60)
     assert all(np.array_equal(buffer, expected) for buffer in buffers)
     statistics = communicators[0].statistics()
     assert statistics.fabric.sent_bytes == 2 * 2 * 900_000 * 4 // 3
@@ -89,7 +89,7 @@ def test_a_collective_goes_on_the_connection_of_its_class(over_tcp):
         for communicator, buffer in zip(communicators, buffers, strict=True)
     ]
     for work in works:
-        work.wait(30)
+        work.wait(60)
     assert all((buffer == 3.0).all() for buffer in buffers)
     for communicator in communicators:
         classes = communicator.statistics().fabric.by_class()
@@ -106,7 +106,7 @@ def test_calls_that_differ_fail_on_every_rank(over_tcp):
     ]
     for work in works:
         with pytest.raises(MismatchError, match=r"rank 2 \(host h2\) called all_reduce of 3000004 x int8"):
-            work.wait(30)
+            work.wait(60)
     assert all(communicator.statistics().fabric.pending_receives == 0 for communicator in communicators)
     close_all(communicators)  # and does not wait for messages that no one will receive: that would take for ever
 
@@ -119,7 +119,7 @@ def test_a_rank_that_breaks_off_is_named(over_tcp):
         with pytest.raises(
             PeerLostError, match=r"rank 3 \(host h3\).* during all_reduce, step 9; ranks .* wait for it"
         ):
-            work.wait(30)
+            work.wait(60)
 
 
 def test_ranks_that_close_right_after_their_last_call_spoil_nothing(over_tcp):
@@ -128,7 +128,7 @@ def test_ranks_that_close_right_after_their_last_call_spoil_nothing(over_tcp):
 
         def finish(communicator):
             work = communicator.all_reduce(memoryview(bytearray(400_000)), numpy_reduction("int8"))
-            work.wait(30)
+            work.wait(60)
             communicator.close()
 
         with ThreadPoolExecutor(4) as pool:
@@ -142,7 +142,7 @@ def test_thirty_connections_leave_nothing_behind():
     def cycle():
         communicators = connect_all(Topology.flat(2))
         for work in [communicator.barrier() for communicator in communicators]:
-            work.wait(30)
+            work.wait(60)
         close_all(communicators)
 
     cycle()
