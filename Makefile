@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
-.PHONY: demo test sanitize lint docs bench clean
+# Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 NATIVE := setup.py $(wildcard src/syncline/fabric/native/*)
 
@@ -23,8 +26,8 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
-test: $(READY) ## run every test (those of the lab need root)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run every test, on two cores (those of the lab need root)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 sanitize: $(READY) ## the fabric's and the runtime's tests under g++'s sanitizers (ARGS="--kind address tests/fabric")
 	$(BIN)/python tests/sanitize.py $(ARGS)
@@ -46,6 +49,9 @@ docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
 	$(BIN)/python benchmarks/loopback.py $(ARGS)
+
+bench-check: $(READY) ## measure what is said of speed, on a machine that does nothing else (the lab needs root)
+	$(BIN)/python -m pytest benchmarks/checks $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site

@@ -23,9 +23,11 @@ from typing import Any
 sys.path.extend([str(Path(__file__).parents[1] / "tests" / folder) for folder in ("", "updates/clustered")])
 
 from clustered_play import SECOND_STATES
-from clustered_process import Assignment, check, run_all
+from clustered_process import DETECTION_S, Assignment, check, run_all
 
 from syncline.updates.clustered.server import ServerState
+
+LONGEST_WITHOUT_A_STEP_S = 5.0
 
 
 def main() -> None:
@@ -52,9 +54,13 @@ def kill_in(state: str, seed: int, fate: str) -> dict[str, Any]:
     """Kill in one state; return what came of it, or what was wrong."""
     contribution = "cosine" if seed % 3 == 2 else "uniform"
     try:
-        return check(run_all(Assignment(state=state, seed=seed, contribution=contribution, fate=fate)))
+        found: dict[str, Any] = check(run_all(Assignment(state=state, seed=seed, contribution=contribution, fate=fate)))
     except AssertionError as error:
         return {"state": state, "seed": seed, "fate": fate, "wrong": str(error)}
+    limit_s = LONGEST_WITHOUT_A_STEP_S + (DETECTION_S if fate == "freeze" else 0)
+    if found["longest_gap_s"] >= limit_s:
+        return {"state": state, "seed": seed, "fate": fate, "wrong": f"{found['longest_gap_s']:.1f} s without a step"}
+    return found
 
 
 def report(runs: Sequence[dict[str, Any]]) -> str:

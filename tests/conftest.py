@@ -1,8 +1,11 @@
 """What every test starts with: one thread for arithmetic (two cores are shared by all ranks) and a printed seed."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
@@ -10,13 +13,28 @@ import pytest
 from syncline.fabric.transport_sets import VARIABLE
 from transports import TRANSPORTS
 
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # it asks the clock, and a busy machine is slow
+)
 hypothesis.settings.load_profile("house")
 
 
 def pytest_report_header():
     """Say which transports are tested: without a compiler it is one."""
     return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Let one worker run all tests of a file, which share fixtures, and all that build labs, which see each other."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            folder = item.path.parent.name
+            group = "labs" if folder in {"lab", "bench"} else item.path.relative_to(config.rootpath).as_posix()
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(params=list(TRANSPORTS))

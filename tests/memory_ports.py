@@ -8,7 +8,7 @@ from typing import Any
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.port import Port
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Ports:

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +27,29 @@ def script_environment() -> dict[str, str]:
     return names | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+@contextmanager
+def reserved_port(address: str = "127.0.0.1") -> Iterator[int]:
+    """Yield a port that no other program gets meanwhile: it is bound, and not listened on, so that rank 0 may."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        yield holder.getsockname()[1]
+
+
 def run_script(
     script: Path, world_size: int, *arguments: str, extra: dict[str, str] | None = None
 ) -> list[tuple[int, str]]:
     """Start the script on each rank, as a launcher would; return exit status and output of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common = script_environment() | places
-    with tempfile.TemporaryDirectory() as folder:
+    extra = extra or {}
+    address = extra.get("MASTER_ADDR", "127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder, reserved_port(address.strip("[]")) as port:
+        places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        common = script_environment() | places
         outputs = [Path(folder) / str(rank) for rank in range(world_size)]
         job = {
             "script": str(script),
             "arguments": arguments,
-            "environments": [common | {"RANK": str(rank)} | (extra or {}) for rank in range(world_size)],
+            "environments": [common | {"RANK": str(rank)} | extra for rank in range(world_size)],
             "outputs": [str(output) for output in outputs],
         }
         statuses = _ask(_nursery(), job)
@@ -101,7 +111,7 @@ def run_struck(program: Path, folder: Path, world_size: int, victim: int, *argum
     try:
         for rank, process in enumerate(processes):
             if rank != victim:
-                out, err = process.communicate(timeout=60)
+                out, err = process.communicate(timeout=DEADLINE_S)
                 assert process.returncode == 0, err
                 lines.append(json.loads(out))
     finally:

@@ -12,7 +12,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.runtime import communicators_in_memory
 from syncline.topology import Topology
 
-JOIN_S = 60.0
+JOIN_S = 180.0
 
 Accepted = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -25,7 +25,7 @@ def run_fleets(
     The first error that is not is raised.
     """
     torch.set_num_threads(1)
-    options.setdefault("timeout_s", 20.0)
+    options.setdefault("timeout_s", 60.0)
     topology = Topology.flat(world) if isinstance(world, int) else world
     fleets = [Fleet(communicator) for communicator in communicators_in_memory(topology.num_ranks, topology, **options)]
     results: list[Any] = [None] * len(fleets)

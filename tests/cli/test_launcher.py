@@ -19,7 +19,7 @@ from syncline.cli.launcher.terminal import Terminal
 from syncline.errors import ConfigurationError, LaunchError, TopologyError
 
 QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TWO_HOSTS = """
 topology: two-hosts
 switch: core
@@ -92,6 +92,26 @@ def test_ranks_share_a_secret_that_no_argument_shows():
     shown = {line.split(" ", 1)[1] for line in out.splitlines()}
     assert len(shown) == 1
     assert shown.pop().startswith("0o100600 ")
+
+
+def test_no_other_program_gets_the_port_of_a_job():
+    """Rank 0 may listen on it, as every server that sets SO_REUSEADDR; nobody else may, nor gets it from the kernel."""
+    script = """
+    import socket
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    other, server = socket.socket(), socket.socket()
+    try:
+        other.bind(address)
+    except OSError as error:
+        print("another program:", error.strerror)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(address)
+    server.listen()
+    print("rank 0 listens")
+    """
+    code, out, _ = start(script, num_ranks=1)
+    assert code == 0
+    assert out.splitlines() == ["[0] another program: Address already in use", "[0] rank 0 listens"]
 
 
 def test_a_failure_is_reported_with_rank_code_and_traceback():

@@ -28,7 +28,7 @@ class Recorder:
         self.controls.append((peer, payload))
         self._changed.set()
 
-    async def wait_until(self, condition, deadline_s=10.0):
+    async def wait_until(self, condition, deadline_s=60.0):
         async with asyncio.timeout(deadline_s):
             while not condition():
                 self._changed.clear()
@@ -73,7 +73,7 @@ class Mail:
         return received
 
 
-async def gather(*futures, deadline_s=20.0, return_exceptions=False):
+async def gather(*futures, deadline_s=60.0, return_exceptions=False):
     async with asyncio.timeout(deadline_s):
         return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 

@@ -70,7 +70,7 @@ class HostilePeer:
 
     async def read_until(self, kind):
         """Read control frames until one of ``kind``, and return it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 header, payload = await self.read_frame()
                 if header.type == kind:

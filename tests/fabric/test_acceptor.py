@@ -19,6 +19,8 @@ from syncline.fabric.sockets import open_listening_socket
 
 pytestmark = pytest.mark.usefixtures("transport")
 
+DEADLINE_S = 60.0
+
 
 class WatchedAcceptor(Acceptor):
     """An acceptor that says when a handshake is over."""
@@ -72,7 +74,7 @@ class Door:
 
     async def wait_until(self, condition):
         self.acceptor.over = asyncio.Event()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self.acceptor.over.clear()
                 await self.acceptor.over.wait()
@@ -131,9 +133,7 @@ def test_half_a_hello_has_a_deadline():
         loop = asyncio.get_running_loop()
         stranger = await connect_raw(door.port)
         await loop.sock_sendall(stranger, MAGIC)
-        start_s = loop.time()
-        assert await loop.sock_recv(stranger, 1) == b""
-        assert loop.time() - start_s < 2.0
+        assert await is_closed(stranger, within_s=DEADLINE_S)
         stranger.close()
         assert door.acceptor.num_refused == 1
 
@@ -144,14 +144,13 @@ def test_a_byte_now_and_then_gets_no_more_time():
     async def scenario(door):
         loop = asyncio.get_running_loop()
         stranger = await connect_raw(door.port)
-        start_s = loop.time()
         stranger.send(MAGIC)
+        num_sent = len(MAGIC)
         with contextlib.suppress(ConnectionError):
-            for _ in range(HELLO_BYTES - len(MAGIC)):  # for two seconds and more, if it is let
-                if await is_closed(stranger, within_s=0.02):
-                    break
+            while num_sent < HELLO_BYTES and not await is_closed(stranger, within_s=0.02):  # two seconds, if it is let
                 await loop.sock_sendall(stranger, b"S")
-        assert 0.15 < loop.time() - start_s < 2.0
+                num_sent += 1
+        assert num_sent < HELLO_BYTES
         await door.wait_refused(1)
         assert door.acceptor.last_refusal == "TimeoutError"
         stranger.close()
@@ -178,10 +177,12 @@ def test_a_closed_half_hello_is_counted():
     at_door(scenario)
 
 
-def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog):
+def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog, monkeypatch):
+    monkeypatch.setattr("syncline.fabric.acceptor.LOG_INTERVAL_S", 1e6)
+
     async def scenario(door):
         crowd = await asyncio.gather(*(connect_raw(door.port) for _ in range(3 * MAX_UNAUTHENTICATED)))
-        sock = await asyncio.wait_for(door.dial(3), 8.0)
+        sock = await asyncio.wait_for(door.dial(3), DEADLINE_S)
         assert door.acceptor.num_unauthenticated <= MAX_UNAUTHENTICATED
         await door.wait_arrived(1)
         assert door.arrived[0][:2] == (3, 0)
@@ -191,7 +192,7 @@ def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog):
 
     with caplog.at_level(logging.WARNING):
         at_door(scenario)
-    assert len(caplog.records) == 1, "the log says it once in five seconds"
+    assert len(caplog.records) == 1, "the log says it once in an interval"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog):
 def test_a_rank_that_does_not_fit_learns_why(changes, message):
     async def scenario(door):
         with pytest.raises(HandshakeError, match=message):
-            await asyncio.wait_for(door.dial(**({"rank": 1} | changes)), 5)
+            await asyncio.wait_for(door.dial(**({"rank": 1} | changes)), DEADLINE_S)
         await door.wait_refused(1)
         assert not door.arrived
 

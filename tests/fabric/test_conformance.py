@@ -152,7 +152,7 @@ def test_close_delivers_what_was_sent_and_says_that_the_rank_left(on_fabrics):
         mail.send(0, 1, 1, big)
         mail.send(0, 1, 2, b"early")
         fabrics[0].send_control(1, b"last words")
-        await asyncio.wait_for(fabrics[0].close(), 5)
+        await asyncio.wait_for(fabrics[0].close(), 60)
         await recorders[1].wait_until(lambda: recorders[1].lost)
         assert isinstance(recorders[1].lost[0], PeerLeftError)
         assert recorders[1].controls == [(0, b"last words")]

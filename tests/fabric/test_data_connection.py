@@ -72,7 +72,7 @@ def frames_of(transport):
 
 async def read_on(sock, transport, num_bytes):
     """Read until so much is in ``transport``, at least."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(transport) < num_bytes:
             transport += await asyncio.get_running_loop().sock_recv(sock, MIB)
 
@@ -92,7 +92,7 @@ async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> bytes:
             theirs.sendall((header + payload)[start : start + crumb_bytes])
             for _ in range(3):
                 await asyncio.sleep(0)  # the loop looks at the socket in between
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await receiver.is_over.wait()
         connection.close()
     return bytes(receiver.memory)

@@ -37,7 +37,7 @@ class RankProcess:
         self._partial = b""
         self.records = []
 
-    def wait_for(self, deadline_s=20.0, **wanted):
+    def wait_for(self, deadline_s=60.0, **wanted):
         """Return the first record with the wanted values, and when it was read."""
         end_s = time.monotonic() + deadline_s
         while True:

@@ -62,7 +62,7 @@ def over_authenticated(scenario):
         recorder = Recorder()
         fabric.set_listener(recorder)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await scenario(fabric, peer, recorder)
         finally:
             fabric.abort()

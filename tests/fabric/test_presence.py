@@ -88,7 +88,7 @@ async def meet_and_die(rank, store):
     """Meet as a rank does, listening, and then be gone."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         member = Member(rank=rank, host="dead", address="127.0.0.1", port=listening.getsockname()[1])
-        await Rendezvous(store, job_id="syncline").meet(member, world_size=2, timeout_s=20.0)
+        await Rendezvous(store, job_id="syncline").meet(member, world_size=2, timeout_s=60.0)
         await asyncio.sleep(0)
 
 

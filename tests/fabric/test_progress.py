@@ -27,14 +27,14 @@ def test_the_wait_of_another_thread_counts_too():
     def wait():
         with progress.waiting():
             is_waiting.set()
-            may_go.wait(20)
+            may_go.wait(60)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert is_waiting.wait(20)
+    assert is_waiting.wait(60)
     assert progress.value & 1
     may_go.set()
-    thread.join(20)
+    thread.join(60)
     assert not progress.value & 1
 
 

@@ -16,7 +16,7 @@ def member(rank, port=None, host="h"):
     return Member(rank=rank, host=f"{host}{rank}", address="127.0.0.1", port=port or 5000 + rank)
 
 
-def meet_all(store, world_size, *, ranks=None, timeout_s=10.0, port=5000, host="h"):
+def meet_all(store, world_size, *, ranks=None, timeout_s=60.0, port=5000, host="h"):
     async def main():
         return await asyncio.gather(
             *(

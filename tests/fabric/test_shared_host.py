@@ -79,12 +79,12 @@ def test_a_token_that_was_brought_into_this_process_offers_nothing(thread_id):
     def stay():
         ids.append(thread_id())
         ready.set()
-        over.wait(10)
+        over.wait(60)
 
     thread = threading.Thread(target=stay)
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         payload = struct.pack("!IQ32s", ids[0], brought.ctypes.data, offer.token)
         assert TAKER.accept(payload, source=0) is None
     finally:

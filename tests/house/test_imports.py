@@ -1,4 +1,4 @@
-"""BufferPool from `errors` to `runtime`, the CLI and the public face answer without importing torch."""
+"""Packages from `errors` to `runtime`, the CLI and the public face answer without importing torch."""
 
 import subprocess
 import sys
@@ -34,6 +34,12 @@ def test_the_public_face_names_its_version_and_everything_in_it_exists() -> None
 
     assert syncline.__version__.count(".") == 2
     assert all(getattr(syncline, name) is not None for name in dir(syncline))
+
+
+def test_a_rank_loads_what_writes_checkpoints_when_it_writes_one() -> None:
+    loaded = "'torch.distributed.checkpoint' in sys.modules"
+    probe = f"import sys, syncline; syncline.init, syncline.distribute; sys.exit({loaded})"
+    assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])

@@ -22,14 +22,14 @@ SHOW_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 TALK_TO_LOOPBACK = """
 import socket
 listener = socket.create_server(("127.0.0.1", 0))
-connection = socket.create_connection(listener.getsockname(), timeout=5)
+connection = socket.create_connection(listener.getsockname(), timeout=60)
 print("connected")
 """
 LOOK_UP = "import socket, sys; print(*map(socket.gethostbyname, sys.argv[1:]))"
 REACH_OUTSIDE = """
 import socket, sys
 try:
-    socket.create_connection((sys.argv[1], 9), timeout=5)
+    socket.create_connection((sys.argv[1], 9), timeout=60)
 except OSError as error:
     print(error.strerror)
 """
@@ -37,10 +37,10 @@ except OSError as error:
 
 def python(lab, host, code, *args, **options):
     process = lab.spawn(host, [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, **options)
-    return process.communicate(timeout=20)[0]
+    return process.communicate(timeout=60)[0]
 
 
-def wait_until_over(pidfd, timeout_s=10.0):
+def wait_until_over(pidfd, timeout_s=60.0):
     assert select.select([pidfd], [], [], timeout_s)[0], "a process outlived its lab"
     os.close(pidfd)
 

@@ -99,7 +99,7 @@ def start():
 def test_a_signal_is_passed_on_and_the_lab_removed(start, is_gone, number):
     process, lab_id = start(BULK)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert sorted(output.splitlines()) == ["h0 | got 2", "h1 | got 2"]
     assert process.returncode == 130
     assert is_gone(lab_id)
@@ -110,6 +110,6 @@ def test_a_second_signal_does_not_wait(start, is_gone):
     process.send_signal(signal.SIGINT)
     assert "got 2" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert is_gone(lab_id)

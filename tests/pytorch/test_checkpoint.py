@@ -198,7 +198,7 @@ def test_a_full_disk_is_called_so_on_every_rank_and_leaves_the_old_checkpoint(
 ) -> None:
     train_and_save(tmp_path / "saved", run_fleets)
     models = copies(CASE.make(), 3)
-    wait_for_full_disk = threading.Barrier(3, timeout=20)
+    wait_for_full_disk = threading.Barrier(3, timeout=60)
 
     def refuse() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -159,7 +159,7 @@ def test_calls_that_mean_different_things_are_an_error_that_names_both(
             fleet.communicator.open_segment()
         with pytest.raises(MismatchError) as caught:
             make_calls(fleet)
-        have_failed.wait(20)
+        have_failed.wait(60)
         return str(caught.value)
 
     for text in run_fleets(3, body):

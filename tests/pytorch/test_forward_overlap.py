@@ -22,7 +22,7 @@ from syncline.updates.bucket import Bucket
 
 NUM_LAYERS = 4
 WIDTH = 16
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ def test_different_calls_on_objects_are_a_mismatch(run_fleets: Any) -> None:
     def body(fleet: Fleet) -> str:
         with pytest.raises(MismatchError) as caught:
             fleet.gather_object(1, dst=0) if fleet.rank == 1 else fleet.all_gather_object(1)
-        have_failed.wait(20)
+        have_failed.wait(60)
         return str(caught.value)
 
     for text in run_fleets(3, body):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rank_scripts import run_script
+from rank_scripts import reserved_port, run_script
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.environment import read_environment
@@ -32,9 +32,11 @@ def environment(rank: int, port: int):
     )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Give a port that nobody listens on, and that no other program gets meanwhile."""
+    with reserved_port() as port:
+        yield port
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -46,9 +48,9 @@ def test_who_never_answers_is_waited_for_until_the_deadline(silent: int) -> None
         open_store(environment(1, silent), FabricOptions(connect_s=0.5), address="127.0.0.1")
 
 
-def test_nobody_there_is_told_at_the_deadline() -> None:
+def test_nobody_there_is_told_at_the_deadline(port: int) -> None:
     with pytest.raises(RendezvousError, match=r"MASTER_ADDR:MASTER_PORT .* cannot be opened"):
-        open_store(environment(1, free_port()), FabricOptions(connect_s=0.5), address="127.0.0.1")
+        open_store(environment(1, port), FabricOptions(connect_s=0.5), address="127.0.0.1")
 
 
 def test_rank_0_says_at_once_that_its_port_is_taken(silent: int) -> None:
@@ -56,14 +58,13 @@ def test_rank_0_says_at_once_that_its_port_is_taken(silent: int) -> None:
         open_store(environment(0, silent), FabricOptions(), address="127.0.0.1")
 
 
-def test_the_store_is_served_on_one_address_alone() -> None:
-    port = free_port()
+def test_the_store_is_served_on_one_address_alone(port: int) -> None:
     store = open_store(environment(0, port), FabricOptions(), address="127.0.0.1")
     store.set("key", b"value")
     other = open_store(environment(1, port), FabricOptions(), address="127.0.0.1")
     assert other.get("key", 0.0) == b"value"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=20)
+        socket.create_connection(("127.0.0.2", port), timeout=60)
 
 
 def test_a_name_of_another_machine_leads_to_the_address_of_the_fabric() -> None:

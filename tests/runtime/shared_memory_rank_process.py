@@ -21,7 +21,8 @@ STRUCK_AT = 5
 def main():
     folder, rank, world_size, victim, signal_name, moment = sys.argv[1:]
     rank, world_size, victim = int(rank), int(world_size), int(victim)
-    options = FabricOptions(heartbeat_s=0.2, suspect_s=0.5, dead_s=1.5)
+    # a killed rank is known by the kernel: long before its silence would tell
+    options = FabricOptions(heartbeat_s=0.2, suspect_s=0.5, dead_s=3.0 if signal_name == "SIGSTOP" else 600.0)
     settings = {"rank": rank, "world_size": world_size, "topology": Topology.flat(world_size), "options": options}
     communicator = Communicator.connect(store=DirectoryStore(folder), **settings)
     assert communicator.open_segment()

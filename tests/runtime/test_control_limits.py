@@ -70,7 +70,7 @@ def test_what_is_no_control_message_ends_in_an_error_that_names_its_sender(in_me
     work = communicators[0].barrier()
     communicators[1]._loop.call_soon(communicators[1]._fabric.send_control, 0, payload)
     with pytest.raises(SynclineError) as caught:
-        work.wait(20)
+        work.wait(60)
     assert isinstance(caught.value, PeerLostError)
     assert caught.value.rank == 1
     assert "rank 1 (host memory) broke the protocol: it told " in str(caught.value)

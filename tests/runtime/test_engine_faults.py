@@ -27,7 +27,7 @@ def view(num_elements, dtype="float32", value=1):
     return memoryview(np.full(num_elements, value, dtype)).cast("B")
 
 
-def errors_of(works, timeout_s=20):
+def errors_of(works, timeout_s=60.0):
     errors = []
     for work in works:
         with pytest.raises(SynclineError) as caught:
@@ -127,10 +127,10 @@ def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory):
         buffer=view(1),
         reduction=FLOAT32,
         label="save(): call it on every rank",
-        timeout_s=1.0,
+        timeout_s=3.0,
     )
     works = [communicators[0].submit(alone)]
-    works += [communicator.all_reduce(view(10), FLOAT32, timeout_s=0.8) for communicator in communicators[1:]]
+    works += [communicator.all_reduce(view(10), FLOAT32, timeout_s=2.4) for communicator in communicators[1:]]
     for error in errors_of(works):
         assert isinstance(error, DeadlineError)
         assert "save(): call it on every rank" in str(error)
@@ -156,7 +156,7 @@ def test_a_rank_that_did_not_run_until_its_deadline_blames_itself(in_memory):
             for _ in range(3):
                 await asyncio.sleep(0)
 
-    communicators[0]._loop.run(stand_still(), 20)
+    communicators[0]._loop.run(stand_still(), 60)
     (error,) = errors_of([work])
     assert isinstance(error, DeadlineError)
     assert str(error).startswith("rank 0 (host memory) did not run for 70.")
@@ -190,7 +190,7 @@ def test_who_cannot_do_a_call_because_of_a_loss_tells_those_who_wait_for_it(in_m
     communicators = in_memory(3, planner=lambda topology, collective, *_: plan_tree(topology, collective))
     sent = communicators[0].broadcast(memoryview(bytearray(10)))  # the others get all they need of rank 0
     waits = communicators[2].broadcast(memoryview(bytearray(10)))  # but rank 2 waits for the word of rank 1
-    sent.wait(20)
+    sent.wait(60)
     communicators[0].abort()
     for error in errors_of([communicators[1].broadcast(memoryview(bytearray(10))), waits]):
         assert isinstance(error, PeerLostError)
@@ -215,7 +215,7 @@ def test_a_rank_that_leaves_in_good_order_spoils_nothing(in_memory):
 
 
 def _close_after(communicator, work):
-    work.wait(20)
+    work.wait(60)
     communicator.close()
 
 
@@ -232,9 +232,9 @@ def test_a_rank_that_leaves_without_a_call_is_named(in_memory):
 def test_a_rank_that_left_is_named_by_later_calls(in_memory):
     communicators = in_memory(3)
     for work in [communicator.barrier() for communicator in communicators]:
-        work.wait(20)
+        work.wait(60)
     communicators[0].close()
-    for error in errors_of([communicator.barrier(timeout_s=20) for communicator in communicators[1:]]):
+    for error in errors_of([communicator.barrier(timeout_s=60.0) for communicator in communicators[1:]]):
         assert isinstance(error, PeerLostError)
         assert error.rank == 0
 
@@ -245,10 +245,10 @@ def test_a_rank_that_left_may_have_done_its_part_of_a_later_call(in_memory, seed
     buffers = [np.full(10, rank + 5, np.uint8) for rank in range(3)]
     first = communicators[0].broadcast(memoryview(buffers[0]))
     last = communicators[2].broadcast(memoryview(buffers[2]))  # the root hears from the rank before it alone
-    first.wait(20)
+    first.wait(60)
     communicators[0].close()
-    communicators[1].broadcast(memoryview(buffers[1])).wait(20)
-    last.wait(20)
+    communicators[1].broadcast(memoryview(buffers[1])).wait(60)
+    last.wait(60)
     assert all((buffer == 5).all() for buffer in buffers)
     for error in errors_of([communicator.broadcast(memoryview(bytearray(10))) for communicator in communicators[1:]]):
         assert isinstance(error, PeerLostError)
@@ -259,7 +259,7 @@ def test_closing_ends_the_own_calls(in_memory):
     work = communicators[0].all_reduce(view(10), FLOAT32, label="all_reduce of bucket 0")
     communicators[0].close()
     with pytest.raises(FabricClosedError, match="all_reduce of bucket 0 cannot be done: the communicator of rank 0"):
-        work.wait(20)
+        work.wait(60)
 
 
 class _Broken:
@@ -315,7 +315,7 @@ def test_a_schedule_for_another_number_of_ranks_is_refused(in_memory):
         stream=1, schedule=schedule, layout=layout, buffer=view(4), reduction=FLOAT32, label="x", timeout_s=5
     )
     with pytest.raises(ConfigurationError, match="schedule is for 3 ranks but the job has 2"):
-        communicators[0].submit(call).wait(20)
+        communicators[0].submit(call).wait(60)
 
 
 @pytest.mark.parametrize(
@@ -351,4 +351,4 @@ def test_streams_beyond_sixteen_bits_are_refused(in_memory):
         stream=1 << 16, schedule=schedule, layout=layout, buffer=view(4), reduction=FLOAT32, label="x", timeout_s=5
     )
     with pytest.raises(ConfigurationError, match="from 0 to 65535"):
-        communicators[0].submit(call).wait(20)
+        communicators[0].submit(call).wait(60)

@@ -25,7 +25,7 @@ def test_an_exception_that_nobody_catches_is_told_to_every_port_until_it_is_clos
             one.call_soon(one.watch_losses, on_lost)
         closed.call_soon(closed.close)
         port.call_soon(fail, "a fault")
-        assert has_heard.wait(10)
+        assert has_heard.wait(60)
         ((peer, error),) = heard
         assert peer == 0
         assert isinstance(error, FabricError)

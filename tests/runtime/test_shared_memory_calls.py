@@ -37,9 +37,9 @@ def make(communicator, kind, array, *, is_awaited=True, **settings):
     view = memoryview(array).cast("B") if array.nbytes else memoryview(bytearray())
     settings |= {"is_awaited": is_awaited}
     if kind == "broadcast":
-        communicator.broadcast(view, **settings).wait(20)
+        communicator.broadcast(view, **settings).wait(60)
     else:
-        getattr(communicator, kind)(view, numpy_reduction(array.dtype.name), **settings).wait(20)
+        getattr(communicator, kind)(view, numpy_reduction(array.dtype.name), **settings).wait(60)
 
 
 def num_calls_in_shared_memory(communicator):
@@ -96,9 +96,9 @@ def test_each_rank_may_choose_for_each_call(in_shared_memory, seed):
             work = communicator.all_reduce(memoryview(array).cast("B"), FLOAT32, is_awaited=is_awaited)
             works.append((work, array, 3.0 * number + 3.0))
             if is_awaited:
-                work.wait(20)
+                work.wait(60)
         for work, array, expected in works:
-            work.wait(20)
+            work.wait(60)
             assert (array == expected).all()
 
     assert on_all(communicators, body) == [None] * 3
@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_come_is_named(in_shared_memory):
     for error in errors:
         assert re.match(text + "(ranks 0 and 1 wait|rank . waits) for it", str(error))
     with pytest.raises(DeadlineError):
-        communicators[2].barrier(is_awaited=True).wait(20)
+        communicators[2].barrier(is_awaited=True).wait(60)
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
@@ -175,7 +175,7 @@ def test_whoever_waits_is_let_go_when_a_rank_ends(in_shared_memory, end):
     is_waiting = threading.Barrier(3)
 
     def body(communicator):
-        is_waiting.wait(20)
+        is_waiting.wait(60)
         if communicator.rank != 2:
             make(communicator, "all_reduce", np.ones(100, "f4"), label="sum")
         else:
@@ -202,8 +202,8 @@ def test_a_fault_of_our_own_ends_the_call_on_every_rank(in_shared_memory):
 
     def body(communicator):
         adds = Broken() if communicator.rank == 0 else FLOAT32
-        communicator.all_reduce(memoryview(bytearray(40)), adds, is_awaited=True).wait(20)
-        communicator.barrier(is_awaited=True).wait(20)
+        communicator.all_reduce(memoryview(bytearray(40)), adds, is_awaited=True).wait(60)
+        communicator.barrier(is_awaited=True).wait(60)
 
     first, second = on_all(communicators, body)
     assert isinstance(first, FabricError)
@@ -226,9 +226,9 @@ def test_calls_of_other_threads_wait_for_their_turn(in_shared_memory):
         assert not work.done()
         assert not meeting.done()
         make(second, "all_reduce", np.ones(10, "f4"))
-        meeting.result(20)
+        meeting.result(60)
         make(second, "all_gather", late[1], is_awaited=False)
-        work.wait(20)
+        work.wait(60)
     assert num_calls_in_shared_memory(first) == 1
     assert on_all(communicators, lambda each: make(each, "all_reduce", np.ones(3, "f4"))) == [None, None]
     assert num_calls_in_shared_memory(first) == 2
@@ -243,7 +243,7 @@ def test_a_part_that_is_elsewhere_is_gathered_too(in_shared_memory, all_wait):
     def body(communicator):
         rank = communicator.rank
         settings = {"own_part": memoryview(parts[rank]).cast("B"), "is_awaited": all_wait or rank != 1}
-        communicator.all_gather(memoryview(arrays[rank]).cast("B"), FLOAT32, **settings).wait(20)
+        communicator.all_gather(memoryview(arrays[rank]).cast("B"), FLOAT32, **settings).wait(60)
 
     assert on_all(communicators, body) == [None] * 3
     assert [array.tolist() for array in arrays] == [np.concatenate(parts).tolist()] * 3

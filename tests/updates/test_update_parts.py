@@ -48,10 +48,10 @@ def test_jobs_run_front_first_as_they_become_ready(loop: CommunicationLoop) -> N
 
     def hold() -> None:
         begun.set()
-        gate.wait(5)
+        gate.wait(60)
 
     thread.submit(0, (), hold)
-    assert begun.wait(5)
+    assert begun.wait(60)
     for urgency in (3, 1, 2):
         thread.submit(urgency, (works[urgency], works[0]), lambda urgency=urgency: order.append(urgency))
     for number in (2, 0, 3):
@@ -59,10 +59,10 @@ def test_jobs_run_front_first_as_they_become_ready(loop: CommunicationLoop) -> N
     for _ in range(3):  # a work's callbacks take a turn of the loop each
         turned = threading.Event()
         loop.call_soon(turned.set)
-        assert turned.wait(5)
+        assert turned.wait(60)
     thread.submit(9, (), done.set)
     gate.set()
-    assert done.wait(5)
+    assert done.wait(60)
     assert order == [2, 3], "the job whose work is not done does not hold up the others"
     thread.close()
     thread.close()

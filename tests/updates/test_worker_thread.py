@@ -4,7 +4,7 @@ import threading
 
 from syncline.updates.worker_thread import WorkerThread
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 def make(failures: list[BaseException]) -> WorkerThread:

@@ -12,7 +12,6 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
 from syncline.pytorch.buffers import BufferBroadcast
-from syncline.pytorch.checkpoint import save_alone
 from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
@@ -79,9 +78,15 @@ def distribute(
     tuner = tune_classes(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
     buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
     training = Training(model, updater, count, tuner, buffers, joins=join_control, check_every=check_every)
-    updater.save_alone = lambda path: save_alone(path, model, optimizer, extra={"iteration": updater.iteration})
+    updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
     _register(training, fleet)
     return model, DistributedOptimizer(training)
+
+
+def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> None:
+    from syncline.pytorch.checkpoint import save_alone  # with torch's part, a third of what a rank would load at once
+
+    save_alone(path, model, optimizer, extra={"iteration": iteration})
 
 
 def _open_control_streams(fleet: Fleet, number: int) -> list[ControlStream]:

@@ -29,7 +29,7 @@ class Hang:
     def begin(self, fleet) -> None:
         self.fleets[fleet.rank] = fleet
         fleet.communicator._fabric.stalls.limit_s = LIMIT_S
-        self._all_are_there.wait(20)
+        self._all_are_there.wait(60)
 
     def hang(self) -> None:
         for rank, fleet in self.fleets.items():
@@ -37,7 +37,7 @@ class Hang:
                 fabric = fleet.communicator._fabric
                 for passed_s in (0.0, 30.0):
                     fabric._network.loop.call_soon(fabric.stalls.tick, passed_s, {HANGS: 4})
-        assert self._others_are_done.wait(40)
+        assert self._others_are_done.wait(60)
 
     def done(self) -> None:
         self._num_done += 1

@@ -123,13 +123,13 @@ def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) 
         if link is not None:
             is_writing.set()
             with link._changed:
-                assert link._changed.wait_for(lambda: link.server != 1, 10)
+                assert link._changed.wait_for(lambda: link.server != 1, 60)
             link._port.run(let_all_land(), 10)
         encode(self, into)
 
     def die(fleet, step):
         if fleet.rank in (1, 2) and step == PERIOD:
-            assert fleet.rank == 2 or is_writing.wait(10)
+            assert fleet.rank == 2 or is_writing.wait(60)
             raise DeathError
 
     monkeypatch.setattr(TreeMean, "sum", sum_or_fail)

@@ -12,9 +12,9 @@ from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master
 from syncline.cli.launcher.scratch import (
     check_trace_place,
-    find_free_port,
     merge_trace_parts,
     prepare_secret,
+    reserved_port,
     trace_parts,
     trace_target,
 )
@@ -52,11 +52,11 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     if named_as and not request.starts_all:
         host = choose_host(topology, asked=request.host, environment=os.environ)
     is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
-    master = choose_master(
-        asked=request.master, environment=os.environ, is_whole=is_whole, free_port=find_free_port(), host=host
-    )
-    job = build_job(topology, command=request.command, host=host, master=master, named_as=named_as)
-    with own_folder() as scratch:
+    with own_folder() as scratch, reserved_port() as port:
+        master = choose_master(
+            asked=request.master, environment=os.environ, is_whole=is_whole, free_port=port, host=host
+        )
+        job = build_job(topology, command=request.command, host=host, master=master, named_as=named_as)
         return _run_in(scratch, request, job, host, terminal)
 
 

@@ -17,12 +17,17 @@ from syncline.pytorch.environment import read_secret_file
 SECRET_BYTES = 32
 
 
-def find_free_port() -> int:
-    """Find a TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a TCP port of the loopback interface that the kernel gives to nobody else as long as this lasts.
+
+    It is bound here and not listened on, so that rank 0, as every server that sets ``SO_REUSEADDR``, may listen on it.
+    A port that was only free a moment before may be another program's by the time rank 0 binds it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def prepare_secret(job: Job, *, asked: Path | None, environment: Mapping[str, str], folder: Path) -> Path | None:

@@ -1,10 +1,12 @@
-"""A small traffic generator, run on a lab's hosts: `python lab_traffic.py SPEC`, with SPEC as JSON.
+"""A small traffic generator, run on a lab's hosts: `python flow_traffic.py SPEC`, with SPEC as JSON.
 
 It prints `listening`, connects every flow when told so, prints `ready`, reads from its input when the measurement
 begins and ends, sends at once, and prints as JSON how fast each flow arrived in that time, and what part of it other
 machines had processors of this one. The kernel counts what arrives: a reader that waits for a core changes nothing. It
 runs ahead of the machine's other work all the same, since a sender that waits for a core leaves its link idle.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 PORT = 7000
 CHUNK_BYTES = 256 * 1024
@@ -28,30 +31,33 @@ STEAL = 8
 class Window:
     """When the measurement begins and ends; unknown until everybody is ready."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.is_known = threading.Event()
 
-    def learn(self, line):
+    def learn(self, line: str) -> None:
+        """Take both from a line of input."""
         self.begin, self.end = json.loads(line)
         self.is_known.set()
 
-    def wait(self):
+    def wait(self) -> None:
+        """Wait until they are known."""
         assert self.is_known.wait(PATIENCE_S), "nobody said when to begin"
 
 
-def look(connection):
+def look(connection: socket.socket) -> tuple[float, int, float]:
     """Return what time it is, how many bytes have arrived, and for how long processors were taken away so far."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return time.monotonic(), struct.unpack_from("=Q", info, TCP_INFO_BYTES_RECEIVED)[0], stolen_s()
 
 
-def stolen_s():
+def stolen_s() -> float:
     """Return for how long this machine's processors have been at work for other machines, all processors together."""
     processors = Path("/proc/stat").read_text().splitlines()[0].split()
     return int(processors[STEAL]) / os.sysconf("SC_CLK_TCK")
 
 
-def receive(connection, flow, window, arrived):
+def receive(connection: socket.socket, flow: dict[str, Any], window: Window, arrived: list[dict[str, Any]]) -> None:
+    """Read until the flow ends; note in ``arrived`` how fast it came in the window."""
     window.wait()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     first = last = None
@@ -61,12 +67,15 @@ def receive(connection, flow, window, arrived):
             first = look(connection)
         if last is None and now >= window.end:
             last = look(connection)
+    assert first is not None
+    assert last is not None
     seconds, num_bytes, stolen = (after - before for before, after in zip(first, last, strict=True))
     arrived.append({**flow, "bytes_per_s": num_bytes / seconds, "stolen": stolen / seconds})
     connection.close()
 
 
-def send(connection, flow, window):
+def send(connection: socket.socket, flow: dict[str, Any], window: Window) -> None:
+    """Send until a little after the window."""
     payload = bytes(flow.get("chunk_bytes", CHUNK_BYTES))
     window.wait()
     while time.monotonic() < window.end + OVERTIME_S:
@@ -74,7 +83,8 @@ def send(connection, flow, window):
     connection.close()
 
 
-def connect(flow):
+def connect(flow: dict[str, Any]) -> socket.socket:
+    """Connect a flow to its receiver, marked as it asks."""
     connection = socket.create_connection((flow["address"], PORT), timeout=PATIENCE_S)
     if flow.get("congestion_control"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, flow["congestion_control"].encode())
@@ -85,7 +95,8 @@ def connect(flow):
     return connection
 
 
-def accept(listener, num_incoming, incoming):
+def accept(listener: socket.socket, num_incoming: int, incoming: list[tuple[socket.socket, dict[str, Any]]]) -> None:
+    """Accept all flows that end here."""
     for _ in range(num_incoming):
         connection, _ = listener.accept()
         connection.settimeout(PATIENCE_S)
@@ -94,16 +105,20 @@ def accept(listener, num_incoming, incoming):
         connection.sendall(b"!")
 
 
-def resent_segments():
+def resent_segments() -> int:
+    """Return how many segments this host sent again."""
     lines = Path("/proc/net/snmp").read_text().splitlines()
     names, values = [line.split() for line in lines if line.startswith("Tcp:")]
     return int(values[names.index("RetransSegs")])
 
 
-def main():
+def main() -> None:
+    """Do as the specification and the input say."""
     spec = json.loads(sys.argv[1])
     os.nice(-15)
-    arrived, incoming, window = [], [], Window()
+    window = Window()
+    arrived: list[dict[str, Any]] = []
+    incoming: list[tuple[socket.socket, dict[str, Any]]] = []
     listener = socket.create_server(("0.0.0.0", PORT), backlog=256)
     accepting = threading.Thread(target=accept, args=(listener, spec["num_incoming"], incoming))
     accepting.start()
