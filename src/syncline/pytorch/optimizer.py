@@ -83,6 +83,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.training.synchronize()
 
     @property
+    def is_server(self) -> bool:
+        """Whether this rank only serves the others (``Overlapped(servers="dedicated:k")``): see :meth:`serve`."""
+        return self.training.updater.is_server
+
+    def serve(self) -> None:
+        """Serve the ranks that train, and return when all of them have closed their fleets, or are lost.
+
+        It stands in place of the training loop on ranks where :attr:`is_server` is True; elsewhere it raises
+        :class:`UpdateError`. A server's model keeps the parameters that it began with. Collectives of the whole fleet
+        (``fleet.barrier()`` ...) would wait for it all the while.
+        """
+        updater = self.training.updater
+        if not updater.is_server:
+            raise UpdateError(
+                f"rank {updater.collectives.rank} trains, and serves beside that; call serve() only where "
+                "optimizer.is_server is True: on the ranks of Overlapped(servers='dedicated:k')"
+            )
+        updater.serve()
+
+    @property
     def iteration(self) -> int:
         """Steps that the fleet has made; with ``Overlapped`` and a quorum, a slow rank leaves numbers out."""
         return self.training.updater.iteration

@@ -63,6 +63,9 @@ class Updater(ABC):
     takes_sparse_gradients = False
     """Whether the user's optimizer may be shown sparse gradients."""
 
+    is_server = False
+    """Whether this rank only serves the others: it calls :meth:`serve`, and neither trains nor steps."""
+
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
 
@@ -118,6 +121,10 @@ class Updater(ABC):
 
     def end_period(self) -> None:  # noqa: B027 - with most rules all ranks have the same parameters after every step
         """Make the parameters of all ranks equal now, for rules that let them differ; every rank calls it."""
+
+    def serve(self) -> None:
+        """Serve until all ranks that train have left, and return; only if :attr:`is_server`."""
+        raise NotImplementedError
 
     def finish(self) -> None:  # noqa: B027 - most rules have nothing to do
         """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""

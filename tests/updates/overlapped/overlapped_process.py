@@ -37,6 +37,9 @@ def main() -> None:
         rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
         model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule, samples="batch")
         done = syncline.load_checkpoint(options.resume, model, optimizer)["iteration"] if options.resume else 0
+        if optimizer.is_server:
+            optimizer.serve()
+            return
         first = done
         step = 0
         while done < options.iterations:
