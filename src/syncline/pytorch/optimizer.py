@@ -12,6 +12,7 @@ from syncline.errors import UpdateError
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.class_tuning import ClassStatistics
+from syncline.updates.private_torch import note_step, state_hooks
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -22,16 +23,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, training: Training) -> None:
-        inner = training.updater.optimizer
-        self._is_complete = False
-        super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
-        self._is_complete = True
         self.training = training
-        self.inner = inner
-        self.param_groups = inner.param_groups
+        self.inner = training.updater.optimizer
+        self._is_complete = False
+        super().__init__(self.inner.param_groups, self.inner.defaults)  # what it sets is the inner optimizer's
+        self._is_complete = True
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {type(self.training.updater).__name__} with {self.inner!r}>"
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """Refuse to be copied or pickled: a copy would not be joined to the other ranks."""
+        raise UpdateError(
+            "An optimizer of distribute() is not copied or pickled, since it is joined to the other ranks; save "
+            "optimizer.state_dict() (every rank calls it), or use syncline.save_checkpoint()"
+        )
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, Any]:
@@ -40,8 +46,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return divided_state(updater) if updater.divides_gradients else updater.state
 
     @state.setter
-    def state(self, value: object) -> None:
-        """Ignore what ``torch.optim.Optimizer`` begins with: the state is the update rule's."""
+    def state(self, _: object) -> None:
+        self._refuse("state", "give a whole state to optimizer.load_state_dict(...), on every rank")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's own groups: what is changed in them counts from the next step on."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, _: object) -> None:
+        self._refuse("param_groups", 'change values within the groups: optimizer.param_groups[0]["lr"] = 0.1')
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What the inner optimizer was made with."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, _: object) -> None:
+        self._refuse("defaults", "no group can be added that they would count for; change optimizer.param_groups")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        """Raise for what users set; ``torch.optim.Optimizer.__init__`` sets them too, to what the inner has."""
+        if self._is_complete:
+            raise UpdateError(f"optimizer.{name} cannot be set after distribute(), where nobody reads it; {remedy}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of all ranks; every rank calls it. A rank that ran no backward pass has no weight.
@@ -53,8 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises :class:`UpdateError`, and what went wrong since the last step.
         """
         loss = self.training.step(closure)
-        # what lr_scheduler looks for on the optimizer that it was made with
-        self.inner._opt_called = True  # type: ignore[attr-defined]
+        note_step(self.inner)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -123,29 +151,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""
         self.training.end_period()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
         """Refuse: buckets are made once."""
         if self._is_complete:
             raise UpdateError(
                 "Parameter groups cannot be added after distribute(); add them to the optimizer before it"
             )
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in torch's own form; with ``Sharded``, every rank must call it."""
         self.synchronize()
-        if self.training.updater.divides_gradients:
-            return gather_state(self.training.updater)
-        return self.inner.state_dict()
+        for hook in state_hooks(self, "state_dict_pre"):
+            hook(self)
+        updater = self.training.updater
+        whole = gather_state(updater) if updater.divides_gradients else self.inner.state_dict()
+        for hook in state_hooks(self, "state_dict_post"):
+            changed = hook(self, whole)
+            whole = whole if changed is None else changed
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state in torch's own form, from one process or any number of ranks; keep what is owned."""
         self.synchronize()
+        given = dict(state_dict)
+        for hook in state_hooks(self, "load_state_dict_pre"):
+            changed = hook(self, given)
+            given = given if changed is None else changed
         if self.training.updater.divides_gradients:
-            spread_state(self.training.updater, state_dict)
+            spread_state(self.training.updater, given)
         else:
-            self.inner.load_state_dict(state_dict)
-        self.param_groups = self.inner.param_groups
+            self.inner.load_state_dict(given)
+        for hook in state_hooks(self, "load_state_dict_post"):
+            hook(self)
 
     @property
     def num_state_bytes(self) -> int:
