@@ -97,27 +97,27 @@ class CostModel:
 class Prediction:
     """How long a collective takes, and why.
 
-    ``link_seconds`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
-    ``rank_seconds`` says how long the busiest rank's communication loop is, ``processor_seconds`` how long the
-    processors that all share are. ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
+    ``link_s`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
+    ``rank_s`` says how long the busiest rank's communication loop is, ``processor_s`` how long the
+    processors that all share are. ``time_s`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
     slice that is smaller than the others counts as the part of a slice that it is; the beginning is in
     ``first_slice_s``.
     """
 
-    seconds: float
+    time_s: float
     first_slice_s: float
     period_s: float
     num_slices: int
     bottleneck: DirectedLink | None
-    link_seconds: Mapping[DirectedLink, float]
-    rank_seconds: float
-    processor_seconds: float
+    link_s: Mapping[DirectedLink, float]
+    rank_s: float
+    processor_s: float
 
     @property
     def num_full_links(self) -> int:
         """Number of directed links that are nearly as busy as the busiest, that one included."""
-        busiest_s = max(self.link_seconds.values(), default=0.0)
-        return sum(seconds > _NEARLY * busiest_s for seconds in self.link_seconds.values())
+        busiest_s = max(self.link_s.values(), default=0.0)
+        return sum(seconds > _NEARLY * busiest_s for seconds in self.link_s.values())
 
 
 def fastest(candidates: Iterable[tuple[T, Prediction]]) -> T:
@@ -127,9 +127,9 @@ def fastest(candidates: Iterable[tuple[T, Prediction]]) -> T:
     model; with 26 links of which three or one were full it was a sixth of the time.
     """
     given = list(candidates)
-    least_s = min(prediction.seconds for _, prediction in given)
-    near = [one for one in given if one[1].seconds <= least_s * (1 + _ABOUT_EQUAL)]
-    return min(near, key=lambda one: (one[1].num_full_links, one[1].seconds))[0]
+    least_s = min(prediction.time_s for _, prediction in given)
+    near = [one for one in given if one[1].time_s <= least_s * (1 + _ABOUT_EQUAL)]
+    return min(near, key=lambda one: (one[1].num_full_links, one[1].time_s))[0]
 
 
 def predict(
@@ -164,14 +164,14 @@ def predict(
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     links = table.links
     return Prediction(
-        seconds=first_slice_s + (num_slices - part) * pipeline.period_s,
+        time_s=first_slice_s + (num_slices - part) * pipeline.period_s,
         first_slice_s=first_slice_s,
         period_s=pipeline.period_s,
         num_slices=num_slices,
         bottleneck=links[int(pipeline.link_s.argmax())] if pipeline.busiest_link_s > 0 else None,
-        link_seconds=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
-        rank_seconds=float(pipeline.rank_s.max()) * num_slices,
-        processor_seconds=pipeline.processors_s * num_slices,
+        link_s=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
+        rank_s=float(pipeline.rank_s.max()) * num_slices,
+        processor_s=pipeline.processors_s * num_slices,
     )
 
 

@@ -57,7 +57,7 @@ def _may_aggregate_elsewhere(topology: Topology, collective: Collective, target:
 def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
     bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
     prediction = predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone())
-    return max(prediction.link_seconds.values(), default=0.0) <= bound * (1 + _CLOSE_ENOUGH)
+    return max(prediction.link_s.values(), default=0.0) <= bound * (1 + _CLOSE_ENOUGH)
 
 
 def _candidates(topology: Topology, collective: Collective, target: Target) -> list[Fractions]:
