@@ -27,6 +27,8 @@ class FabricOptions:
     authenticate_frames: bool = False
     """Let every frame carry a code that only who knows the secret can make, so that none can be changed, repeated or
     left out on the way. Messages move in Python then."""
+    native: bool | None = None
+    """Whether messages move in compiled code; None takes ``SYNCLINE_NATIVE``, else what was built."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 

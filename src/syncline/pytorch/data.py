@@ -10,6 +10,8 @@ from torch.utils.data import DistributedSampler
 from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet, current_fleet
 
+__all__ = ["sampler"]
+
 
 def sampler(
     dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None

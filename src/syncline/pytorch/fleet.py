@@ -6,31 +6,18 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
-from syncline.pytorch.environment import Environment, own_address, read_environment
-from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.objects import ObjectCollectives
-from syncline.pytorch.stores import LocalStore, TorchStore, open_store
-from syncline.pytorch.told_once import tell_once
-from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
+from syncline.runtime import Communicator, FleetStatistics
 from syncline.topology import Topology
-
-HANDSHAKE_S = 5.0
-CONNECT_MARGIN_S = 30.0
-"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 _entering = threading.Lock()
 _current: Fleet | None = None
@@ -199,7 +186,7 @@ class Fleet:
             if self._is_closed:
                 return
             self._is_closed = True
-        _leave(self)
+        leave_fleet(self)
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self._close_at_exit)
         with contextlib.ExitStack() as stack:
@@ -218,55 +205,6 @@ class Fleet:
         self.close(is_failing=getattr(sys, "last_value", None) is not None)
 
 
-def init(
-    topology: str | Path | Topology | None = None,
-    *,
-    secret: bytes | str | None = None,
-    timeout: float | None = None,
-    connect_timeout: float | None = None,
-    silence: float | None = None,
-    stall: float | None = None,
-    insecure: bool = False,
-    authenticate_frames: bool | None = None,
-    trace: str | Path | Trace | None = None,
-) -> Fleet:
-    """Join the job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them).
-
-    ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else
-    one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
-    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``trace``: where this rank writes its
-    trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of the other ranks, so ``insecure`` without a secret
-    excludes them. ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame
-    carries a code keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent; slower.
-
-    Seconds, alike on all ranks; None takes the variable, else the default. ``timeout`` (``SYNCLINE_TIMEOUT``, 300): how
-    long a collective may take, and so how long a rank may validate or save by itself while the others wait.
-    ``connect_timeout`` (``SYNCLINE_CONNECT_TIMEOUT``, 60): how long this call waits for the other ranks. ``silence``
-    (``SYNCLINE_SILENCE``, 10): from when on a rank without a sign of life is lost. ``stall`` (``SYNCLINE_STALL``, as
-    ``timeout``): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
-
-    Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
-    ``HandshakeError``, with who and what.
-    """
-    _check_first()
-    limits = choose_limits(connect_timeout=connect_timeout, silence=silence, timeout=timeout, stall=stall)
-    environment = read_environment()
-    shape = _topology(topology, environment)
-    options = _fabric_options(environment, limits, secret=secret, insecure=insecure, has_keys=authenticate_frames)
-    recorder = _trace(trace, environment, shape)
-    communicator = _connect(environment, shape, options, recorder, timeout_s=limits.timeout_s)
-    fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
-    try:
-        # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
-        fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
-        _enter(fleet)
-    except BaseException:
-        fleet.close(is_failing=True)
-        raise
-    fleet.close_at_exit()
-    return fleet
-
-
 def current_fleet() -> Fleet:
     """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
     if _current is None:
@@ -274,20 +212,21 @@ def current_fleet() -> Fleet:
     return _current
 
 
-def _check_first() -> None:
+def check_first() -> None:
+    """Raise :class:`ConfigurationError` if a fleet is open."""
     if _current is not None:
         raise ConfigurationError(f"syncline.init() was called twice; {_current!r} is open: use it, or close() it")
 
 
-def _enter(fleet: Fleet) -> None:
+def enter_fleet(fleet: Fleet) -> None:
     """Make ``fleet`` the one that ``distribute()`` finds; there may be no other."""
     global _current  # noqa: PLW0603 - one process is one rank of one job
     with _entering:
-        _check_first()
+        check_first()
         _current = fleet
 
 
-def _leave(fleet: Fleet) -> None:
+def leave_fleet(fleet: Fleet) -> None:
     """Forget ``fleet``, if it is the current one."""
     global _current  # noqa: PLW0603 - as above
     with _entering:
@@ -300,93 +239,3 @@ def _end(work: TensorWork, *, async_op: bool) -> TensorWork | None:
         return work
     work.wait()
     return None
-
-
-def _topology(given: str | Path | Topology | None, environment: Environment) -> Topology:
-    chosen = given if given is not None else environment.topology
-    if chosen is None:
-        return Topology.flat(environment.world_size)
-    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
-    topology.check_world_size(environment.world_size)
-    return topology
-
-
-def _fabric_options(
-    environment: Environment,
-    limits: Limits,
-    *,
-    secret: bytes | str | None,
-    insecure: bool,
-    has_keys: bool | None,
-) -> FabricOptions:
-    given = secret.encode() if isinstance(secret, str) else secret
-    address = environment.interface
-    if address is None and environment.world_size > 1:
-        address = own_address(environment.master_address)
-    options = FabricOptions(
-        job_id=environment.job_id,
-        secret=given or environment.secret,
-        insecure=insecure,
-        authenticate_frames=environment.authenticates_frames if has_keys is None else has_keys,
-        address=resolve_address(address),
-        binds_thread=environment.binds_thread,
-        heartbeat_s=limits.heartbeat_s,
-        suspect_s=0.3 * limits.silence_s,
-        dead_s=limits.silence_s,
-        stall_s=limits.stall_s,
-        held_s=limits.timeout_s,
-        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
-        connect_s=limits.connect_timeout_s,
-    )
-    try:
-        options.check_exposure(options.address or "127.0.0.1")
-    except ConfigurationError as error:
-        tell_once(error, rank=environment.rank)
-        raise
-    return options
-
-
-def _is_exposed(options: FabricOptions) -> bool:
-    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    if not options.insecure or options.address is None:
-        return False
-    try:
-        return not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface or host, which may be any
-        return True
-
-
-def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:
-    if isinstance(given, Trace):
-        return given
-    path = Path(given) if given is not None else environment.trace
-    if path is None:
-        return None
-    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=path)
-
-
-def _connect(
-    environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None, *, timeout_s: float
-) -> Communicator:
-    """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    began_s = time.monotonic()
-    assert options.address is not None, "resolved when the options were made"
-    store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
-    left_s = max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
-    loop = CommunicationLoop()
-    loop.start()
-    try:
-        connecting = connect_tcp(
-            options,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=topology,
-            trace=trace,
-            timeout_s=left_s,
-        )
-        fabric = loop.run(connecting, left_s + CONNECT_MARGIN_S)
-        return Communicator(loop, fabric, topology, trace=trace, timeout_s=timeout_s, on_close=loop.stop)
-    except BaseException:
-        loop.stop()
-        raise

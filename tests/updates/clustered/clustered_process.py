@@ -141,7 +141,7 @@ def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
     rule = syncline.Clustered(
         period=2, reelect_every=2, clusters=CLUSTERS, contribution=assignment.contribution, seed=assignment.seed
     )
-    with syncline.init(timeout=20) as fleet:
+    with syncline.init(timeout_s=20) as fleet:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
         model, optimizer = syncline.distribute(

@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    with syncline.init(timeout=30.0) as fleet:
+    with syncline.init(timeout_s=30.0) as fleet:
         model = make_model()
         rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
         model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule, samples="batch")

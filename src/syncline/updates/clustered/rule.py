@@ -44,7 +44,7 @@ class Clustered(ClusteredSettings):
     death from a cut of the network, so with the default, a half, at most one part of a job goes on: the one with more
     than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
     go on, but so may both sides of a cut. A rank that lives, but whose training thread makes no call for
-    ``syncline.init(stall=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
+    ``syncline.init(stall_s=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
     it wakes.
 
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
