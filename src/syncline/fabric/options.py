@@ -16,7 +16,11 @@ MAX_DSCP = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricOptions:
-    """How one rank's TCP fabric behaves. All ranks of a job are given the same."""
+    """How one rank's TCP fabric behaves. All ranks of a job are given the same.
+
+    >>> FabricOptions(secret=b"s" * 32, dead_s=30.0).send_s  # seconds
+    300.0
+    """
 
     job_id: str = "syncline"
     """Which job this is: connections of another job are refused."""

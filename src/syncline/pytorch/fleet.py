@@ -29,6 +29,11 @@ class Fleet:
     Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
     and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is
     over. Those on objects pickle them, so they are refused where ``is_trusted`` is False: where strangers can join.
+
+    >>> fleet
+    <Fleet: rank 0 of 1, flat-1>
+    >>> total = torch.arange(3.0)
+    >>> fleet.all_reduce(total)
     """
 
     def __init__(self, communicator: Communicator, *, is_trusted: bool = True) -> None:
@@ -85,6 +90,11 @@ class Fleet:
 
         ``weight`` multiplies this rank's part of a sum or a mean, which is then divided by the sum of all weights. A
         mean needs a float type, max and min one that has an order; of bool, max is "any rank" and min "all ranks".
+
+        >>> value = torch.tensor([1.0, 2.0])
+        >>> fleet.all_reduce(value, op="mean", weight=3.0)  # three times the weight of a rank that gives 1.0
+        >>> value
+        tensor([1., 2.])
         """
         return _end(
             self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
@@ -102,6 +112,10 @@ class Fleet:
         """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does, of which it costs the time.
 
         The other ranks keep theirs.
+
+        >>> value = torch.tensor([1.0, 2.0])
+        >>> work = fleet.reduce(value, dst=0, op="max", async_op=True)
+        >>> work.wait()
         """
         work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
         return _end(work, async_op=async_op)
@@ -115,23 +129,42 @@ class Fleet:
         weight: float | None = None,
         async_op: bool = False,
     ) -> TensorWork | None:
-        """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k."""
+        """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k.
+
+        >>> part = torch.empty(4)  # a part of a source of world_size * 4 elements
+        >>> fleet.reduce_scatter(part, torch.ones(fleet.world_size * 4))
+        >>> part
+        tensor([1., 1., 1., 1.])
+        """
         work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
         return _end(work, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
-        """Let ``output`` be the ``source`` of all ranks, one after another."""
+        """Let ``output`` be the ``source`` of all ranks, one after another.
+
+        >>> whole = torch.empty(fleet.world_size * 2)
+        >>> fleet.all_gather(whole, torch.tensor([1.0, 2.0]))
+        >>> whole
+        tensor([1., 2.])
+        """
         return _end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
     def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
         """Return every rank's ``tensor`` in rank order on rank ``dst``, and None on the others.
 
         Shapes and types are the same on all ranks. It moves as much as an all-gather.
+
+        >>> fleet.gather(torch.tensor([7]), dst=0)
+        [tensor([7])]
         """
         return self._collectives.gather(tensor, dst=dst)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
-        """Replace ``tensor`` by that of rank ``root``."""
+        """Replace ``tensor`` by that of rank ``root``.
+
+        >>> value = torch.tensor([1.0])
+        >>> fleet.broadcast(value, root=0)
+        """
         return _end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -139,23 +172,42 @@ class Fleet:
 
         Raises :class:`ConfigurationError` on all ranks if that of one cannot, or if the job has neither a secret nor
         loopback alone (``insecure=True``). So do the other calls on objects.
+
+        >>> fleet.all_gather_object({"loss": 0.5})
+        [{'loss': 0.5}]
         """
         return self._objects.all_gather(value)
 
     def gather_object(self, value: Any, *, dst: int = 0) -> list[Any] | None:
-        """Return every rank's ``value`` in rank order on rank ``dst``, and None on the others."""
+        """Return every rank's ``value`` in rank order on rank ``dst``, and None on the others.
+
+        >>> fleet.gather_object("done", dst=0)
+        ['done']
+        """
         return self._objects.gather(value, dst=dst)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the ``value`` of rank ``root``; what the others give is ignored."""
+        """Return the ``value`` of rank ``root``; what the others give is ignored.
+
+        >>> fleet.broadcast_object(["a plan"] if fleet.rank == 0 else None)
+        ['a plan']
+        """
         return self._objects.broadcast(value, root=root)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has come here.
+
+        >>> fleet.barrier()
+        """
         self.communicator.barrier(is_awaited=True).wait()
 
     def statistics(self) -> FleetStatistics:
-        """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts."""
+        """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts.
+
+        >>> fleet.barrier()
+        >>> fleet.statistics().num_pending_calls
+        0
+        """
         counted = [count() for count in self._count_updates]
         return replace(self.communicator.statistics(), updates=tuple(one for one in counted if one is not None))
 
@@ -179,6 +231,10 @@ class Fleet:
 
         With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release. In a
         forked child, which ends with the same exit functions, nothing happens.
+
+        >>> fleet.close()
+        >>> fleet
+        <Fleet: rank 0 of 1, closed>
         """
         if self.communicator.is_of_parent:
             return
@@ -206,7 +262,13 @@ class Fleet:
 
 
 def current_fleet() -> Fleet:
-    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
+    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed.
+
+    Any thread may ask. A process has at most one fleet at a time.
+
+    >>> syncline.current_fleet().world_size
+    1
+    """
     if _current is None:
         raise ConfigurationError("There is no fleet; call syncline.init() first")
     return _current

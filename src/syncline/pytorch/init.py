@@ -69,6 +69,10 @@ def init(
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
+
+    >>> with syncline.init() as fleet:  # no launcher: a job of one rank
+    ...     print(fleet.rank, fleet.world_size)
+    0 1
     """
     check_first()
     given = Arguments(

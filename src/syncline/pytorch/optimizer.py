@@ -20,6 +20,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give
     and take the whole state, as one process would have it; every rank calls them (with ``Sharded``, collectives).
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    >>> model(x).sum().backward(); optimizer.step(); scheduler.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.05
     """
 
     def __init__(self, training: Training) -> None:
@@ -103,6 +109,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their total norm is at most ``max_norm``; return what it was.
 
         Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer)
+        >>> model(x).sum().backward()
+        >>> bool(optimizer.clip_grad_norm_(1.0) > 1.0)
+        True
         """
         return self.training.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
@@ -121,6 +132,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         It stands in place of the training loop on ranks where :attr:`is_server` is True; elsewhere it raises
         :class:`UpdateError`. A server's model keeps the parameters that it began with. Collectives of the whole fleet
         (``fleet.barrier()`` ...) would wait for it all the while.
+
+        >>> rule = syncline.Overlapped(servers="dedicated:1")  # the last rank serves, with two ranks or more
+        >>> def run(optimizer, train):
+        ...     optimizer.serve() if optimizer.is_server else train()
         """
         updater = self.training.updater
         if not updater.is_server:
@@ -136,7 +151,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.updater.iteration
 
     def statistics(self) -> object | None:
-        """Return what the update rule counts, such as staleness; None if it counts nothing of its own."""
+        """Return what the update rule counts, such as staleness; None if it counts nothing of its own.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped())
+        >>> optimizer.statistics().num_steps
+        0
+        """
         return self.training.updater.statistics()
 
     def progress(self) -> str:
@@ -148,7 +168,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.tuner.statistics()
 
     def end_period(self) -> None:
-        """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""
+        """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64))
+        >>> model(x).sum().backward(); optimizer.step()
+        >>> optimizer.end_period()  # after 1 step of 64: now all ranks have the same parameters
+        """
         self.training.end_period()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
@@ -159,7 +184,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in torch's own form; with ``Sharded``, every rank must call it."""
+        """Return the whole state in torch's own form; with ``Sharded``, every rank must call it.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer)
+        >>> sorted(optimizer.state_dict())
+        ['param_groups', 'state']
+        """
         self.synchronize()
         for hook in state_hooks(self, "state_dict_pre"):
             hook(self)

@@ -20,7 +20,13 @@ T = TypeVar("T")
 
 
 class CommunicationLoop:
-    """A thread with an asyncio loop. ``start`` it once, ``stop`` it once; after that, no thread and no file is left."""
+    """A thread with an asyncio loop. ``start`` it once, ``stop`` it once; after that, no thread and no file is left.
+
+    >>> loop = CommunicationLoop()
+    >>> loop.start(); loop.is_running()
+    True
+    >>> loop.stop()
+    """
 
     def __init__(self, name: str = "syncline", *, native: bool | None = None) -> None:
         self._name = name

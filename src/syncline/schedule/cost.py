@@ -53,7 +53,13 @@ _ABOUT_EQUAL = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Constants of the model; the defaults are those of CPython's event loop and of TCP on Ethernet of MTU 1500."""
+    """Constants of the model; the defaults are those of CPython's event loop and of TCP on Ethernet of MTU 1500.
+
+    >>> topology = Topology.flat(2, rate=1e6)
+    >>> wire = CostModel(message_overhead_s=0.0, payload_share=1.0)
+    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000, cost=wire).time_s, 2)
+    1.0
+    """
 
     message_overhead_s: float = 30e-6
     payload_share: float = 1448 / 1514
@@ -102,6 +108,11 @@ class Prediction:
     processors that all share are. ``time_s`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
     slice that is smaller than the others counts as the part of a slice that it is; the beginning is in
     ``first_slice_s``.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 64 << 20)
+    >>> str(prediction.bottleneck), round(prediction.time_s, 1)
+    ('rack-a up', 2.8)
     """
 
     time_s: float
@@ -144,6 +155,10 @@ def predict(
     """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``; the module says how.
 
     ``first_slice_bytes``: of the first slice, where it is smaller than the others.
+
+    >>> topology = Topology.flat(2, rate=1e6)
+    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
+    1.0
     """
     if schedule.num_ranks != topology.num_ranks or num_bytes < 0 or min(slice_bytes, first_slice_bytes or 1) < 1:
         raise ScheduleError(

@@ -29,7 +29,13 @@ _NAME = "weighted_tree"
 def plan_weighted_tree(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:
-    """Plan a collective along the tree with the portions that suit its links; at most 2 % slower than equal ones."""
+    """Plan a collective along the tree with the portions that suit its links; at most 2 % slower than equal ones.
+
+    >>> topology = Topology.load("three-racks-uneven-uplinks")
+    >>> equal, weighted = (plan(topology, Collective.ALL_REDUCE) for plan in (plan_tree, plan_weighted_tree))
+    >>> predict(weighted, topology, 64 << 20).time_s < predict(equal, topology, 64 << 20).time_s
+    True
+    """
     return verify(draft_weighted_tree(topology, collective, target=target, root=root))
 
 

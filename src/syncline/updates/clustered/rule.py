@@ -59,6 +59,11 @@ class Clustered(ClusteredSettings):
     server one for each member. Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends
     the period, and the term where parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or
     each cluster's, own.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, measures=False))
+    >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
+    >>> optimizer.statistics().clusters
+    ((0,),)
     """
 
     @property

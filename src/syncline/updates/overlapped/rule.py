@@ -69,6 +69,11 @@ class Overlapped:
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
     with ``optimizer.end_period()`` before you save or evaluate a model. Buffers (BatchNorm) stay each rank's own.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64, max_staleness=8))
+    >>> while optimizer.iteration < 3:
+    ...     model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()
+    >>> optimizer.end_period()
     """
 
     period: int = 64
