@@ -12,6 +12,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterator
+from enum import Enum
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +30,8 @@ PUBLIC = (
     "syncline.runtime",
     "syncline.fabric",
 )
+COMPLETE = PUBLIC[:-2]
+"""The fabric and the runtime are for those who build on them: what they export has examples where one line shows it."""
 NEEDS_FLEET = re.compile(r"\b(fleet|distribute|current_fleet|sampler)\b")
 OPENS_ITS_OWN = re.compile(r"\b(init|launch)\(")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "OMPI_", "PMI", "SYNCLINE_", "TORCHELASTIC_")
@@ -101,3 +104,28 @@ def test_example(name: str, names: dict[str, Any]) -> None:
 
 def run(test: doctest.DocTest, said: io.StringIO) -> doctest.TestResults:
     return doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.write, clear_globs=False)
+
+
+def wants_example(value: Any) -> bool:
+    """Errors and enumerations are raised and compared, not called; aliases and constants have no docstring."""
+    if inspect.isclass(value):
+        return not issubclass(value, BaseException | Enum)
+    return inspect.isroutine(value)
+
+
+@pytest.mark.parametrize("module_name", COMPLETE)
+def test_each_public_name_has_an_example(module_name: str) -> None:
+    module = import_module(module_name)
+    without = [
+        name
+        for name in module.__all__
+        if wants_example(value := getattr(module, name)) and not has_examples(value.__doc__)
+    ]
+    assert not without
+
+
+@pytest.mark.parametrize("kind", [syncline.Fleet, syncline.DistributedOptimizer, syncline.Topology])
+def test_each_public_method_says_more_than_its_name(kind: type) -> None:
+    """Those of the classes that users hold in their hands."""
+    members = {name: member for name, member in vars(kind).items() if not name.startswith("_")}
+    assert not [name for name, member in members.items() if callable(member) and len(member.__doc__ or "") < 30]

@@ -24,11 +24,15 @@ _current: Fleet | None = None
 
 
 class Fleet:
-    """All ranks of a job as this one sees them; a context manager that closes itself.
+    """All ranks of a job as this one sees them, made by :func:`syncline.init`; a context manager that closes itself.
 
-    Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
-    and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is
-    over. Those on objects pickle them, so they are refused where ``is_trusted`` is False: where strangers can join.
+    Every rank calls the same collectives in the same order, from one thread at a time. Each takes a tensor of any
+    shape, number type, memory order and device, alike on all ranks; with ``async_op=True`` it returns at once with a
+    work whose ``wait()`` ends it, else None when it is over. Those on objects pickle them, so they are refused where
+    ``is_trusted`` is False: where strangers can join.
+
+    Raises, in a collective: :class:`MismatchError` on all ranks if their calls differ, :class:`PeerLostError` if a rank
+    is lost, :class:`DeadlineError` after :attr:`timeout_s`, :class:`ConfigurationError` for what it cannot take.
 
     >>> fleet
     <Fleet: rank 0 of 1, flat-1>
@@ -60,7 +64,7 @@ class Fleet:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank, 0 to ``world_size`` - 1."""
         return self.communicator.rank
 
     @property
@@ -70,23 +74,23 @@ class Fleet:
 
     @property
     def topology(self) -> Topology:
-        """The tree of switches, hosts and ranks."""
+        """The tree of switches, hosts and ranks that collectives are planned on."""
         return self.communicator.topology
 
     @property
     def trace(self) -> Trace:
-        """Where this rank's events go."""
+        """Where this rank's events go; a :class:`NullTrace` unless ``init(trace=)`` named a file."""
         return self.communicator.trace
 
     @property
     def timeout_s(self) -> float:
-        """How long a collective may take."""
+        """How long a collective may take, in seconds (``init(timeout_s=)``)."""
         return self.communicator.timeout_s
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
     ) -> TensorWork | None:
-        """Replace ``tensor`` by its sum, mean, max, min or product over all ranks.
+        """Replace ``tensor``, of any shape, by its sum, mean, max, min or product over all ranks, element by element.
 
         ``weight`` multiplies this rank's part of a sum or a mean, which is then divided by the sum of all weights. A
         mean needs a float type, max and min one that has an order; of bool, max is "any rank" and min "all ranks".
@@ -109,9 +113,9 @@ class Fleet:
         weight: float | None = None,
         async_op: bool = False,
     ) -> TensorWork | None:
-        """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does, of which it costs the time.
+        """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does; the other ranks keep theirs.
 
-        The other ranks keep theirs.
+        It takes as long as an all-reduce.
 
         >>> value = torch.tensor([1.0, 2.0])
         >>> work = fleet.reduce(value, dst=0, op="max", async_op=True)
@@ -131,6 +135,8 @@ class Fleet:
     ) -> TensorWork | None:
         """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k.
 
+        ``source`` has ``world_size`` times the elements of ``output``, in the same type; it stays as it is.
+
         >>> part = torch.empty(4)  # a part of a source of world_size * 4 elements
         >>> fleet.reduce_scatter(part, torch.ones(fleet.world_size * 4))
         >>> part
@@ -140,7 +146,9 @@ class Fleet:
         return _end(work, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
-        """Let ``output`` be the ``source`` of all ranks, one after another.
+        """Let ``output`` be the ``source`` of all ranks, one after another, in rank order.
+
+        ``output`` has ``world_size`` times the elements of ``source``, in the same type.
 
         >>> whole = torch.empty(fleet.world_size * 2)
         >>> fleet.all_gather(whole, torch.tensor([1.0, 2.0]))
@@ -160,7 +168,7 @@ class Fleet:
         return self._collectives.gather(tensor, dst=dst)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
-        """Replace ``tensor`` by that of rank ``root``.
+        """Replace ``tensor``, of the same shape and type on all ranks, by that of rank ``root``.
 
         >>> value = torch.tensor([1.0])
         >>> fleet.broadcast(value, root=0)
@@ -179,7 +187,7 @@ class Fleet:
         return self._objects.all_gather(value)
 
     def gather_object(self, value: Any, *, dst: int = 0) -> list[Any] | None:
-        """Return every rank's ``value`` in rank order on rank ``dst``, and None on the others.
+        """Return every rank's ``value`` in rank order on rank ``dst``, which alone unpickles them, else None.
 
         >>> fleet.gather_object("done", dst=0)
         ['done']
@@ -195,7 +203,7 @@ class Fleet:
         return self._objects.broadcast(value, root=root)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has come here; :class:`DeadlineError` after :attr:`timeout_s` names who has not.
 
         >>> fleet.barrier()
         """
@@ -203,6 +211,8 @@ class Fleet:
 
     def statistics(self) -> FleetStatistics:
         """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts.
+
+        Any thread may call it, and no other rank is asked. Bytes are this rank's own; sums over ranks are the fleet's.
 
         >>> fleet.barrier()
         >>> fleet.statistics().num_pending_calls

@@ -18,8 +18,10 @@ from syncline.updates.private_torch import note_step, state_hooks
 class DistributedOptimizer(torch.optim.Optimizer):
     """Steps the distributed model; LR schedulers, ``GradScaler`` and checkpoint code use it like any optimizer.
 
-    ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give
-    and take the whole state, as one process would have it; every rank calls them (with ``Sharded``, collectives).
+    :func:`syncline.distribute` returns it. Its methods belong to the training thread. ``param_groups`` are those of the
+    user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give and take the whole state, as one
+    process would have it; every rank calls them (with ``Sharded``, collectives). What nobody would read cannot be set:
+    ``optimizer.state = ...`` raises :class:`UpdateError`, with what to do.
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -92,7 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or make them zeros."""
+        """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""
         self.training.zero_grad(set_to_none=set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -100,15 +102,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.no_sync()
 
     def batch_size(self, num_samples: float) -> None:
-        """Tell the weight of this rank's gradient in the current step, in place of the counted samples."""
+        """Weight this rank's gradient of this step by ``num_samples``, 0 or more; call it before ``backward()``."""
         self.training.batch_size(num_samples)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their total norm is at most ``max_norm``; return what it was.
+        """Scale all gradients so that their total norm is at most ``max_norm``; return what it was, a scalar tensor.
 
-        Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank.
+        Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank. ``norm_type`` is the
+        p of the norm, ``inf`` included. With ``error_if_nonfinite`` a norm that is not finite raises.
 
         >>> model, optimizer = syncline.distribute(model, optimizer)
         >>> model(x).sum().backward()
@@ -118,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Wait until all parameters are final."""
+        """Wait until all parameters are final; raises what went wrong since the last step."""
         self.training.synchronize()
 
     @property
@@ -170,6 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it.
 
+        With ``AllReduce`` and ``Sharded`` they always are, and nothing happens.
+
         >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64))
         >>> model(x).sum().backward(); optimizer.step()
         >>> optimizer.end_period()  # after 1 step of 64: now all ranks have the same parameters
@@ -184,7 +189,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in torch's own form; with ``Sharded``, every rank must call it.
+        """Return the whole state in torch's own form, on every rank; with ``Sharded``, every rank must call it.
+
+        Hooks that were registered on this optimizer are called, as with any of torch's.
 
         >>> model, optimizer = syncline.distribute(model, optimizer)
         >>> sorted(optimizer.state_dict())
@@ -216,5 +223,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of the optimizer state that this rank keeps."""
+        """Bytes of the optimizer state that this rank keeps; with ``Sharded`` about 1 / ``world_size`` of all."""
         return self.training.updater.num_state_bytes

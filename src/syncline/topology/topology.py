@@ -120,12 +120,12 @@ class Topology:
         return hashlib.sha256(repr(_canonical(self.root)).encode()).hexdigest()[:16]
 
     def host_of(self, rank: int) -> Host:
-        """Return the host that ``rank`` runs on."""
+        """Return the host that ``rank`` runs on; :class:`TopologyError` if there is no such rank."""
         self._check_rank(rank)
         return self._index.host_of_rank[rank]
 
     def ranks_of(self, host_name: str) -> tuple[int, ...]:
-        """Return the ranks of a host, in file order."""
+        """Return the ranks of a host, in file order; :class:`TopologyError`, with the known hosts, if there is none."""
         for host in self.hosts:
             if host.name == host_name:
                 return tuple(rank.rank for rank in host.ranks)
@@ -134,7 +134,7 @@ class Topology:
         raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
 
     def node(self, name: str) -> Node:
-        """Return the node of that name."""
+        """Return the switch, host or rank (``"rank 3"``) of that name; :class:`TopologyError` if there is none."""
         if name not in self._index.nodes:
             raise TopologyError(f"{self._label()} has no node {name!r}")
         return self._index.nodes[name]
@@ -173,7 +173,7 @@ class Topology:
         return walk(self.root)
 
     def render(self) -> str:
-        """Draw the tree for people."""
+        """Draw the tree as text, a switch or host on each line, with the rate of the link above it."""
         from syncline.topology.rendering import render_topology
 
         return render_topology(self.name, self.root)

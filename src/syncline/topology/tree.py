@@ -22,9 +22,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """An edge of the tree: its rate in each direction, and its latency in one direction.
+    """An edge of the tree: its rate in each direction (bytes per second), and its latency in one (seconds).
 
-    A rate of ``math.inf`` says that the link never limits.
+    A rate of ``math.inf`` says that the link never limits. Raises :class:`TopologyError` for a rate of 0 or less, and a
+    latency that is negative or infinite.
 
     >>> Link(up_bytes_per_s=12.5e6, down_bytes_per_s=25e6, latency_s=1e-3).bytes_per_s("down")
     25000000.0
@@ -43,7 +44,7 @@ class Link:
 
     @classmethod
     def symmetric(cls, bytes_per_s: float, *, latency_s: float = 0.0) -> Link:
-        """Build a link with the same rate in both directions."""
+        """Build a link with the same rate in both directions, in bytes per second."""
         return cls(up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s, latency_s=latency_s)
 
     @classmethod
@@ -105,7 +106,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """An inner node: it forwards and never computes. ``link`` is None at the root alone.
+    """An inner node: it forwards and never computes. ``link`` is None at the root alone, which has no parent.
 
     >>> hosts = tuple(Host(name=f"h{k}", link=Link.symmetric(125e6), ranks=(Rank(rank=k),)) for k in range(2))
     >>> syncline.Topology(name="pair", root=Switch(name="s", link=None, children=hosts)).num_ranks
