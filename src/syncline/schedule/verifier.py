@@ -129,6 +129,9 @@ def split(schedule: Schedule) -> tuple[Schedule, Schedule]:
     """Split an all-reduce into its reduce-scatter and its all-gather, with the same cuts and owners.
 
     Raises :class:`~syncline.errors.ScheduleError` for other collectives, and where atoms have no owner.
+
+    >>> [half.num_steps for half in split(plan_ring(Topology.flat(4), Collective.ALL_REDUCE))]
+    [3, 3]
     """
     halves = split_at_owners(schedule.draft)
     if halves is None:
