@@ -258,7 +258,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     cases = [Case("sgd", 1.0), Case("adam", 1.0), Case("sgd", 2.0)]
-    with tempfile.TemporaryDirectory(prefix="syncline-phased-") as folder, syncline.init(timeout=120) as fleet:
+    with tempfile.TemporaryDirectory(prefix="syncline-phased-") as folder, syncline.init(timeout_s=120) as fleet:
         results = [run_case(fleet, case, args, f"{folder}/{number}") for number, case in enumerate(cases)]
         if fleet.rank:
             return

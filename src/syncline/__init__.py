@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
-    from syncline.pytorch.fleet import Fleet, current_fleet, init
+    from syncline.pytorch.fleet import Fleet, current_fleet
+    from syncline.pytorch.init import init
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
     from syncline.topology import Topology
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
-    "init": "syncline.pytorch.fleet",
+    "init": "syncline.pytorch.init",
     "current_fleet": "syncline.pytorch.fleet",
     "launch": "syncline.cli.launcher.function",
     "distribute": "syncline.pytorch.distribute",

@@ -19,7 +19,7 @@ from syncline.topology import Topology
 
 def row(method, *seconds, order="topology", **fields):
     values = {"subject": "training step", "size_bytes": 1 << 20, "bound_s": 0.5, **fields}
-    return Row(order=order, method=method, seconds=seconds, **values)
+    return Row(order=order, method=method, times_s=seconds, **values)
 
 
 ROWS = [

@@ -38,8 +38,8 @@ def test_the_figures_of_a_plan_belong_together(model_file: Path) -> None:
     assert sum(profile["num_bytes"]) == 24 * (512 * 512 + 512) * 4
     assert len(plan["names"]) == len(profile["forward_s"]) == len(plan["chosen"]["classes"]) > 4
     assert all(seconds > 0 for seconds in profile["forward_s"])
-    assert plan["seconds"]["searched"] == plan["chosen"]["seconds"] == min(plan["seconds"].values())
-    assert set(plan["seconds"]) == {"one class", "equal", "geometric", "searched"}
+    assert plan["times_s"]["searched"] == plan["chosen"]["time_s"] == min(plan["times_s"].values())
+    assert set(plan["times_s"]) == {"one class", "equal", "geometric", "searched"}
 
 
 def test_the_table_names_each_bucket(model_file: Path) -> None:

@@ -91,7 +91,7 @@ class Worker:
             finally:
                 dist.destroy_process_group()
             return
-        fleet, self._fleet = self._fleet or syncline.init(timeout=COLLECTIVE_TIMEOUT_S), None
+        fleet, self._fleet = self._fleet or syncline.init(timeout_s=COLLECTIVE_TIMEOUT_S), None
         try:
             yield SynclineRun(fleet, make_rule(self._rule), shared)
         except BaseException:

@@ -10,6 +10,7 @@ WITHOUT_TORCH = (
     "syncline.errors",
     "syncline.units",
     "syncline.endpoints",
+    "syncline.variables",
     "syncline.observe",
     "syncline.topology",
     "syncline.schedule",

@@ -1,4 +1,4 @@
-"""The house's size promises: files of at most 400 lines, functions of at most 50, nesting of at most 3."""
+"""The house's size promises: files of at most 400 lines, functions of 50 (docstrings apart), nesting of at most 3."""
 
 import ast
 from pathlib import Path
@@ -25,6 +25,12 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
     return deepest
 
 
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """A docstring has an example and all that users ask; it is not what makes a function hard to follow."""
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1 if ast.get_docstring(node) else 0
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_file_keeps_the_size_promises(path: Path) -> None:
     text = path.read_text()
@@ -34,6 +40,6 @@ def test_file_keeps_the_size_promises(path: Path) -> None:
     assert not ROOMS_WITHOUT_A_NOUN & {path.stem, *path.relative_to(SOURCE).parts}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {lines} lines"
             assert nesting(node) <= MAX_NESTING, f"{path}:{node.lineno} {node.name} nests {nesting(node)} deep"

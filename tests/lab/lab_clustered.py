@@ -18,7 +18,7 @@ NUM_BYTES = 4 * SIDE * SIDE
 def main() -> None:
     period, reelect_every, num_steps = map(int, sys.argv[1:4])
     rule = syncline.Clustered(period=period, reelect_every=reelect_every, clusters=json.loads(sys.argv[4]))
-    with syncline.init(insecure=True, timeout=60) as fleet:
+    with syncline.init(insecure=True, timeout_s=60) as fleet:
         model = torch.nn.Linear(SIDE, SIDE, bias=False)
         model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule)
         fleet.barrier()

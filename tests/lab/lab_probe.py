@@ -11,7 +11,7 @@ import syncline
 def main() -> None:
     rule = syncline.Clustered(features=("latency_s", "uplink_bytes_per_s"))
     untold = syncline.Topology.flat(int(os.environ["WORLD_SIZE"]))
-    with syncline.init(untold, insecure=True, timeout=60) as fleet:
+    with syncline.init(untold, insecure=True, timeout_s=60) as fleet:
         model = torch.nn.Linear(4, 4)
         _, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule)
         updater = optimizer.training.updater

@@ -11,7 +11,7 @@ import pytest
 import syncline
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.pytorch.environment import own_address, read_environment
-from syncline.pytorch.fleet import init
+from syncline.pytorch.init import init
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -94,8 +94,8 @@ def test_loopback_needs_no_address() -> None:
 def test_init_twice_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SYNCLINE_TOPOLOGY"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigurationError, match="timeout"):
-        init(timeout=0)
+    with pytest.raises(ConfigurationError, match="timeout_s"):
+        init(timeout_s=0)
     with pytest.raises(TopologyError, match="demo-1-3"):
         init("demo-1-3")
     with init() as fleet:

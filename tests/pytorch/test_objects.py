@@ -11,7 +11,8 @@ import torch
 
 from syncline.errors import ConfigurationError, MismatchError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.fleet import Fleet, _is_exposed
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.init import _is_exposed
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ WIRE = CostModel.of_links_alone()
 HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
 
-def link_seconds(schedule, topology):
-    return predict(schedule, topology, SIZE, cost=WIRE).link_seconds
+def link_s(schedule, topology):
+    return predict(schedule, topology, SIZE, cost=WIRE).link_s
 
 
 def share_of_bound(schedule, topology):
     bound = lower_bound(topology, schedule.collective, SIZE, target="rank_order")
-    return max(link_seconds(schedule, topology).values()) / bound
+    return max(link_s(schedule, topology).values()) / bound
 
 
 @effort(max_examples=60)

@@ -26,7 +26,7 @@ def test_no_planner_is_predicted_below_the_bound(topology, collective, target, d
     for planner in PLANNERS.values():
         if collective in planner.collectives:
             schedule = planner.plan(topology, collective, target=target, root=root)
-            busiest = max(predict(schedule, topology, SIZE).link_seconds.values())
+            busiest = max(predict(schedule, topology, SIZE).link_s.values())
             assert busiest >= bound * (1 - 1e-9), planner.name
 
 
@@ -57,7 +57,7 @@ def test_two_racks_are_bound_by_their_uplinks():
 
 def test_ring_of_equal_links_reaches_the_bound():
     topology = Topology.flat(5, rate=1e6)
-    busiest = max(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, SIZE).link_seconds.values())
+    busiest = max(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, SIZE).link_s.values())
     assert busiest * 1448 / 1514 == pytest.approx(lower_bound(topology, Collective.ALL_REDUCE, SIZE))
 
 

@@ -44,7 +44,7 @@ def profiles(draw: st.DrawFn, max_layers: int = 8) -> ForwardProfile:
 def test_a_layer_waits_for_its_parameters_and_for_those_before_it() -> None:
     prediction = predict_forward(profile_of([2, 3], [1.0, 4.0]), (0, 0))
     assert prediction.arrivals_s == (2.0, 5.0)
-    assert prediction.seconds == 9.0
+    assert prediction.time_s == 9.0
 
 
 def test_rear_layers_that_were_issued_before_hold_up_their_own_class_by_the_backlog() -> None:
@@ -61,8 +61,8 @@ def test_two_classes_are_found_where_one_holds_up_the_front() -> None:
     profile = profile_of([10, 10, 10, 10], [10.0] * 4, [0.3, 0.2, 0.1, 0.0], backlog=20)
     one = predict_forward(profile, (0,) * 4)
     best = search_classes(profile, 4)
-    assert best.seconds == pytest.approx(10.3 + 40.0)
-    assert one.seconds == pytest.approx(10.3 + 20.0 + 40.0)
+    assert best.time_s == pytest.approx(10.3 + 40.0)
+    assert one.time_s == pytest.approx(10.3 + 20.0 + 40.0)
 
 
 def test_one_class_is_kept_where_nothing_is_gained() -> None:
@@ -73,8 +73,8 @@ def test_one_class_is_kept_where_nothing_is_gained() -> None:
 @given(profiles(max_layers=7), st.integers(1, 4))
 def test_the_search_equals_brute_force(profile: ForwardProfile, num_classes: int) -> None:
     every = combinations_with_replacement(range(num_classes), profile.num_layers)
-    best_s = min(predict_forward(profile, classes).seconds for classes in every)
-    assert search_classes(profile, num_classes).seconds == pytest.approx(best_s, abs=1e-9)
+    best_s = min(predict_forward(profile, classes).time_s for classes in every)
+    assert search_classes(profile, num_classes).time_s == pytest.approx(best_s, abs=1e-9)
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,7 +87,7 @@ def test_the_search_is_never_worse_than_one_class_or_fixed_proportions(
     assert found == predict_forward(profile, found.classes)
     for proportions in ([1.0], [1 / num_classes] * num_classes, halving_proportions(num_classes)):
         fixed = predict_forward(profile, divide_by_proportions(profile.num_bytes, proportions))
-        assert found.seconds <= fixed.seconds + 1e-9
+        assert found.time_s <= fixed.time_s + 1e-9
 
 
 @settings(max_examples=100, deadline=None)

@@ -17,7 +17,7 @@ def test_one_slice_takes_the_sum_of_its_steps():
     topology = Topology.flat(4, rate=1e6)
     prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 4000, 4000, cost=WIRE)
     assert prediction.num_slices == 1
-    assert prediction.seconds == pytest.approx(2 * 3000 / 1e6)
+    assert prediction.time_s == pytest.approx(2 * 3000 / 1e6)
 
 
 def test_many_slices_follow_at_the_pace_of_the_busiest_link():
@@ -26,8 +26,8 @@ def test_many_slices_follow_at_the_pace_of_the_busiest_link():
     prediction = predict(schedule, topology, 10**7, 10**5, cost=WIRE)
     assert prediction.num_slices == 100
     assert prediction.period_s == pytest.approx(10**5 / 25e6)
-    assert prediction.seconds == pytest.approx(prediction.first_slice_s + 99 * prediction.period_s)
-    assert prediction.link_seconds[prediction.bottleneck] == pytest.approx(10**7 / 25e6)
+    assert prediction.time_s == pytest.approx(prediction.first_slice_s + 99 * prediction.period_s)
+    assert prediction.link_s[prediction.bottleneck] == pytest.approx(10**7 / 25e6)
     assert prediction.bottleneck.child.startswith("rack")
 
 
@@ -38,13 +38,13 @@ def test_headers_take_their_share_of_the_rate():
         predict(schedule, topology, 10**6, cost=CostModel(message_overhead_s=0, payload_share=share))
         for share in (1.0, 0.5)
     )
-    assert part.seconds == pytest.approx(2 * whole.seconds)
+    assert part.time_s == pytest.approx(2 * whole.time_s)
 
 
 def test_latency_counts_along_the_longest_route_of_each_step():
     topology = Topology.flat(3, latency_s=0.01)
-    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).seconds == pytest.approx(0.04)
-    assert predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).seconds == pytest.approx(0.08)
+    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).time_s == pytest.approx(0.04)
+    assert predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).time_s == pytest.approx(0.08)
 
 
 def test_messages_cost_their_overhead():
@@ -62,27 +62,27 @@ def test_ranks_handle_what_they_send_receive_and_add():
     cost = CostModel(message_overhead_s=0.0, rank_bytes_per_s=1e6)
     for collective, handled in ((Collective.REDUCE_SCATTER, 3 * 3 / 4), (Collective.ALL_GATHER, 2 * 3 / 4)):
         prediction = predict(plan_tree(topology, collective), topology, 4 * 10**6, 10**6, cost=cost)
-        assert prediction.rank_seconds == pytest.approx(4 * handled)
-        assert prediction.seconds == pytest.approx(4 * handled)
+        assert prediction.rank_s == pytest.approx(4 * handled)
+        assert prediction.time_s == pytest.approx(4 * handled)
 
 
 def test_nothing_to_do_takes_no_time():
     for topology in (Topology.flat(1), Topology.flat(3)):
         prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 0, cost=WIRE)
-        assert (prediction.seconds, prediction.num_slices) == (0.0, 1)
+        assert (prediction.time_s, prediction.num_slices) == (0.0, 1)
 
 
 @effort(max_examples=30)
 @given(trees(max_ranks=12), st.sampled_from(sorted(Collective)), st.integers(1, 20))
-def test_link_seconds_are_link_bytes_over_rates(topology, collective, num_slices):
+def test_link_s_are_link_bytes_over_rates(topology, collective, num_slices):
     schedule = plan_tree(topology, collective)
     size = schedule.denominator * num_slices
     prediction = predict(schedule, topology, size, schedule.denominator, cost=WIRE)
     rates = dict(topology.links())
     for link, load in schedule.link_bytes(topology, size).items():
         seconds = load / rates[link.child].bytes_per_s(link.direction)
-        assert prediction.link_seconds[link] == pytest.approx(seconds)
-    assert prediction.seconds >= max(prediction.link_seconds.values(), default=0.0) * (1 - 1e-9)
+        assert prediction.link_s[link] == pytest.approx(seconds)
+    assert prediction.time_s >= max(prediction.link_s.values(), default=0.0) * (1 - 1e-9)
 
 
 @effort(max_examples=30)
@@ -118,10 +118,10 @@ def test_ranks_that_crowd_on_few_processors_are_slower_but_links_are_not():
     alone, crowded = (
         predict(schedule, topology, 16 * 10**6, cost=CostModel.of_emulated_network(processors)) for processors in (8, 2)
     )
-    assert alone.processor_seconds == pytest.approx(alone.rank_seconds)
-    assert crowded.processor_seconds == pytest.approx(4 * alone.processor_seconds)
-    assert (crowded.link_seconds, crowded.rank_seconds) == (alone.link_seconds, alone.rank_seconds)
-    assert crowded.seconds > alone.seconds
+    assert alone.processor_s == pytest.approx(alone.rank_s)
+    assert crowded.processor_s == pytest.approx(4 * alone.processor_s)
+    assert (crowded.link_s, crowded.rank_s) == (alone.link_s, alone.rank_s)
+    assert crowded.time_s > alone.time_s
 
 
 def test_what_links_and_processors_do_not_hide_of_each_other_comes_on_top():
@@ -131,8 +131,8 @@ def test_what_links_and_processors_do_not_hide_of_each_other_comes_on_top():
         predict(schedule, topology, 4 * 10**6, 10**6, cost=CostModel(num_processors=1, unhidden_share=share))
         for share in (0.0, 0.5)
     )
-    assert hidden.processor_seconds < sum(hidden.link_seconds.values())
-    assert unhidden.seconds - hidden.seconds == pytest.approx(0.5 * hidden.processor_seconds)
+    assert hidden.processor_s < sum(hidden.link_s.values())
+    assert unhidden.time_s - hidden.time_s == pytest.approx(0.5 * hidden.processor_s)
 
 
 def test_a_smaller_first_slice_begins_sooner_and_moves_less():
@@ -141,7 +141,7 @@ def test_a_smaller_first_slice_begins_sooner_and_moves_less():
     even = predict(schedule, topology, 4 * 10**6, 10**6, cost=WIRE)
     ramped = predict(schedule, topology, 4 * 10**6, 10**6, first_slice_bytes=250_000, cost=WIRE)
     assert ramped.first_slice_s == pytest.approx(even.first_slice_s / 4), "no step takes more than half of the period"
-    assert ramped.seconds == pytest.approx(ramped.first_slice_s + (4 - 0.25) * ramped.period_s)
+    assert ramped.time_s == pytest.approx(ramped.first_slice_s + (4 - 0.25) * ramped.period_s)
     assert predict(schedule, topology, 100, first_slice_bytes=10**6, cost=WIRE).num_slices == 1
 
 
@@ -163,9 +163,9 @@ def test_a_step_that_is_nearly_as_slow_as_the_slowest_waits_for_whole_slices(dow
     num_bytes, slice_bytes = 10 * 10**6, 10**6
     ramp = [slice_bytes // 4, slice_bytes // 2]
     slices = [*ramp, *[(num_bytes - 2 * sum(ramp)) / 9] * 9, *reversed(ramp)]
-    found = predict(schedule, topology, num_bytes, slice_bytes, first_slice_bytes=ramp[0], cost=WIRE).seconds
+    found = predict(schedule, topology, num_bytes, slice_bytes, first_slice_bytes=ramp[0], cost=WIRE).time_s
     assert found == pytest.approx(flow_shop_s(slices, [1 / 1e6, 1 / down_rate]), rel=0.01)
-    even = predict(schedule, topology, num_bytes, slice_bytes, cost=WIRE).seconds
+    even = predict(schedule, topology, num_bytes, slice_bytes, cost=WIRE).time_s
     assert even == pytest.approx(flow_shop_s([slice_bytes] * 10, [1 / 1e6, 1 / down_rate]), rel=0.01)
 
 
@@ -185,5 +185,5 @@ def test_a_sum_begins_when_all_ranks_have_begun_and_what_is_handed_on_when_one_h
         for seconds in (0.0, 1e-3)
     )
     assert with_overhead.first_slice_s - without.first_slice_s == pytest.approx(begin_s)
-    besides_s = with_overhead.processor_seconds - without.processor_seconds
+    besides_s = with_overhead.processor_s - without.processor_s
     assert besides_s == pytest.approx(4e-3 if collective is Collective.ALL_GATHER else 0.0), "work beside the rest"

@@ -58,10 +58,10 @@ def test_planner_refuses_a_collective_that_it_does_not_know():
 @effort(max_examples=20)
 @given(trees(), st.sampled_from(sorted(Collective)), st.sampled_from([1, 1000, 10**6, 10**8]))
 def test_choice_is_the_fastest_by_prediction(topology, collective, num_bytes):
-    chosen = predict(choose(topology, collective, num_bytes), topology, num_bytes).seconds
+    chosen = predict(choose(topology, collective, num_bytes), topology, num_bytes).time_s
     for planner in PLANNERS.values():
         if collective in planner.collectives:
-            assert chosen <= predict(planner.plan(topology, collective), topology, num_bytes).seconds
+            assert chosen <= predict(planner.plan(topology, collective), topology, num_bytes).time_s
 
 
 def test_small_messages_choose_latency_and_large_ones_bandwidth():

@@ -18,7 +18,7 @@ RATES = st.integers(1, 1000).map(lambda rate: rate * 1e6)
 
 
 def busiest(schedule, topology):
-    return max(predict(schedule, topology, SIZE, cost=WIRE).link_seconds.values())
+    return max(predict(schedule, topology, SIZE, cost=WIRE).link_s.values())
 
 
 @effort(max_examples=60)
@@ -67,7 +67,7 @@ def test_levels_that_are_equally_slow_keep_an_all_reduce_above_the_bound():
 def test_never_slower_than_equal_portions(topology, collective, target, data):
     root = data.draw(st.integers(0, topology.num_ranks - 1))
     equal, weighted = (
-        predict(plan(topology, collective, target=target, root=root), topology, 16 << 20).seconds
+        predict(plan(topology, collective, target=target, root=root), topology, 16 << 20).time_s
         for plan in (plan_tree, plan_weighted_tree)
     )
     assert weighted <= 1.02 * equal  # of two that should take about equally long, that with fewer full links
@@ -102,9 +102,9 @@ def test_unequal_uplinks_are_within_8_percent_of_the_bound():
     topology = Topology.load("three-racks-uneven-uplinks")
     bound = lower_bound(topology, Collective.ALL_REDUCE, SIZE)
     schedule = plan_weighted_tree(topology, Collective.ALL_REDUCE)
-    assert predict(schedule, topology, SIZE).seconds <= 1.08 * bound
-    assert predict(schedule, topology, 16 << 20, 256 << 10).seconds <= 1.08 * bound / 4
-    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, SIZE).seconds > 1.3 * bound
+    assert predict(schedule, topology, SIZE).time_s <= 1.08 * bound
+    assert predict(schedule, topology, 16 << 20, 256 << 10).time_s <= 1.08 * bound / 4
+    assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, SIZE).time_s > 1.3 * bound
 
 
 def test_three_levels_of_a_scatter_use_ratios_from_above():

@@ -23,7 +23,7 @@ class Row:
     order: Order
     size_bytes: int
     method: str
-    seconds: tuple[float, ...]
+    times_s: tuple[float, ...]
     """Of each round, that of the slowest rank."""
     bound_s: float
     """What the wire needs at least for ``size_bytes`` of payload, however it is sent; 0 if rates are not emulated."""
@@ -43,17 +43,17 @@ class Row:
     @property
     def median_s(self) -> float:
         """The figure."""
-        return statistics.median(self.seconds)
+        return statistics.median(self.times_s)
 
     @property
     def least_s(self) -> float:
         """The fastest round."""
-        return min(self.seconds)
+        return min(self.times_s)
 
     @property
     def most_s(self) -> float:
         """The slowest round."""
-        return max(self.seconds)
+        return max(self.times_s)
 
     @property
     def times_bound(self) -> float | None:
@@ -70,7 +70,7 @@ class Row:
         """Return the row that :meth:`to_dict` described."""
         derived = {"median_s", "min_s", "max_s", "times_bound"}
         kept = {key: value for key, value in values.items() if key not in derived}
-        return cls(**{**kept, "seconds": tuple(kept["seconds"])})
+        return cls(**{**kept, "times_s": tuple(kept["times_s"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

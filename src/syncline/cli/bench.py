@@ -27,6 +27,7 @@ from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 from syncline.units import parse_size
+from syncline.variables import process_variables
 
 DEFAULT_SIZES = ("16 MiB", "64 MiB")
 WIDTH = 150
@@ -156,7 +157,7 @@ def choose_place(*, is_on_loopback: bool) -> Iterator[Place]:
         _report(f"ranks on loopback ({why}): the topology is planned for, but its rates are not emulated")
         yield Place(launch_on_loopback=_launch)
         return
-    with shared_secret(os.environ) as secret:
+    with shared_secret(process_variables()) as secret:
         yield Place(environment={"OMP_NUM_THREADS": "1", **secret})
 
 

@@ -25,7 +25,7 @@ class ClassPlan:
     names: tuple[str, ...]
     profile: ForwardProfile
     chosen: ForwardPrediction
-    seconds: dict[str, float]
+    times_s: dict[str, float]
     """The forward pass with one class, equal and geometric proportions, and as searched."""
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def plan_classes(
     total = max(1, sum(num_bytes))
     plans = Plans(topology, plan_best, slice_bytes=None)
     schedule = plans.schedule(Collective.ALL_GATHER, total)
-    bytes_per_s = total / max(predict(schedule, topology, total, plans.slice_bytes).seconds, 1e-9)
+    bytes_per_s = total / max(predict(schedule, topology, total, plans.slice_bytes).time_s, 1e-9)
     profile = ForwardProfile(
         num_bytes=num_bytes,
         forward_s=forward_s,
@@ -58,8 +58,8 @@ def plan_classes(
         name: predict_forward(profile, divide_by_proportions(num_bytes, shares)) for name, shares in divisions.items()
     }
     found = search_classes(profile, number)
-    seconds = {name: prediction.seconds for name, prediction in fixed.items()} | {"searched": found.seconds}
-    return ClassPlan(names=names, profile=profile, chosen=found, seconds=seconds)
+    seconds = {name: prediction.time_s for name, prediction in fixed.items()} | {"searched": found.time_s}
+    return ClassPlan(names=names, profile=profile, chosen=found, times_s=seconds)
 
 
 def show_classes(plan: ClassPlan, console: Console) -> None:
@@ -82,7 +82,7 @@ def show_classes(plan: ClassPlan, console: Console) -> None:
     console.print(
         f"all-gather at {format_rate(plan.profile.bytes_per_s)}, times counted from the end of the backward pass"
     )
-    one_s = plan.seconds["one class"]
-    for name, seconds in plan.seconds.items():
+    one_s = plan.times_s["one class"]
+    for name, seconds in plan.times_s.items():
         gain = f", {1 - seconds / one_s:.1%} less than one class" if seconds < one_s else ""
         console.print(f"  {name:10} forward pass {format_duration(seconds)}{gain}")

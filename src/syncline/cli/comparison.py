@@ -82,7 +82,7 @@ def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: floa
     return PlannerResult(
         planner=schedule.planner,
         prediction=prediction,
-        ratio=prediction.seconds / bound_s if bound_s > 0 else math.inf,
+        ratio=prediction.time_s / bound_s if bound_s > 0 else math.inf,
         num_steps=schedule.num_steps,
         num_messages=len(schedule.transfers),
         link_bytes=schedule.link_bytes(topology, num_bytes),
@@ -96,7 +96,7 @@ def _result_json(result: PlannerResult) -> dict[str, Any]:
         links.setdefault(link.child, {})[link.direction] = amount
     return {
         "planner": result.planner,
-        "seconds": prediction.seconds,
+        "time_s": prediction.time_s,
         "ratio": result.ratio if math.isfinite(result.ratio) else None,
         "num_steps": result.num_steps,
         "num_messages": result.num_messages,

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from syncline.variables import process_variables
+
 MIN_PYTHON = (3, 11)
 TORCH_VERSIONS = ((2, 11), (2, 14))
 """From the first up to, not including, the second."""
@@ -146,7 +148,7 @@ def check_transports() -> Finding:
     """Judge whether messages move in compiled code, by the file alone; importing the fabric takes a while."""
     folder = Path(__file__).parents[1] / "fabric"
     is_built = any((folder / f"_native{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    is_wanted = os.environ.get("SYNCLINE_NATIVE") != "0"
+    is_wanted = process_variables().get("SYNCLINE_NATIVE") != "0"
     return judge(
         "compiled transport",
         is_built and is_wanted,

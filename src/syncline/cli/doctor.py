@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,22 +34,27 @@ def doctor(
     for_s: Annotated[
         float, typer.Option("--for", metavar="SECONDS", min=0.1, max=86400, help="How long --listen lasts.")
     ] = 600.0,
+    secret_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The secret of --path and --listen (mode 0600).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings for programs.")] = False,
 ) -> None:
     """Say what this machine lacks, and what to do about it.
 
-    --path HOST needs `syncline doctor --listen` on HOST. Where SYNCLINE_SECRET_FILE is set, both need the same.
+    --path HOST needs `syncline doctor --listen` on HOST. With --secret-file (or SYNCLINE_SECRET_FILE), both need
+    the same secret.
 
     Exit code 1 if training cannot work here, or no mark comes through; whatever is merely limited leaves it at 0.
     """
     if path is not None and listen:
         raise ConfigurationError("--path asks and --listen answers; give one of them")
     if path is not None or listen:
-        from syncline.cli.path_diagnosis import listen_for_probes, show_path  # loads the fabric
+        from syncline.cli.path_diagnosis import choose_key, listen_for_probes, show_path  # loads the fabric
 
+        key = choose_key(secret_file)
         if path is not None:
-            raise typer.Exit(show_path(path, as_json=as_json))
-        listen_for_probes(port, for_s=for_s)
+            raise typer.Exit(show_path(path, as_json=as_json, key=key))
+        listen_for_probes(port, for_s=for_s, key=key)
         return
     findings = diagnose()
     if as_json:

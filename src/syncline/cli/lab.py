@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from syncline.lab import operations
 from syncline.lab.operations import LabStatus
 from syncline.topology import DirectedLink
 from syncline.units import format_rate, format_size
+from syncline.variables import process_variables
 
 app = new_app(
     about="Try it on an emulated network of this machine: namespaces, bridges and rate-limited links (Linux, root)."
@@ -35,7 +35,7 @@ def run(topology: TopologyArgument, command: CommandArgument, *, priorities: Pri
 
     Typically: syncline lab run two-racks-5-3 -- syncline run train.py
     """
-    with shared_secret(os.environ) as environment:
+    with shared_secret(process_variables()) as environment:
         code = operations.run(topology, _plain(command), priorities=priorities, env=environment, report=_report)
     raise typer.Exit(code)
 

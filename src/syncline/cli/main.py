@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -14,6 +13,7 @@ import typer.main
 
 from syncline.cli.commands import HELP_NAMES
 from syncline.errors import SynclineError
+from syncline.variables import choose_colour, is_coloured
 
 USAGE_ERROR = 2
 
@@ -73,8 +73,13 @@ def _front(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    color: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="Print with colour, or without; or NO_COLOR.")
+    ] = None,
 ) -> None:
     """Fast data-parallel PyTorch training on networks that are not uniform."""
+    if color is not None:
+        choose_colour(is_wanted=color)
 
 
 def main() -> None:
@@ -82,8 +87,7 @@ def main() -> None:
     try:
         app()
     except SynclineError as error:
-        is_colourful = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        red, plain = ("\x1b[1;31m", "\x1b[0m") if is_colourful else ("", "")
+        red, plain = ("\x1b[1;31m", "\x1b[0m") if is_coloured(sys.stderr) else ("", "")
         print(f"{red}error:{plain} {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -15,15 +15,23 @@ from rich.table import Table
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.fabric import FabricOptions
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
-from syncline.pytorch.environment import read_secret
+from syncline.pytorch.secret import read_secret, read_secret_file
 from syncline.topology.priorities import Priorities
+from syncline.variables import process_variables
 
 
-def show_path(text: str, *, as_json: bool) -> int:
+def choose_key(secret_file: Path | None) -> bytes:
+    """Return what probes are authenticated with: the secret of the file, else of the variables; empty without one."""
+    if secret_file is not None:
+        return read_secret_file(secret_file, who="--secret-file")
+    return read_secret(process_variables()) or b""
+
+
+def show_path(text: str, *, as_json: bool, key: bytes) -> int:
     """Probe every mark that Syncline uses by default, print what became of it, and return the exit code."""
     host, port = parse_endpoint(text, default_port=PROBE_PORT, what="--path")
     names = class_names(Priorities())
-    found = probe_path(host, port, list(names), key=read_secret(os.environ) or b"")
+    found = probe_path(host, port, list(names), key=key)
     verdict = judge_path(found, host, port)
     if as_json:
         marks = [asdict(one) | {"classes": names[one.sent], "survived": one.survived} for one in found]
@@ -34,12 +42,12 @@ def show_path(text: str, *, as_json: bool) -> int:
     return 0 if any(one.survived for one in found) else 1
 
 
-def listen_for_probes(port: int, *, for_s: float) -> None:
+def listen_for_probes(port: int, *, for_s: float, key: bytes) -> None:
     """Answer probes until the time is over or the user has enough."""
     with _open_everywhere(port) as sock:
         print(f"answering on port {sock.getsockname()[1]} for {for_s:g} s", flush=True)
         try:
-            num_answers = respond(sock, for_s=for_s, key=read_secret(os.environ) or b"", is_over=lambda: False)
+            num_answers = respond(sock, for_s=for_s, key=key, is_over=lambda: False)
         except KeyboardInterrupt:
             return
     print(f"gave {num_answers} answers")

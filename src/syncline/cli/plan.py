@@ -122,7 +122,7 @@ def planner_table(comparison: Comparison) -> Table:
         is_winner = result is comparison.winner
         table.add_row(
             f"{result.planner}{' (wins)' if is_winner else ''}",
-            format_duration(result.prediction.seconds),
+            format_duration(result.prediction.time_s),
             f"{result.ratio:.2f}",
             str(result.num_steps),
             f"{result.num_messages:,}",

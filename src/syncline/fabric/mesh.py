@@ -68,7 +68,7 @@ async def connect_tcp(
             hosts=[other.host for other in generation.members],
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            transport_set=open_transport_set(grants, has_keys=options.authenticate_frames),
+            transport_set=open_transport_set(grants, has_keys=options.authenticate_frames, native=options.native),
             offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )

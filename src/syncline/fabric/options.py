@@ -16,7 +16,11 @@ MAX_DSCP = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricOptions:
-    """How one rank's TCP fabric behaves. All ranks of a job are given the same."""
+    """How one rank's TCP fabric behaves. All ranks of a job are given the same.
+
+    >>> FabricOptions(secret=b"s" * 32, dead_s=30.0).send_s  # seconds
+    300.0
+    """
 
     job_id: str = "syncline"
     """Which job this is: connections of another job are refused."""
@@ -27,6 +31,8 @@ class FabricOptions:
     authenticate_frames: bool = False
     """Let every frame carry a code that only who knows the secret can make, so that none can be changed, repeated or
     left out on the way. Messages move in Python then."""
+    native: bool | None = None
+    """Whether messages move in compiled code; None takes ``SYNCLINE_NATIVE``, else what was built."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 

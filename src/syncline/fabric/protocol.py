@@ -30,6 +30,9 @@ class PeerLeftError(PeerLostError):
     """A peer closed its fabric in good order: everything that it sent has arrived, and nothing more will.
 
     What was already under way without needing that peer may still finish.
+
+    >>> PeerLeftError("rank 1 (host a1) has left", rank=1, host="a1").rank
+    1
     """
 
 

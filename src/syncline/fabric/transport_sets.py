@@ -6,13 +6,13 @@ Frames are authenticated in Python alone: the compiled transport has no keyed ha
 from __future__ import annotations
 
 import asyncio
-import os
 
 from syncline.errors import ConfigurationError
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.python_peer_transport import PythonTransportSet
 from syncline.fabric.sizing import GrantSizes
+from syncline.variables import process_variables
 
 _why_not = ""
 try:
@@ -25,36 +25,43 @@ except ImportError as error:  # there was no compiler when the package was insta
 VARIABLE = "SYNCLINE_NATIVE"
 
 
-def is_native() -> bool:
-    """Whether fabrics get compiled transports now."""
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "0", "1"):
+def is_native(wanted: bool | None = None) -> bool:
+    """Whether fabrics get compiled transports; ``wanted`` goes before the variable."""
+    wanted, who = _wanted(wanted)
+    if wanted and NativeTransportSet is None:
         raise ConfigurationError(
-            f"{VARIABLE} must be 0, 1 or empty, not {wanted!r}; 0 leaves the compiled transport out"
+            f"{who} asks for the compiled transport, which is not installed ({_why_not}); install a C++ compiler "
+            "(Debian: g++) and then Syncline again, or leave it out"
         )
-    if wanted == "1" and NativeTransportSet is None:
-        raise ConfigurationError(
-            f"{VARIABLE}=1 asks for the compiled transport, which is not installed ({_why_not}); install a C++ "
-            "compiler (Debian: g++) and then Syncline again, or leave the variable empty"
-        )
-    return NativeTransportSet is not None and wanted != "0"
+    return NativeTransportSet is not None and wanted is not False
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
+def _wanted(given: bool | None) -> tuple[bool | None, str]:
+    """Return what the argument says, else the variable, and which of them does."""
+    if given is not None:
+        return given, f"native={given}"
+    text = process_variables().get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"{VARIABLE} must be 0, 1 or empty, not {text!r}; 0 leaves the compiled transport out")
+    return {"": None, "0": False, "1": True}[text], f"{VARIABLE}={text}"
+
+
+def new_event_loop(*, native: bool | None = None) -> asyncio.AbstractEventLoop:
     """Return a loop on which these transports do best; they run on any."""
-    return asyncio.SelectorEventLoop(NativeSelector()) if is_native() else asyncio.new_event_loop()
+    return asyncio.SelectorEventLoop(NativeSelector()) if is_native(native) else asyncio.new_event_loop()
 
 
 def check_transport(options: FabricOptions) -> None:
-    """Refuse options that the transports of ``SYNCLINE_NATIVE`` cannot meet."""
-    if options.authenticate_frames and os.environ.get(VARIABLE) == "1":
+    """Refuse options that the transports which were asked for cannot meet."""
+    wanted, who = _wanted(options.native)
+    if options.authenticate_frames and wanted:
         raise ConfigurationError(
-            f"{VARIABLE}=1 asks for the compiled transport, and authenticate_frames=True for frames that only "
-            f"the one in Python can authenticate; leave {VARIABLE} empty, or authenticate_frames "
+            f"{who} asks for the compiled transport, and authenticate_frames=True for frames that only the one in "
+            "Python can authenticate; leave that out, or authenticate_frames "
             "(SYNCLINE_AUTHENTICATE_FRAMES) off on all ranks"
         )
 
 
-def open_transport_set(sizes: GrantSizes, *, has_keys: bool = False) -> TransportSet:
+def open_transport_set(sizes: GrantSizes, *, has_keys: bool = False, native: bool | None = None) -> TransportSet:
     """Return a new transport set on the running loop; ``has_keys``: one that authenticates frames."""
-    return NativeTransportSet(sizes) if is_native() and not has_keys else PythonTransportSet(sizes)
+    return NativeTransportSet(sizes) if is_native(native) and not has_keys else PythonTransportSet(sizes)

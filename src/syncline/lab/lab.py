@@ -20,6 +20,7 @@ from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings
 from syncline.lab.records import LabRecord, create_record
 from syncline.lab.removal import clean, end_process_groups, remove_lab
 from syncline.topology import DirectedLink, Topology
+from syncline.variables import process_variables
 
 
 class Lab:
@@ -132,7 +133,7 @@ class Lab:
         assert record is not None
         place = plan.host(host)
         here = plan.environment(place, topology_file=str(record.topology_file))
-        environment = {**os.environ, **here, **(env or {})}
+        environment = {**process_variables(), **here, **(env or {})}
         command = ["ip", "netns", "exec", place.namespace, *argv]
         popen = {"start_new_session": True, **popen}
         process: subprocess.Popen[Any] = subprocess.Popen(command, env=environment, **popen)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Callable, Mapping
+
+from syncline.variables import process_variables
 
 LIBRARY = "libnvidia-ml.so.1"
 _CLOCK_SM = 1
@@ -26,7 +27,7 @@ def find_gpu(ordinal: int | None = None, environment: Mapping[str, str] | None =
     0), which CUDA_VISIBLE_DEVICES names. Without that list it is taken to be the index: so CUDA numbers them too, where
     all GPUs are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
-    known = os.environ if environment is None else environment
+    known = process_variables() if environment is None else environment
     local_rank = known.get("LOCAL_RANK", "")
     number = ordinal if ordinal is not None else int(local_rank) if local_rank.isdecimal() else 0
     listed = known.get("CUDA_VISIBLE_DEVICES")

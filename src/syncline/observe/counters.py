@@ -8,7 +8,13 @@ from types import MappingProxyType
 
 
 class Counters:
-    """Named running sums; any thread may add, and :meth:`statistics` gives a frozen copy."""
+    """Named running sums; any thread may add, and :meth:`statistics` gives a frozen copy.
+
+    >>> counters = Counters()
+    >>> counters.add("waited_s", 0.5); counters.add("waited_s", 0.25)
+    >>> dict(counters.statistics())
+    {'waited_s': 0.75}
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}

@@ -18,6 +18,12 @@ def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
     """Write the events of all ``paths`` to ``out`` (Chrome trace JSON), times from zero; returns how many.
 
     A file that ends in the middle of a line, because its rank was killed, gives what it has.
+
+    >>> traces = [Trace(rank=rank, path=f"trace-{rank}.json") for rank in range(2)]
+    >>> for trace in traces:
+    ...     trace.instant("here", "compute"); trace.close()
+    >>> merge_traces(["trace-0.json", "trace-1.json"], "trace.json")
+    2
     """
     ranks = [_read(Path(path)) for path in paths]
     anchors_ns: dict[str, int] = {}

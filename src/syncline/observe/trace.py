@@ -38,6 +38,10 @@ class Trace:
 
     ``path``: where events are written as the run goes on; None keeps them in memory for :meth:`save`.
     ``max_events``: how many are kept at most; the rest is counted in :attr:`num_dropped`.
+
+    >>> trace = Trace(rank=0, path="trace.json")
+    >>> start_ns = trace.now_ns()
+    >>> trace.span("load", "compute", start_ns, trace.now_ns(), batch=3); trace.close()
     """
 
     enabled = True
@@ -157,7 +161,10 @@ class Trace:
 
 
 class NullTrace(Trace):
-    """A trace that is off: every call returns at once."""
+    """A trace that is off: every call returns at once.
+
+    >>> NullTrace().span("nothing", "compute", 0, 1)  # returns at once
+    """
 
     enabled = False
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.utils import _pytree
 
 from syncline.errors import UpdateError
 from syncline.pytorch.detachable import Hook
@@ -32,6 +30,7 @@ from syncline.pytorch.samples import ForwardPass, SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.watch import StepWatch
 from syncline.updates.bucket import Bucket, Slot
+from syncline.updates.private_torch import at_end_of_backward, backward_pass, tree_leaves
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rule import Updater
 
@@ -118,7 +117,7 @@ class GradientCollector:
         self._finish()
 
     def _on_output(self, forward: ForwardPass, _: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         self._samples.reach(forward, task)
         if self.is_synchronised:
             self._begin_task(task)
@@ -126,7 +125,7 @@ class GradientCollector:
     def _begin_task(self, task: int) -> None:
         if self._outer_task == -1:
             self._outer_task = task
-            Variable._execution_engine.queue_callback(self._on_end)
+            at_end_of_backward(self._on_end)
 
     def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
         if parameter.grad is None:  # autograd came here with nothing
@@ -135,7 +134,7 @@ class GradientCollector:
             self.has_local_gradients = True
             return
         if not self._is_running:
-            self._begin_task(torch._C._current_graph_task_id())
+            self._begin_task(backward_pass())
             self._begin(self._samples.weight())
         position = slot.position
         if self._remaining[bucket.index] <= 0 and self._has_learnt:
@@ -240,7 +239,7 @@ def _accumulation(parameter: torch.nn.Parameter) -> Any:
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a model returned, also within dataclasses."""
-    for leaf in _pytree.tree_leaves(outputs):
+    for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -33,6 +33,11 @@ def save_checkpoint(
     rank if one of them fails; the checkpoint that was there is whole then. Where ranks may be lost, or only serve
     (``Clustered``; ``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only
     it waits; call ``optimizer.end_period()`` before, so that it has what all have.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
+    >>> syncline.load_checkpoint("run1", model, optimizer)
+    {'epoch': 3}
     """
     _save(Path(path).absolute(), model, optimizer, checkpoint_group_of(model, optimizer), extra)
 
@@ -82,6 +87,11 @@ def load_checkpoint(
 
     With ``strict`` the model's and the checkpoint's names must be the same; else those that both have are loaded.
     Raises :class:`CheckpointError` on every rank if it is missing, damaged, or made from another model.
+
+    >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> syncline.load_checkpoint("run1", model, optimizer)["epoch"]  # of any number of ranks, here of a plain process
+    3
     """
     target = Path(path).absolute()
     group = checkpoint_group_of(model, optimizer)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.optimizer_state import dtype_of
+from syncline.updates.private_torch import checkpoint_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +190,8 @@ def _record(chunk: Chunk, storage: Any) -> Record:
     }
 
 
-def _storage(record: Record) -> _StorageInfo:
-    return _StorageInfo(record["file"], record["start"], record["length"])
+def _storage(record: Record) -> Any:
+    return checkpoint_place(record["file"], start=record["start"], length=record["length"])
 
 
 def _tensors(records: Sequence[Record]) -> dict[str, TensorStorageMetadata]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from syncline.updates.private_torch import is_compiled
+
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the model or a module in it is compiled by ``torch.compile`` or ``torch.jit``, as far as it can tell."""
-    return any(
-        isinstance(module, torch.jit.ScriptModule)
-        or hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    return any(isinstance(module, torch.jit.ScriptModule) or is_compiled(module) for module in model.modules())

@@ -16,9 +16,15 @@ from syncline.pytorch.registry import is_in_training, trainings_of
 def synchronize(model: nn.Module | None = None) -> None:
     """Wait until the parameters of ``model`` (default: of all models) are final; raises what went wrong meanwhile.
 
+    Any thread may call it; no other rank needs to.
+
     They are final when ``step()`` returns, unless ``Sharded(overlap_forward=True)`` was asked for. Then who touches
     a parameter through PyTorch waits by itself; call this before parameters are read or written by another way, such
     as an array or a ``p.data`` that was taken before the step.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded(overlap_forward=True))
+    >>> model(x).sum().backward(); optimizer.step()
+    >>> syncline.synchronize(model)  # now memory that was reached before the step holds the new values too
     """
     for training in trainings_of(model):
         training.synchronize()
@@ -26,7 +32,15 @@ def synchronize(model: nn.Module | None = None) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Within this context, backward passes add to ``p.grad`` on this rank alone (gradient accumulation)."""
+    """Within this context, backward passes add to ``p.grad`` on this rank alone (gradient accumulation).
+
+    Run the last one of a step outside it: ``step()`` raises :class:`UpdateError` else.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> with syncline.no_sync(model):
+    ...     model(x).sum().backward()
+    >>> model(x).sum().backward(); optimizer.step()  # with the gradients of both passes, of all ranks
+    """
     with ExitStack() as stack:
         for training in trainings_of(model):
             stack.enter_context(training.no_sync())
@@ -52,6 +66,11 @@ def join(model: nn.Module) -> Iterator[None]:
     A rank that leaves it goes on in the steps of the others, with no weight, until all have left. Every rank enters it
     once, with its loop inside; the same backward passes, ``optimizer.clip_grad_norm_`` and steps make up a step on all.
     Raises :class:`UpdateError` with rules in which ranks step by themselves (``Overlapped``, ``Clustered``).
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> with syncline.join(model):
+    ...     for batch in x.split(2):
+    ...         model(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()
     """
     with ExitStack() as stack:
         for training in trainings_of(model):
@@ -60,15 +79,29 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 def batch_size(num_samples: float, model: nn.Module | None = None) -> None:
-    """Weight this rank's gradient of the current step by ``num_samples``, in place of the counted samples."""
+    """Weight this rank's gradient of the current step by ``num_samples``, in place of the counted samples.
+
+    Call it before ``backward()``, on the training thread; ranks may give different numbers, 0 or more. ``model``: the
+    distributed model that is meant (default: all).
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> syncline.batch_size(len(x))
+    >>> model(x).mean().backward(); optimizer.step()
+    """
     for training in trainings_of(model):
         training.batch_size(num_samples)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale the gradients of ``model`` so that their total norm is at most ``max_norm``; return what it was.
+    """Scale the gradients of ``model`` so that their total norm is at most ``max_norm``; return what it was, a scalar.
 
-    Every rank calls it, between ``backward()`` and ``step()``.
+    Every rank calls it, between ``backward()`` and ``step()``. ``norm_type`` is the p of the norm. Raises
+    :class:`UpdateError` for a model with several optimizers: clip with each of them.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> model(x).sum().backward()
+    >>> bool(syncline.clip_grad_norm_(model, max_norm=1.0) > 1.0)
+    True
     """
     trainings = trainings_of(model)
     if len(trainings) != 1:

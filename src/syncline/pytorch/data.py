@@ -10,6 +10,8 @@ from torch.utils.data import DistributedSampler
 from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet, current_fleet
 
+__all__ = ["sampler"]
+
 
 def sampler(
     dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None
@@ -22,6 +24,11 @@ def sampler(
     the same order. ``fleet``: default, the one that ``syncline.init()`` made.
 
     Raises :class:`ConfigurationError` for a data set without a length or without samples, or if there is no fleet.
+
+    >>> dataset = torch.utils.data.TensorDataset(torch.arange(10))
+    >>> loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=syncline.data.sampler(dataset))
+    >>> [len(numbers) for (numbers,) in loader]
+    [4, 4, 2]
     """
     if not isinstance(dataset, Sized) or not len(dataset):
         raise ConfigurationError(

@@ -59,6 +59,10 @@ def distribute(
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded())
+    >>> model(x).square().mean().backward()
+    >>> optimizer.step()
     """
     fleet = fleet or current_fleet()
     rule = _checked_rule(update, optimizer)

@@ -18,6 +18,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Slot
+from syncline.updates.private_torch import UNSCALE, tensor_without_memory
 from syncline.updates.rule import Updater
 
 _METADATA = frozenset(
@@ -41,9 +42,8 @@ class DividedGradient(torch.Tensor):
         cls: type[DividedGradient], parameter: torch.nn.Parameter, slot: Slot, updater: Updater
     ) -> DividedGradient:
         """Make the stand-in for the gradient of ``parameter``; it has no memory of its own."""
-        stand_in: DividedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
+        stand_in = tensor_without_memory(cls, parameter)
+        assert isinstance(stand_in, DividedGradient), "it is of the class that was asked for"
         stand_in.slot = slot
         stand_in.updater = updater
         stand_in.fresh = None
@@ -71,8 +71,7 @@ class DividedGradient(torch.Tensor):
         if name in _ANSWERS:
             return _ANSWERS[name](*args, **(kwargs or {}))
         if name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise _refusal(name)
 
     @classmethod
@@ -111,8 +110,7 @@ def _norm(
     assert divided is not None, "only divided gradients are stood in for"
     order = 2.0 if p in {"fro", None} else float(p)
     value = divided.norms(order)[gradient.slot.position]
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.to(gradient.device, dtype or gradient.dtype)
+    return value.to(gradient.device, dtype or gradient.dtype)
 
 
 def _vector_norm(gradient: DividedGradient, ord: Any = 2.0, *_: Any, **options: Any) -> torch.Tensor:  # noqa: A002
@@ -171,7 +169,7 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "clamp_max_": lambda gradient, bound: _clamp(gradient, max=bound),
     "zero_": _zero,
     "requires_grad_": _same,
-    "_amp_foreach_non_finite_check_and_unscale_": _check_and_unscale,
+    UNSCALE: _check_and_unscale,
     "detach": _same,
     "data": _same,
     "__repr__": DividedGradient.__repr__,

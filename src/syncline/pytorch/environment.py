@@ -1,23 +1,55 @@
-"""What the environment says about this process: the variables of launchers and Syncline's own, checked once."""
+"""How this process joins its job: the arguments of ``init()``, else the variables of launchers and Syncline's own.
+
+Everything is checked once, here. An argument that is given goes before its variable (:mod:`syncline.variables`).
+"""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
-from syncline.endpoints import MAX_PORT, without_brackets
+from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
-from syncline.pytorch.launchers import find_place, whole_number
+from syncline.observe import Trace
+from syncline.pytorch.launchers import Place, find_place, whole_number
+from syncline.pytorch.limits import Limits, choose_limits
+from syncline.pytorch.secret import read_secret
+from syncline.topology import Topology
+from syncline.variables import process_variables
+
+DEFAULT_MASTER_PORT = 29500
+"""What torchrun listens on, so that habits and firewalls fit."""
+
+
+class Arguments(TypedDict, total=False):
+    """What ``init()`` was given; what is left out or None is read from its variable."""
+
+    topology: str | Path | Topology | None
+    rank: int | None
+    world_size: int | None
+    master: str | None
+    job_id: str | None
+    secret: bytes | str | None
+    insecure: bool
+    authenticate_frames: bool | None
+    interface: str | None
+    timeout_s: float | None
+    connect_timeout_s: float | None
+    silence_s: float | None
+    stall_s: float | None
+    trace: str | Path | Trace | None
+    native: bool | None
+    shared_memory: bool | None
+    bind_thread: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Place of this process in its job. Arguments of ``init()`` go before what stands here."""
+    """Place of this process in its job, and how it takes part."""
 
     rank: int
     world_size: int
@@ -26,48 +58,94 @@ class Environment:
     uses_agent_store: bool
     """Whether torchrun's agent serves the store already."""
     job_id: str
-    topology: str | None
+    topology: str | Path | Topology | None
     interface: str | None
     """Address or name of the interface that other ranks reach."""
     secret: bytes | None
-    trace: Path | None
+    insecure: bool
+    """Whether strangers may join where there is no secret."""
+    trace: Path | Trace | None
+    native: bool | None
+    """Whether messages move in compiled code; None leaves it to ``SYNCLINE_NATIVE`` and to what was built."""
     binds_thread: bool
     """Whether the communication thread may be bound to cores."""
     uses_shared_memory: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
     authenticates_frames: bool
     """Whether every frame carries a code that only who knows the secret can make."""
+    limits: Limits
 
 
-def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read and check the variables; :class:`ConfigurationError` names the one that is wrong."""
-    values = os.environ if variables is None else variables
-    place = find_place(values)
-    port = values.get("MASTER_PORT")
-    if place.world_size > 1 and not (values.get("MASTER_ADDR") and port):
-        raise ConfigurationError(
-            f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; set both, alike for all "
-            "ranks, to the host of rank 0 and a free port there, or use `syncline run`"
-        )
-    master_port = whole_number(values, "MASTER_PORT", 0) if port else None
-    if place.world_size > 1 and master_port is not None and not 0 < master_port <= MAX_PORT:
-        raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {master_port}")
-    trace = values.get("SYNCLINE_TRACE")
+def read_environment(variables: Mapping[str, str] | None = None, given: Arguments | None = None) -> Environment:
+    """Choose and check every setting; :class:`ConfigurationError` names the argument or variable that is wrong."""
+    values = process_variables() if variables is None else variables
+    said: Arguments = given or {}
+    place = _choose_place(values, said)
+    address, port = _choose_master(values, said, place)
+    topology, trace = said.get("topology"), said.get("trace") or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
         world_size=place.world_size,
-        master_address=without_brackets(values.get("MASTER_ADDR", "")) or None,
-        master_port=master_port,
-        uses_agent_store=values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
-        job_id=values.get("TORCHELASTIC_RUN_ID") or "syncline",
-        topology=values.get("SYNCLINE_TOPOLOGY") or None,
-        interface=values.get("SYNCLINE_INTERFACE") or None,
-        secret=read_secret(values),
-        trace=Path(trace) if trace else None,
-        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD"),
-        uses_shared_memory=_switch(values, "SYNCLINE_BOARD"),
-        authenticates_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", "off"),
+        master_address=address,
+        master_port=port,
+        uses_agent_store=not said.get("master") and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
+        job_id=said.get("job_id") or values.get("TORCHELASTIC_RUN_ID") or "syncline",
+        topology=topology if topology is not None else values.get("SYNCLINE_TOPOLOGY") or None,
+        interface=said.get("interface") or values.get("SYNCLINE_INTERFACE") or None,
+        secret=_choose_secret(values, said),
+        insecure=said.get("insecure", False),
+        trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
+        native=said.get("native"),
+        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.get("bind_thread")),
+        uses_shared_memory=_switch(values, "SYNCLINE_BOARD", said.get("shared_memory")),
+        authenticates_frames=_switch(
+            values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"
+        ),
+        limits=choose_limits(
+            timeout_s=said.get("timeout_s"),
+            connect_timeout_s=said.get("connect_timeout_s"),
+            silence_s=said.get("silence_s"),
+            stall_s=said.get("stall_s"),
+            variables=values,
+        ),
     )
+
+
+def _choose_place(values: Mapping[str, str], said: Arguments) -> Place:
+    rank, world_size = said.get("rank"), said.get("world_size")
+    if rank is None and world_size is None:
+        return find_place(values)
+    if rank is None or world_size is None:
+        raise ConfigurationError(
+            f"init() was given rank={rank} and world_size={world_size}; give both, or neither and let the launcher say"
+        )
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank must be from 0 to world_size - 1, but they are {rank} and {world_size}")
+    return Place(rank=rank, world_size=world_size, source="world_size")
+
+
+def _choose_master(values: Mapping[str, str], said: Arguments, place: Place) -> tuple[str | None, int | None]:
+    """Return where rank 0 serves the store; a job of one rank need not say."""
+    master = said.get("master")
+    if master:
+        return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
+    address, text = without_brackets(values.get("MASTER_ADDR", "")) or None, values.get("MASTER_PORT")
+    if place.world_size > 1 and not (address and text):
+        raise ConfigurationError(
+            f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; set both, alike for all "
+            "ranks, to the host of rank 0 and a free port there, or give init(master=), or use `syncline run`"
+        )
+    port = whole_number(values, "MASTER_PORT", 0) if text else None
+    if place.world_size > 1 and port is not None and not 0 < port <= MAX_PORT:
+        raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {port}")
+    return address, port
+
+
+def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:
+    secret = said.get("secret")
+    if secret:
+        return secret.encode() if isinstance(secret, str) else secret
+    return read_secret(values)
 
 
 def own_address(master_address: str | None) -> str | None:
@@ -89,38 +167,16 @@ def own_address(master_address: str | None) -> str | None:
             probe.connect(address)  # a datagram socket sends nothing here; it only learns its route
         except OSError as error:
             raise ConfigurationError(
-                f"There is no route to MASTER_ADDR {master_address!r} ({error}); set SYNCLINE_INTERFACE to the address "
-                "that the other ranks reach"
+                f"There is no route to MASTER_ADDR {master_address!r} ({error}); give init(interface=), or "
+                "SYNCLINE_INTERFACE, the address that the other ranks reach"
             ) from error
         return str(probe.getsockname()[0])
 
 
-def _switch(values: Mapping[str, str], name: str, default: str = "on") -> bool:
+def _switch(values: Mapping[str, str], name: str, given: bool | None, *, default: str = "on") -> bool:
+    if given is not None:
+        return given
     text = values.get(name) or default
     if text not in ("on", "off"):
         raise ConfigurationError(f"{name} must be on or off, not {text!r}")
     return text == "on"
-
-
-def read_secret(values: Mapping[str, str]) -> bytes | None:
-    """Return the job's secret: that of its file, else the variable itself."""
-    named = values.get("SYNCLINE_SECRET_FILE")
-    if named:
-        return read_secret_file(named, who="SYNCLINE_SECRET_FILE")
-    text = values.get("SYNCLINE_SECRET")
-    return text.strip().encode() if text else None
-
-
-def read_secret_file(path: str | Path, *, who: str) -> bytes:
-    """Return the secret in a file; :class:`ConfigurationError`, which begins with ``who``, if others may read it."""
-    try:
-        with Path(path).open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(64 << 10).strip()
-    except OSError as error:
-        raise ConfigurationError(f"{who} '{path}' cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigurationError(
-            f"{who} '{path}' may be read by others (mode {stat.S_IMODE(mode):04o}); run chmod 600 on it"
-        )
-    return secret

@@ -6,42 +6,38 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
-from syncline.pytorch.environment import Environment, own_address, read_environment
-from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.objects import ObjectCollectives
-from syncline.pytorch.stores import LocalStore, TorchStore, open_store
-from syncline.pytorch.told_once import tell_once
-from syncline.runtime import CommunicationLoop, Communicator, FleetStatistics
+from syncline.runtime import Communicator, FleetStatistics
 from syncline.topology import Topology
-
-HANDSHAKE_S = 5.0
-CONNECT_MARGIN_S = 30.0
-"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 _entering = threading.Lock()
 _current: Fleet | None = None
 
 
 class Fleet:
-    """All ranks of a job as this one sees them; a context manager that closes itself.
+    """All ranks of a job as this one sees them, made by :func:`syncline.init`; a context manager that closes itself.
 
-    Collectives match by the order in which each rank calls them. Each takes a tensor of any number type, memory order
-    and device; with ``async_op=True`` it returns at once with a work whose ``wait()`` ends it, else None when it is
-    over. Those on objects pickle them, so they are refused where ``is_trusted`` is False: where strangers can join.
+    Every rank calls the same collectives in the same order, from one thread at a time. Each takes a tensor of any
+    shape, number type, memory order and device, alike on all ranks; with ``async_op=True`` it returns at once with a
+    work whose ``wait()`` ends it, else None when it is over. Those on objects pickle them, so they are refused where
+    ``is_trusted`` is False: where strangers can join.
+
+    Raises, in a collective: :class:`MismatchError` on all ranks if their calls differ, :class:`PeerLostError` if a rank
+    is lost, :class:`DeadlineError` after :attr:`timeout_s`, :class:`ConfigurationError` for what it cannot take.
+
+    >>> fleet
+    <Fleet: rank 0 of 1, flat-1>
+    >>> total = torch.arange(3.0)
+    >>> fleet.all_reduce(total)
     """
 
     def __init__(self, communicator: Communicator, *, is_trusted: bool = True) -> None:
@@ -68,7 +64,7 @@ class Fleet:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """This process's rank, 0 to ``world_size`` - 1."""
         return self.communicator.rank
 
     @property
@@ -78,26 +74,31 @@ class Fleet:
 
     @property
     def topology(self) -> Topology:
-        """The tree of switches, hosts and ranks."""
+        """The tree of switches, hosts and ranks that collectives are planned on."""
         return self.communicator.topology
 
     @property
     def trace(self) -> Trace:
-        """Where this rank's events go."""
+        """Where this rank's events go; a :class:`NullTrace` unless ``init(trace=)`` named a file."""
         return self.communicator.trace
 
     @property
     def timeout_s(self) -> float:
-        """How long a collective may take."""
+        """How long a collective may take, in seconds (``init(timeout_s=)``)."""
         return self.communicator.timeout_s
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
     ) -> TensorWork | None:
-        """Replace ``tensor`` by its sum, mean, max, min or product over all ranks.
+        """Replace ``tensor``, of any shape, by its sum, mean, max, min or product over all ranks, element by element.
 
         ``weight`` multiplies this rank's part of a sum or a mean, which is then divided by the sum of all weights. A
         mean needs a float type, max and min one that has an order; of bool, max is "any rank" and min "all ranks".
+
+        >>> value = torch.tensor([1.0, 2.0])
+        >>> fleet.all_reduce(value, op="mean", weight=3.0)  # three times the weight of a rank that gives 1.0
+        >>> value
+        tensor([1., 2.])
         """
         return _end(
             self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
@@ -112,9 +113,13 @@ class Fleet:
         weight: float | None = None,
         async_op: bool = False,
     ) -> TensorWork | None:
-        """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does, of which it costs the time.
+        """Replace ``tensor`` of rank ``dst`` as :meth:`all_reduce` does; the other ranks keep theirs.
 
-        The other ranks keep theirs.
+        It takes as long as an all-reduce.
+
+        >>> value = torch.tensor([1.0, 2.0])
+        >>> work = fleet.reduce(value, dst=0, op="max", async_op=True)
+        >>> work.wait()
         """
         work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
         return _end(work, async_op=async_op)
@@ -128,23 +133,46 @@ class Fleet:
         weight: float | None = None,
         async_op: bool = False,
     ) -> TensorWork | None:
-        """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k."""
+        """Let ``output`` be this rank's part of the sum (or mean, ...) of ``source``; part k is that of rank k.
+
+        ``source`` has ``world_size`` times the elements of ``output``, in the same type; it stays as it is.
+
+        >>> part = torch.empty(4)  # a part of a source of world_size * 4 elements
+        >>> fleet.reduce_scatter(part, torch.ones(fleet.world_size * 4))
+        >>> part
+        tensor([1., 1., 1., 1.])
+        """
         work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
         return _end(work, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
-        """Let ``output`` be the ``source`` of all ranks, one after another."""
+        """Let ``output`` be the ``source`` of all ranks, one after another, in rank order.
+
+        ``output`` has ``world_size`` times the elements of ``source``, in the same type.
+
+        >>> whole = torch.empty(fleet.world_size * 2)
+        >>> fleet.all_gather(whole, torch.tensor([1.0, 2.0]))
+        >>> whole
+        tensor([1., 2.])
+        """
         return _end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
     def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
         """Return every rank's ``tensor`` in rank order on rank ``dst``, and None on the others.
 
         Shapes and types are the same on all ranks. It moves as much as an all-gather.
+
+        >>> fleet.gather(torch.tensor([7]), dst=0)
+        [tensor([7])]
         """
         return self._collectives.gather(tensor, dst=dst)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
-        """Replace ``tensor`` by that of rank ``root``."""
+        """Replace ``tensor``, of the same shape and type on all ranks, by that of rank ``root``.
+
+        >>> value = torch.tensor([1.0])
+        >>> fleet.broadcast(value, root=0)
+        """
         return _end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -152,23 +180,44 @@ class Fleet:
 
         Raises :class:`ConfigurationError` on all ranks if that of one cannot, or if the job has neither a secret nor
         loopback alone (``insecure=True``). So do the other calls on objects.
+
+        >>> fleet.all_gather_object({"loss": 0.5})
+        [{'loss': 0.5}]
         """
         return self._objects.all_gather(value)
 
     def gather_object(self, value: Any, *, dst: int = 0) -> list[Any] | None:
-        """Return every rank's ``value`` in rank order on rank ``dst``, and None on the others."""
+        """Return every rank's ``value`` in rank order on rank ``dst``, which alone unpickles them, else None.
+
+        >>> fleet.gather_object("done", dst=0)
+        ['done']
+        """
         return self._objects.gather(value, dst=dst)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the ``value`` of rank ``root``; what the others give is ignored."""
+        """Return the ``value`` of rank ``root``; what the others give is ignored.
+
+        >>> fleet.broadcast_object(["a plan"] if fleet.rank == 0 else None)
+        ['a plan']
+        """
         return self._objects.broadcast(value, root=root)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has come here; :class:`DeadlineError` after :attr:`timeout_s` names who has not.
+
+        >>> fleet.barrier()
+        """
         self.communicator.barrier(is_awaited=True).wait()
 
     def statistics(self) -> FleetStatistics:
-        """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts."""
+        """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts.
+
+        Any thread may call it, and no other rank is asked. Bytes are this rank's own; sums over ranks are the fleet's.
+
+        >>> fleet.barrier()
+        >>> fleet.statistics().num_pending_calls
+        0
+        """
         counted = [count() for count in self._count_updates]
         return replace(self.communicator.statistics(), updates=tuple(one for one in counted if one is not None))
 
@@ -192,6 +241,10 @@ class Fleet:
 
         With ``is_failing`` nothing is waited for. Raises what went wrong since the last step, after the release. In a
         forked child, which ends with the same exit functions, nothing happens.
+
+        >>> fleet.close()
+        >>> fleet
+        <Fleet: rank 0 of 1, closed>
         """
         if self.communicator.is_of_parent:
             return
@@ -199,7 +252,7 @@ class Fleet:
             if self._is_closed:
                 return
             self._is_closed = True
-        _leave(self)
+        leave_fleet(self)
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self._close_at_exit)
         with contextlib.ExitStack() as stack:
@@ -218,76 +271,34 @@ class Fleet:
         self.close(is_failing=getattr(sys, "last_value", None) is not None)
 
 
-def init(
-    topology: str | Path | Topology | None = None,
-    *,
-    secret: bytes | str | None = None,
-    timeout: float | None = None,
-    connect_timeout: float | None = None,
-    silence: float | None = None,
-    stall: float | None = None,
-    insecure: bool = False,
-    authenticate_frames: bool | None = None,
-    trace: str | Path | Trace | None = None,
-) -> Fleet:
-    """Join the job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR ... as torchrun sets them).
-
-    ``topology``: a file, the name of a shipped topology, or a :class:`Topology`; None takes ``SYNCLINE_TOPOLOGY``, else
-    one switch for all. ``secret``: at least 32 bytes that all ranks share; None takes ``SYNCLINE_SECRET_FILE`` or
-    ``SYNCLINE_SECRET``; without one only loopback is used, unless ``insecure``. ``trace``: where this rank writes its
-    trace (``SYNCLINE_TRACE``). Collectives on objects load pickles of the other ranks, so ``insecure`` without a secret
-    excludes them. ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame
-    carries a code keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent; slower.
-
-    Seconds, alike on all ranks; None takes the variable, else the default. ``timeout`` (``SYNCLINE_TIMEOUT``, 300): how
-    long a collective may take, and so how long a rank may validate or save by itself while the others wait.
-    ``connect_timeout`` (``SYNCLINE_CONNECT_TIMEOUT``, 60): how long this call waits for the other ranks. ``silence``
-    (``SYNCLINE_SILENCE``, 10): from when on a rank without a sign of life is lost. ``stall`` (``SYNCLINE_STALL``, as
-    ``timeout``): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
-
-    Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
-    ``HandshakeError``, with who and what.
-    """
-    _check_first()
-    limits = choose_limits(connect_timeout=connect_timeout, silence=silence, timeout=timeout, stall=stall)
-    environment = read_environment()
-    shape = _topology(topology, environment)
-    options = _fabric_options(environment, limits, secret=secret, insecure=insecure, has_keys=authenticate_frames)
-    recorder = _trace(trace, environment, shape)
-    communicator = _connect(environment, shape, options, recorder, timeout_s=limits.timeout_s)
-    fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
-    try:
-        # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
-        fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
-        _enter(fleet)
-    except BaseException:
-        fleet.close(is_failing=True)
-        raise
-    fleet.close_at_exit()
-    return fleet
-
-
 def current_fleet() -> Fleet:
-    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed."""
+    """Return the fleet that ``syncline.init()`` made; :class:`ConfigurationError` if there is none, or it is closed.
+
+    Any thread may ask. A process has at most one fleet at a time.
+
+    >>> syncline.current_fleet().world_size
+    1
+    """
     if _current is None:
         raise ConfigurationError("There is no fleet; call syncline.init() first")
     return _current
 
 
-def _check_first() -> None:
+def check_first() -> None:
+    """Raise :class:`ConfigurationError` if a fleet is open."""
     if _current is not None:
         raise ConfigurationError(f"syncline.init() was called twice; {_current!r} is open: use it, or close() it")
 
 
-def _enter(fleet: Fleet) -> None:
+def enter_fleet(fleet: Fleet) -> None:
     """Make ``fleet`` the one that ``distribute()`` finds; there may be no other."""
     global _current  # noqa: PLW0603 - one process is one rank of one job
     with _entering:
-        _check_first()
+        check_first()
         _current = fleet
 
 
-def _leave(fleet: Fleet) -> None:
+def leave_fleet(fleet: Fleet) -> None:
     """Forget ``fleet``, if it is the current one."""
     global _current  # noqa: PLW0603 - as above
     with _entering:
@@ -300,93 +311,3 @@ def _end(work: TensorWork, *, async_op: bool) -> TensorWork | None:
         return work
     work.wait()
     return None
-
-
-def _topology(given: str | Path | Topology | None, environment: Environment) -> Topology:
-    chosen = given if given is not None else environment.topology
-    if chosen is None:
-        return Topology.flat(environment.world_size)
-    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
-    topology.check_world_size(environment.world_size)
-    return topology
-
-
-def _fabric_options(
-    environment: Environment,
-    limits: Limits,
-    *,
-    secret: bytes | str | None,
-    insecure: bool,
-    has_keys: bool | None,
-) -> FabricOptions:
-    given = secret.encode() if isinstance(secret, str) else secret
-    address = environment.interface
-    if address is None and environment.world_size > 1:
-        address = own_address(environment.master_address)
-    options = FabricOptions(
-        job_id=environment.job_id,
-        secret=given or environment.secret,
-        insecure=insecure,
-        authenticate_frames=environment.authenticates_frames if has_keys is None else has_keys,
-        address=resolve_address(address),
-        binds_thread=environment.binds_thread,
-        heartbeat_s=limits.heartbeat_s,
-        suspect_s=0.3 * limits.silence_s,
-        dead_s=limits.silence_s,
-        stall_s=limits.stall_s,
-        held_s=limits.timeout_s,
-        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
-        connect_s=limits.connect_timeout_s,
-    )
-    try:
-        options.check_exposure(options.address or "127.0.0.1")
-    except ConfigurationError as error:
-        tell_once(error, rank=environment.rank)
-        raise
-    return options
-
-
-def _is_exposed(options: FabricOptions) -> bool:
-    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    if not options.insecure or options.address is None:
-        return False
-    try:
-        return not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface or host, which may be any
-        return True
-
-
-def _trace(given: str | Path | Trace | None, environment: Environment, topology: Topology) -> Trace | None:
-    if isinstance(given, Trace):
-        return given
-    path = Path(given) if given is not None else environment.trace
-    if path is None:
-        return None
-    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=path)
-
-
-def _connect(
-    environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None, *, timeout_s: float
-) -> Communicator:
-    """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    began_s = time.monotonic()
-    assert options.address is not None, "resolved when the options were made"
-    store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
-    left_s = max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
-    loop = CommunicationLoop()
-    loop.start()
-    try:
-        connecting = connect_tcp(
-            options,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=topology,
-            trace=trace,
-            timeout_s=left_s,
-        )
-        fabric = loop.run(connecting, left_s + CONNECT_MARGIN_S)
-        return Communicator(loop, fabric, topology, trace=trace, timeout_s=timeout_s, on_close=loop.stop)
-    except BaseException:
-        loop.stop()
-        raise

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
+from syncline.variables import process_variables
 
 DEFAULT_CONNECT_TIMEOUT_S = 60.0
 DEFAULT_SILENCE_S = 10.0
@@ -37,33 +37,34 @@ class Limits:
 
 def choose_limits(
     *,
-    connect_timeout: float | None = None,
-    silence: float | None = None,
-    timeout: float | None = None,
-    stall: float | None = None,
+    connect_timeout_s: float | None = None,
+    silence_s: float | None = None,
+    timeout_s: float | None = None,
+    stall_s: float | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Limits:
     """Take each limit from its argument, else from its variable (``SYNCLINE_CONNECT_TIMEOUT`` ...), else its default.
 
-    The default of ``stall`` is ``timeout``.
+    The default of ``stall_s`` is ``timeout_s``.
     """
-    values = os.environ if variables is None else variables
-    timeout_s = _choose(values, "timeout", timeout, DEFAULT_TIMEOUT_S)
-    silence_s = _choose(values, "silence", silence, DEFAULT_SILENCE_S)
-    if silence_s < MIN_SILENCE_S:
+    values = process_variables() if variables is None else variables
+    chosen_s = _choose(values, "timeout_s", timeout_s, DEFAULT_TIMEOUT_S)
+    chosen_silence_s = _choose(values, "silence_s", silence_s, DEFAULT_SILENCE_S)
+    if chosen_silence_s < MIN_SILENCE_S:
         raise ConfigurationError(
-            f"silence must be at least {MIN_SILENCE_S:g} s, not {silence_s:g} s: a busy machine is silent for as long"
+            f"silence_s must be at least {MIN_SILENCE_S:g} s, not {chosen_silence_s:g} s: a busy machine is silent for "
+            "as long"
         )
     return Limits(
-        connect_timeout_s=_choose(values, "connect_timeout", connect_timeout, DEFAULT_CONNECT_TIMEOUT_S),
-        silence_s=silence_s,
-        timeout_s=timeout_s,
-        stall_s=_choose(values, "stall", stall, timeout_s),
+        connect_timeout_s=_choose(values, "connect_timeout_s", connect_timeout_s, DEFAULT_CONNECT_TIMEOUT_S),
+        silence_s=chosen_silence_s,
+        timeout_s=chosen_s,
+        stall_s=_choose(values, "stall_s", stall_s, chosen_s),
     )
 
 
 def _choose(values: Mapping[str, str], name: str, given: float | None, default: float) -> float:
-    variable = f"SYNCLINE_{name.upper()}"
+    variable = f"SYNCLINE_{name.removesuffix('_s').upper()}"
     text = values.get(variable)
     if given is None and not text:
         return default

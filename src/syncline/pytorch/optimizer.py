@@ -12,26 +12,40 @@ from syncline.errors import UpdateError
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.class_tuning import ClassStatistics
+from syncline.updates.private_torch import note_step, state_hooks
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Steps the distributed model; LR schedulers, ``GradScaler`` and checkpoint code use it like any optimizer.
 
-    ``param_groups`` are those of the user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give
-    and take the whole state, as one process would have it; every rank calls them (with ``Sharded``, collectives).
+    :func:`syncline.distribute` returns it. Its methods belong to the training thread. ``param_groups`` are those of the
+    user's optimizer, and stay live. ``state_dict()`` and ``load_state_dict()`` give and take the whole state, as one
+    process would have it; every rank calls them (with ``Sharded``, collectives). What nobody would read cannot be set:
+    ``optimizer.state = ...`` raises :class:`UpdateError`, with what to do.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    >>> model(x).sum().backward(); optimizer.step(); scheduler.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.05
     """
 
     def __init__(self, training: Training) -> None:
-        inner = training.updater.optimizer
-        self._is_complete = False
-        super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
-        self._is_complete = True
         self.training = training
-        self.inner = inner
-        self.param_groups = inner.param_groups
+        self.inner = training.updater.optimizer
+        self._is_complete = False
+        super().__init__(self.inner.param_groups, self.inner.defaults)  # what it sets is the inner optimizer's
+        self._is_complete = True
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {type(self.training.updater).__name__} with {self.inner!r}>"
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """Refuse to be copied or pickled: a copy would not be joined to the other ranks."""
+        raise UpdateError(
+            "An optimizer of distribute() is not copied or pickled, since it is joined to the other ranks; save "
+            "optimizer.state_dict() (every rank calls it), or use syncline.save_checkpoint()"
+        )
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[torch.Tensor, Any]:
@@ -40,8 +54,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return divided_state(updater) if updater.divides_gradients else updater.state
 
     @state.setter
-    def state(self, value: object) -> None:
-        """Ignore what ``torch.optim.Optimizer`` begins with: the state is the update rule's."""
+    def state(self, _: object) -> None:
+        self._refuse("state", "give a whole state to optimizer.load_state_dict(...), on every rank")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's own groups: what is changed in them counts from the next step on."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, _: object) -> None:
+        self._refuse("param_groups", 'change values within the groups: optimizer.param_groups[0]["lr"] = 0.1')
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What the inner optimizer was made with."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, _: object) -> None:
+        self._refuse("defaults", "no group can be added that they would count for; change optimizer.param_groups")
+
+    def _refuse(self, name: str, remedy: str) -> None:
+        """Raise for what users set; ``torch.optim.Optimizer.__init__`` sets them too, to what the inner has."""
+        if self._is_complete:
+            raise UpdateError(f"optimizer.{name} cannot be set after distribute(), where nobody reads it; {remedy}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of all ranks; every rank calls it. A rank that ran no backward pass has no weight.
@@ -53,12 +90,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises :class:`UpdateError`, and what went wrong since the last step.
         """
         loss = self.training.step(closure)
-        # what lr_scheduler looks for on the optimizer that it was made with
-        self.inner._opt_called = True  # type: ignore[attr-defined]
+        note_step(self.inner)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or make them zeros."""
+        """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""
         self.training.zero_grad(set_to_none=set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -66,21 +102,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.no_sync()
 
     def batch_size(self, num_samples: float) -> None:
-        """Tell the weight of this rank's gradient in the current step, in place of the counted samples."""
+        """Weight this rank's gradient of this step by ``num_samples``, 0 or more; call it before ``backward()``."""
         self.training.batch_size(num_samples)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their total norm is at most ``max_norm``; return what it was.
+        """Scale all gradients so that their total norm is at most ``max_norm``; return what it was, a scalar tensor.
 
-        Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank.
+        Every rank calls it, between ``backward()`` and ``step()``. It costs one number per rank. ``norm_type`` is the
+        p of the norm, ``inf`` included. With ``error_if_nonfinite`` a norm that is not finite raises.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer)
+        >>> model(x).sum().backward()
+        >>> bool(optimizer.clip_grad_norm_(1.0) > 1.0)
+        True
         """
         return self.training.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Wait until all parameters are final."""
+        """Wait until all parameters are final; raises what went wrong since the last step."""
         self.training.synchronize()
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank only serves the others (``Overlapped(servers="dedicated:k")``): see :meth:`serve`."""
+        return self.training.updater.is_server
+
+    def serve(self) -> None:
+        """Serve the ranks that train, and return when all of them have closed their fleets, or are lost.
+
+        It stands in place of the training loop on ranks where :attr:`is_server` is True; elsewhere it raises
+        :class:`UpdateError`. A server's model keeps the parameters that it began with. Collectives of the whole fleet
+        (``fleet.barrier()`` ...) would wait for it all the while.
+
+        >>> rule = syncline.Overlapped(servers="dedicated:1")  # the last rank serves, with two ranks or more
+        >>> def run(optimizer, train):
+        ...     optimizer.serve() if optimizer.is_server else train()
+        """
+        updater = self.training.updater
+        if not updater.is_server:
+            raise UpdateError(
+                f"rank {updater.collectives.rank} trains, and serves beside that; call serve() only where "
+                "optimizer.is_server is True: on the ranks of Overlapped(servers='dedicated:k')"
+            )
+        updater.serve()
 
     @property
     def iteration(self) -> int:
@@ -88,7 +154,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.updater.iteration
 
     def statistics(self) -> object | None:
-        """Return what the update rule counts, such as staleness; None if it counts nothing of its own."""
+        """Return what the update rule counts, such as staleness; None if it counts nothing of its own.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped())
+        >>> optimizer.statistics().num_steps
+        0
+        """
         return self.training.updater.statistics()
 
     def progress(self) -> str:
@@ -100,34 +171,57 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.training.tuner.statistics()
 
     def end_period(self) -> None:
-        """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it."""
+        """Make the parameters of all ranks equal now, with a rule that lets them differ; every rank calls it.
+
+        With ``AllReduce`` and ``Sharded`` they always are, and nothing happens.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64))
+        >>> model(x).sum().backward(); optimizer.step()
+        >>> optimizer.end_period()  # after 1 step of 64: now all ranks have the same parameters
+        """
         self.training.end_period()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
         """Refuse: buckets are made once."""
         if self._is_complete:
             raise UpdateError(
                 "Parameter groups cannot be added after distribute(); add them to the optimizer before it"
             )
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state in torch's own form; with ``Sharded``, every rank must call it."""
+        """Return the whole state in torch's own form, on every rank; with ``Sharded``, every rank must call it.
+
+        Hooks that were registered on this optimizer are called, as with any of torch's.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer)
+        >>> sorted(optimizer.state_dict())
+        ['param_groups', 'state']
+        """
         self.synchronize()
-        if self.training.updater.divides_gradients:
-            return gather_state(self.training.updater)
-        return self.inner.state_dict()
+        for hook in state_hooks(self, "state_dict_pre"):
+            hook(self)
+        updater = self.training.updater
+        whole = gather_state(updater) if updater.divides_gradients else self.inner.state_dict()
+        for hook in state_hooks(self, "state_dict_post"):
+            changed = hook(self, whole)
+            whole = whole if changed is None else changed
+        return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state in torch's own form, from one process or any number of ranks; keep what is owned."""
         self.synchronize()
+        given = dict(state_dict)
+        for hook in state_hooks(self, "load_state_dict_pre"):
+            changed = hook(self, given)
+            given = given if changed is None else changed
         if self.training.updater.divides_gradients:
-            spread_state(self.training.updater, state_dict)
+            spread_state(self.training.updater, given)
         else:
-            self.inner.load_state_dict(state_dict)
-        self.param_groups = self.inner.param_groups
+            self.inner.load_state_dict(given)
+        for hook in state_hooks(self, "load_state_dict_post"):
+            hook(self)
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of the optimizer state that this rank keeps."""
+        """Bytes of the optimizer state that this rank keeps; with ``Sharded`` about 1 / ``world_size`` of all."""
         return self.training.updater.num_state_bytes

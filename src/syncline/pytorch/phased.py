@@ -53,6 +53,15 @@ def phase(
     each rank. ``samples`` gets the inputs and returns their number (default: the first dimension of the first tensor).
 
     Raises :class:`ConfigurationError` (an odd number of ranks ...), :class:`UpdateError`, :class:`StorageError`.
+
+    >>> def train():
+    ...     stages = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
+    ...     with syncline.init():
+    ...         trainer = syncline.phase(stages, torch.optim.Adam, loss=torch.nn.functional.mse_loss)
+    ...         return [trainer.step(torch.ones(8, 4), torch.zeros(8, 2)) for _ in range(2)]
+    >>> (first, second), on_the_partner = syncline.launch(train, ranks=2)
+    >>> (first, second) == tuple(on_the_partner), second < first
+    (True, True)
     """
     fleet = fleet or current_fleet()
     options = _options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes, max_stages=stages_in_memory)
@@ -83,6 +92,14 @@ class PhasedTrainer:
     Stages take part in a step one after another, so nothing that needs all gradients at once can be had: no norm over
     the whole model, no accumulation over several calls, no ``GradScaler``. Parameters are in host memory; between
     steps those of most stages are not there at all: :meth:`stage_states` brings them one stage at a time.
+
+    >>> def train():
+    ...     with syncline.init():
+    ...         stages = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    ...         trainer = syncline.phase(stages, torch.optim.Adam, loss=torch.nn.MSELoss())
+    ...         return trainer.side, trainer.needs_inputs, trainer.needs_targets
+    >>> syncline.launch(train, ranks=2)
+    [(0, True, False), (1, False, True)]
     """
 
     def __init__(self, setting: PhasedSetting, samples: SampleCount) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree
 
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.updates.private_torch import tree_leaves
 
 CountSamples = Callable[..., float]
 """Gets what the model's forward gets, and returns the number of samples in it."""
@@ -117,7 +117,7 @@ class SampleCount:
 
 def first_dimension(*args: Any, **kwargs: Any) -> float:
     """Return the first dimension of the first tensor among the arguments; 1 if there is none."""
-    for value in (*_pytree.tree_leaves(args), *_pytree.tree_leaves(dict(kwargs))):
+    for value in (*tree_leaves(args), *tree_leaves(dict(kwargs))):
         if isinstance(value, torch.Tensor):
             return float(value.shape[0]) if value.dim() else 1.0
     return 1.0

@@ -77,7 +77,8 @@ def open_store(environment: Environment, options: FabricOptions, *, address: str
     if environment.world_size == 1:
         return LocalStore()
     if dist.is_available() and dist.is_initialized():
-        return TorchStore(PrefixStore("syncline", dist.distributed_c10d._get_default_store()))
+        assert dist.group.WORLD is not None, "it is there once torch.distributed is initialised"
+        return TorchStore(PrefixStore("syncline", dist.group.WORLD.get_group_store()))
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     host, port = environment.master_address, environment.master_port

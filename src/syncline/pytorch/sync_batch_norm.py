@@ -183,8 +183,8 @@ class _Normalise(torch.autograd.Function):
 def _forward(layer: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
     if not layer.training:
         return nn.SyncBatchNorm.forward(layer, inputs)
-    layer._check_input_dim(inputs)
-    layer._check_non_zero_input_channels(inputs)
+    if inputs.dim() < 2 or inputs.shape[1] == 0:
+        raise ValueError(f"SyncBatchNorm needs inputs of shape (batch, channels, ...), not {tuple(inputs.shape)}")
     statistics: LayerStatistics = getattr(layer, _ATTRIBUTE)
     moments = statistics.moments(inputs.detach())
     if layer.track_running_stats:

@@ -27,6 +27,7 @@ from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.class_tuning import Untuned
 from syncline.updates.control import ControlStream
+from syncline.updates.private_torch import backward_pass
 from syncline.updates.report import LocalReports, StepReports
 
 
@@ -69,6 +70,7 @@ class Training:
         self._has_compiled_parts = False
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = StandIns(updater)
+        self._grouped = _parameters_of(updater.optimizer)
         self._forward_ns = 0
         self._is_stepping = False
         self._following = False
@@ -143,7 +145,7 @@ class Training:
         self._check_open()
         self._collector.forget_broken()
         check_in_place(self.updater.buckets)
-        self._check_unfrozen()
+        self._check_groups()
         loss = None
         if closure is not None and not self.updater.takes_closures:
             with torch.enable_grad():
@@ -307,7 +309,7 @@ class Training:
         if torch.compiler.is_compiling():
             self._has_compiled_parts = True
             return
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             return  # a checkpoint runs the model again, within the backward pass
         self._thread = threading.get_ident()
         self._collector.forget_broken()
@@ -322,7 +324,7 @@ class Training:
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if torch._C._current_graph_task_id() == -1:
+        if backward_pass() == -1:
             trace = self.updater.collectives.trace
             trace.span("forward", "compute", self._forward_ns, trace.now_ns())
             if torch.is_grad_enabled():
@@ -359,7 +361,7 @@ class Training:
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist)
 
-    def _check_unfrozen(self) -> None:
+    def _check_groups(self) -> None:
         for group in self.updater.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self._bucketed and parameter.numel():
@@ -368,7 +370,18 @@ class Training:
                         "gradient now; unfreeze parameters before distribute(), or give these to it in a second "
                         "optimizer"
                     )
+        # Where ranks have whole gradients the user's optimizer decides what it steps; else nobody reads the lists.
+        if self.updater.divides_gradients and _parameters_of(self.updater.optimizer) != self._grouped:
+            raise UpdateError(
+                "The list of parameters in a group of optimizer.param_groups was changed after distribute(), which "
+                "Sharded() cannot follow; freeze a parameter by dropping its gradient, or use update=AllReduce()"
+            )
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Say which parameters are in which group."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from syncline.updates.bucket import Bucket
+from syncline.updates.private_torch import UNVALUED_PROPERTIES
 
 _lock = threading.Lock()
 _waiting: dict[int, tuple[WaitingParameters, int]] = {}
@@ -75,8 +76,7 @@ class _Waiting:
         if func not in _WITHOUT_VALUES:
             _finish((*args, *keywords.values()))
             return func(*args, **keywords)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **keywords)
+        return super().__torch_function__(func, types, args, keywords)  # type: ignore[misc]  # of the own class
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the final value, as a parameter of its own class."""
@@ -119,8 +119,7 @@ def _waiting_class(own: type) -> type:
 
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu",
-    "is_meta", "is_sparse", "is_quantized", "retains_grad", "_version", "output_nr", "itemsize", "nbytes",
-    "_backward_hooks", "_post_accumulate_grad_hooks",
+    "is_meta", "is_sparse", "is_quantized", "retains_grad", "output_nr", "itemsize", "nbytes", *UNVALUED_PROPERTIES,
 )  # fmt: skip
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "ndimension",

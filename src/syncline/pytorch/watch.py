@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from isal import isal_zlib
-from torch.utils import _pytree
 
 from syncline.errors import SynclineWarning, name_ranks
 from syncline.updates.bucket import Bucket
 from syncline.updates.memory import bytes_of
+from syncline.updates.private_torch import tree_leaves
 from syncline.updates.report import PendingReport
 
 _NUM_BATCHES = 2
@@ -59,7 +59,7 @@ class StepWatch:
     def see_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take note of what the first forward pass of a step was given."""
         if self._compares_batches and self._digest is None:
-            self._digest = _digest_of([*_pytree.tree_leaves(args), *_pytree.tree_leaves(dict(kwargs))])
+            self._digest = _digest_of([*tree_leaves(args), *tree_leaves(dict(kwargs))])
 
     def look(self, bucket: Bucket) -> None:
         """Find gradients that are not finite in a bucket that is complete, and not summed over ranks yet."""

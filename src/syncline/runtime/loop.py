@@ -20,10 +20,17 @@ T = TypeVar("T")
 
 
 class CommunicationLoop:
-    """A thread with an asyncio loop. ``start`` it once, ``stop`` it once; after that, no thread and no file is left."""
+    """A thread with an asyncio loop. ``start`` it once, ``stop`` it once; after that, no thread and no file is left.
 
-    def __init__(self, name: str = "syncline") -> None:
+    >>> loop = CommunicationLoop()
+    >>> loop.start(); loop.is_running()
+    True
+    >>> loop.stop()
+    """
+
+    def __init__(self, name: str = "syncline", *, native: bool | None = None) -> None:
         self._name = name
+        self._native = native
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -35,7 +42,7 @@ class CommunicationLoop:
     def start(self) -> None:
         """Start the thread; returns once the loop runs."""
         assert self._thread is None, "the communication loop was started twice"
-        self._loop = new_event_loop()
+        self._loop = new_event_loop(native=self._native)
         self._loop.set_exception_handler(self._handle_exception)
         started = threading.Event()
         self._loop.call_soon(started.set)

@@ -18,6 +18,11 @@ def communicators_in_memory(
 
     With a ``seed``, messages are delivered in a random order that the seed replays. ``options`` are those of
     :class:`Communicator`.
+
+    >>> first, second = communicators_in_memory(2)
+    >>> first.world_size
+    2
+    >>> first.abort(); second.abort()
     """
     loop = CommunicationLoop("syncline memory")
     loop.start()

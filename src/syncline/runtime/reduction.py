@@ -54,7 +54,13 @@ class _Floats(_Integers):
 
 
 def numpy_reduction(dtype: str, op: str = "sum") -> Reduction:
-    """Return the ``op``, one of :data:`OPS`, of elements of ``dtype``, one of :data:`DTYPES`."""
+    """Return the ``op``, one of :data:`OPS`, of elements of ``dtype``, one of :data:`DTYPES`.
+
+    >>> into, other = bytearray([1, 2]), bytes([3, 4])
+    >>> numpy_reduction("uint8").add(memoryview(into), memoryview(other))
+    >>> list(into)
+    [4, 6]
+    """
     if dtype not in DTYPES:
         raise ConfigurationError(f"numpy can sum {', '.join(DTYPES)} here, not {dtype!r}; convert the buffer first")
     numbers = np.dtype(dtype)

@@ -23,7 +23,11 @@ from syncline.topology import Topology
 def plan_binomial(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:
-    """Plan a broadcast from ``root`` along a binomial tree."""
+    """Plan a broadcast from ``root`` along a binomial tree.
+
+    >>> plan_binomial(Topology.flat(8), Collective.BROADCAST, root=2).num_steps
+    3
+    """
     return verify(draft_binomial(topology, collective, target=target, root=root))
 
 

@@ -87,6 +87,9 @@ def lower_bound(
     """Return the seconds below which no schedule can bring the collective about, whatever its kind.
 
     With target "balanced" ranks may own whatever is fastest; with "rank_order" 1/N each.
+
+    >>> round(lower_bound(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, 64 << 20), 2)
+    2.68
     """
     if num_bytes < 0:
         raise ScheduleError(f"a collective moves at least 0 bytes, not {num_bytes}")

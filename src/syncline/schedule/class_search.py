@@ -30,7 +30,7 @@ def search_classes(profile: ForwardProfile, num_classes: int) -> ForwardPredicti
     best = predict_forward(profile, (0,) * profile.num_layers)
     for classes in _Search(profile, min(num_classes, profile.num_layers)).assignments():
         prediction = predict_forward(profile, classes)
-        if prediction.seconds < best.seconds:
+        if prediction.time_s < best.time_s:
             best = prediction
     return best
 

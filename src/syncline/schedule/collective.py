@@ -25,6 +25,9 @@ class Collective(StrEnum):
 
     The result of a range is the sum of all contributions, each counted once, if every rank begins with one; otherwise
     it is what the range's only holder began with.
+
+    >>> Collective.ALL_REDUCE.after.value
+    'every rank holds the whole result'
     """
 
     before: Before

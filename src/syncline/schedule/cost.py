@@ -53,7 +53,13 @@ _ABOUT_EQUAL = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Constants of the model; the defaults are those of CPython's event loop and of TCP on Ethernet of MTU 1500."""
+    """Constants of the model; the defaults are those of CPython's event loop and of TCP on Ethernet of MTU 1500.
+
+    >>> topology = Topology.flat(2, rate=1e6)
+    >>> wire = CostModel(message_overhead_s=0.0, payload_share=1.0)
+    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000, cost=wire).time_s, 2)
+    1.0
+    """
 
     message_overhead_s: float = 30e-6
     payload_share: float = 1448 / 1514
@@ -97,27 +103,32 @@ class CostModel:
 class Prediction:
     """How long a collective takes, and why.
 
-    ``link_seconds`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
-    ``rank_seconds`` says how long the busiest rank's communication loop is, ``processor_seconds`` how long the
-    processors that all share are. ``seconds`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
+    ``link_s`` says how long each directed link is busy; ``bottleneck`` is the busiest, or None if none limits.
+    ``rank_s`` says how long the busiest rank's communication loop is, ``processor_s`` how long the
+    processors that all share are. ``time_s`` = ``first_slice_s`` + (``num_slices`` - 1) x ``period_s``, where a first
     slice that is smaller than the others counts as the part of a slice that it is; the beginning is in
     ``first_slice_s``.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> prediction = predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 64 << 20)
+    >>> str(prediction.bottleneck), round(prediction.time_s, 1)
+    ('rack-a up', 2.8)
     """
 
-    seconds: float
+    time_s: float
     first_slice_s: float
     period_s: float
     num_slices: int
     bottleneck: DirectedLink | None
-    link_seconds: Mapping[DirectedLink, float]
-    rank_seconds: float
-    processor_seconds: float
+    link_s: Mapping[DirectedLink, float]
+    rank_s: float
+    processor_s: float
 
     @property
     def num_full_links(self) -> int:
         """Number of directed links that are nearly as busy as the busiest, that one included."""
-        busiest_s = max(self.link_seconds.values(), default=0.0)
-        return sum(seconds > _NEARLY * busiest_s for seconds in self.link_seconds.values())
+        busiest_s = max(self.link_s.values(), default=0.0)
+        return sum(seconds > _NEARLY * busiest_s for seconds in self.link_s.values())
 
 
 def fastest(candidates: Iterable[tuple[T, Prediction]]) -> T:
@@ -127,9 +138,9 @@ def fastest(candidates: Iterable[tuple[T, Prediction]]) -> T:
     model; with 26 links of which three or one were full it was a sixth of the time.
     """
     given = list(candidates)
-    least_s = min(prediction.seconds for _, prediction in given)
-    near = [one for one in given if one[1].seconds <= least_s * (1 + _ABOUT_EQUAL)]
-    return min(near, key=lambda one: (one[1].num_full_links, one[1].seconds))[0]
+    least_s = min(prediction.time_s for _, prediction in given)
+    near = [one for one in given if one[1].time_s <= least_s * (1 + _ABOUT_EQUAL)]
+    return min(near, key=lambda one: (one[1].num_full_links, one[1].time_s))[0]
 
 
 def predict(
@@ -144,6 +155,10 @@ def predict(
     """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``; the module says how.
 
     ``first_slice_bytes``: of the first slice, where it is smaller than the others.
+
+    >>> topology = Topology.flat(2, rate=1e6)
+    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
+    1.0
     """
     if schedule.num_ranks != topology.num_ranks or num_bytes < 0 or min(slice_bytes, first_slice_bytes or 1) < 1:
         raise ScheduleError(
@@ -164,14 +179,14 @@ def predict(
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     links = table.links
     return Prediction(
-        seconds=first_slice_s + (num_slices - part) * pipeline.period_s,
+        time_s=first_slice_s + (num_slices - part) * pipeline.period_s,
         first_slice_s=first_slice_s,
         period_s=pipeline.period_s,
         num_slices=num_slices,
         bottleneck=links[int(pipeline.link_s.argmax())] if pipeline.busiest_link_s > 0 else None,
-        link_seconds=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
-        rank_seconds=float(pipeline.rank_s.max()) * num_slices,
-        processor_seconds=pipeline.processors_s * num_slices,
+        link_s=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
+        rank_s=float(pipeline.rank_s.max()) * num_slices,
+        processor_s=pipeline.processors_s * num_slices,
     )
 
 

@@ -25,6 +25,10 @@ class Draft:
     """A claim that these transfers bring the collective about; :func:`~syncline.schedule.verify` proves or refutes it.
 
     ``owners`` holds for each atom the rank that owns it, or -1; ``root`` matters to a broadcast alone.
+
+    >>> draft = PLANNERS["ring"].draft(Topology.flat(3), Collective.ALL_REDUCE)
+    >>> len(draft.transfers), draft.cuts  # all in thirds of the buffer
+    (12, (0, 1, 2, 3))
     """
 
     collective: Collective

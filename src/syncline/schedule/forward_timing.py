@@ -76,7 +76,7 @@ class ForwardPrediction:
     classes: tuple[int, ...]
     """The class of each layer; they never fall in forward order."""
     arrivals_s: tuple[float, ...]
-    seconds: float
+    time_s: float
     """When the last layer has been computed."""
 
     @property
@@ -101,7 +101,7 @@ def predict_forward(profile: ForwardProfile, classes: Sequence[int]) -> ForwardP
     seconds = 0.0
     for arrival_s, forward_s in zip(arrivals, profile.forward_s, strict=True):
         seconds = max(seconds, arrival_s) + forward_s
-    return ForwardPrediction(classes=tuple(int(number) for number in classes), arrivals_s=arrivals, seconds=seconds)
+    return ForwardPrediction(classes=tuple(int(number) for number in classes), arrivals_s=arrivals, time_s=seconds)
 
 
 def prefix_done_s(profile: ForwardProfile) -> Floats:

@@ -26,7 +26,11 @@ _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """A way to draw schedules, and the collectives that it knows."""
+    """A way to draw schedules, and the collectives that it knows.
+
+    >>> PLANNERS["binomial"].collectives == {Collective.BROADCAST}
+    True
+    """
 
     name: str
     draft: Callable[..., Draft]
@@ -75,6 +79,10 @@ def choose(
 
     ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
     reduce-scatter and its all-gather.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> choose(topology, Collective.ALL_REDUCE, 64 << 20).planner
+    'tree'
     """
     drafts = [
         planner.draft(topology, collective, target=target, root=root)

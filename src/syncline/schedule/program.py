@@ -12,7 +12,11 @@ from syncline.schedule.transfers import Transfers
 
 
 class Send(NamedTuple):
-    """Send the atoms [first, last) to ``peer``; ``index`` numbers the messages from this rank to that peer."""
+    """Send the atoms [first, last) to ``peer``; ``index`` numbers the messages from this rank to that peer.
+
+    >>> plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0).phases[0].sends[0].peer
+    1
+    """
 
     peer: int
     first: int
@@ -24,6 +28,9 @@ class Receive(NamedTuple):
     """Receive the atoms [first, last) from ``peer`` and add or overwrite; ``index`` is the sender's.
 
     ``after_send``: a send of the same phase reads some of these atoms. It must have left before they are written.
+
+    >>> plan_ring(Topology.flat(2), Collective.REDUCE_SCATTER).program(0).phases[0].receives[0].add
+    True
     """
 
     peer: int
@@ -41,6 +48,10 @@ class Phase:
     Sends read the buffer as it is after all receives of earlier phases. Receives that add come first in ``receives``
     and in rank order of their peers; contributions to a range are added in that order, the rank's own value at its
     own place.
+
+    >>> (phase,) = plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0).phases
+    >>> phase.sends
+    (Send(peer=1, first=0, last=1, index=0),)
     """
 
     step: int
@@ -50,7 +61,12 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """All phases of one rank, in order; steps in which it has nothing to do are left out."""
+    """All phases of one rank, in order; steps in which it has nothing to do are left out.
+
+    >>> program = plan_ring(Topology.flat(3), Collective.ALL_GATHER).program(0)
+    >>> [phase.step for phase in program.phases]
+    [0, 1]
+    """
 
     rank: int
     phases: tuple[Phase, ...]

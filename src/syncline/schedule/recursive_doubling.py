@@ -28,7 +28,11 @@ from syncline.topology import Topology
 def plan_recursive_doubling(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:
-    """Plan a reduce-scatter, all-gather or all-reduce in about log2 N steps."""
+    """Plan a reduce-scatter, all-gather or all-reduce in about log2 N steps.
+
+    >>> plan_recursive_doubling(Topology.flat(4), Collective.ALL_REDUCE).num_steps
+    2
+    """
     return verify(draft_recursive_doubling(topology, collective, target=target, root=root))
 
 

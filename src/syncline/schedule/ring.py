@@ -24,7 +24,11 @@ from syncline.topology import Topology
 
 
 def plan_ring(topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0) -> Schedule:
-    """Plan a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``."""
+    """Plan a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``.
+
+    >>> plan_ring(Topology.flat(4), Collective.ALL_REDUCE).num_steps
+    6
+    """
     return verify(draft_ring(topology, collective, target=target, root=root))
 
 

@@ -14,7 +14,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Transfer(NamedTuple):
-    """One row: at ``step``, ``src`` sends the atoms [first, last) to ``dst``, which adds or overwrites."""
+    """One row: at ``step``, ``src`` sends the atoms [first, last) to ``dst``, which adds or overwrites.
+
+    >>> next(iter(plan_ring(Topology.flat(2), Collective.ALL_GATHER).draft.transfers))
+    Transfer(step=0, src=0, dst=1, first=0, last=1, add=False)
+    """
 
     step: int
     src: int
@@ -26,7 +30,12 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transfers:
-    """Columns of equal length, ordered by step; within a step, a rank sends in the order in which its rows stand."""
+    """Columns of equal length, ordered by step; within a step, a rank sends in the order in which its rows stand.
+
+    >>> transfers = plan_ring(Topology.flat(3), Collective.ALL_GATHER).draft.transfers
+    >>> len(transfers), transfers.src.shape
+    (6, (6,))
+    """
 
     step: IntArray
     src: IntArray

@@ -34,6 +34,10 @@ def plan_tree(
     """Plan a collective along the tree; equal portions unless ``fractions`` weighs the children of some parents.
 
     ``target="rank_order"`` makes rank k own exactly [k/N, (k+1)/N). ``root`` matters to a broadcast alone.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> plan_tree(topology, Collective.ALL_REDUCE).num_steps
+    4
     """
     return verify(draft_tree(topology, collective, fractions=fractions, target=target, root=root))
 

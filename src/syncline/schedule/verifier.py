@@ -30,6 +30,10 @@ def verify(draft: Draft) -> Schedule:
     """Prove that the draft does what its collective promises, and return it as a schedule that can be run.
 
     Raises :class:`~syncline.errors.ScheduleError` that names the rule, the rank, the atom and who is counted how often.
+
+    >>> draft = plan_ring(Topology.flat(3), Collective.ALL_REDUCE).draft
+    >>> verify(draft).digest == verify(draft).digest
+    True
     """
     _check_cuts(draft)
     _check_ranks(draft)
@@ -125,6 +129,9 @@ def split(schedule: Schedule) -> tuple[Schedule, Schedule]:
     """Split an all-reduce into its reduce-scatter and its all-gather, with the same cuts and owners.
 
     Raises :class:`~syncline.errors.ScheduleError` for other collectives, and where atoms have no owner.
+
+    >>> [half.num_steps for half in split(plan_ring(Topology.flat(4), Collective.ALL_REDUCE))]
+    [3, 3]
     """
     halves = split_at_owners(schedule.draft)
     if halves is None:

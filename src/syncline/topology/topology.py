@@ -33,6 +33,10 @@ class Topology:
     ``priorities`` is what its file says of connection classes, if it does; it does not count in comparisons either.
     ``source`` is the file that it came from and ``lines`` where each host and switch stands in it; both serve errors
     alone and do not count when topologies are compared.
+
+    >>> topology = syncline.Topology.load("two-racks-5-3")
+    >>> topology.num_ranks, topology.host_of(7).name
+    (8, 'h7')
     """
 
     name: str
@@ -47,7 +51,11 @@ class Topology:
 
     @classmethod
     def flat(cls, num_hosts: int, *, rate: float = math.inf, latency_s: float = 0.0) -> Topology:
-        """Build one switch with ``num_hosts`` hosts h0, h1 ... of one rank each; ``rate`` in bytes per second."""
+        """Build one switch with ``num_hosts`` hosts h0, h1 ... of one rank each; ``rate`` in bytes per second.
+
+        >>> syncline.Topology.flat(4, rate=125e6).num_ranks  # 1 Gbit/s
+        4
+        """
         if num_hosts < 1:
             raise TopologyError(f"a flat topology needs at least 1 host, not {num_hosts}")
         link = Link.symmetric(rate, latency_s=latency_s)
@@ -64,7 +72,12 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, *, source: str | None = None) -> Topology:
-        """Read a topology from YAML; every error names ``source`` and the line."""
+        """Read a topology from YAML; every error names ``source`` and the line.
+
+        >>> text = "{topology: pair, switch: s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s}]}"
+        >>> syncline.Topology.parse(text).num_ranks
+        2
+        """
         from syncline.topology.document import parse_document
 
         return cls(**parse_document(text, source=source))
@@ -79,7 +92,11 @@ class Topology:
         ranks_per_host: int = 1,
         source: str | None = None,
     ) -> Topology:
-        """Read a Slurm ``topology.conf``, which knows no rates: they are given here, in bytes per second."""
+        """Read a Slurm ``topology.conf``, which knows no rates: they are given here, in bytes per second.
+
+        >>> syncline.Topology.from_slurm("SwitchName=s Nodes=n[1-4]", host_rate=125e6).num_ranks
+        4
+        """
         from syncline.topology.slurm import parse_slurm
 
         parts = parse_slurm(
@@ -103,12 +120,12 @@ class Topology:
         return hashlib.sha256(repr(_canonical(self.root)).encode()).hexdigest()[:16]
 
     def host_of(self, rank: int) -> Host:
-        """Return the host that ``rank`` runs on."""
+        """Return the host that ``rank`` runs on; :class:`TopologyError` if there is no such rank."""
         self._check_rank(rank)
         return self._index.host_of_rank[rank]
 
     def ranks_of(self, host_name: str) -> tuple[int, ...]:
-        """Return the ranks of a host, in file order."""
+        """Return the ranks of a host, in file order; :class:`TopologyError`, with the known hosts, if there is none."""
         for host in self.hosts:
             if host.name == host_name:
                 return tuple(rank.rank for rank in host.ranks)
@@ -117,7 +134,7 @@ class Topology:
         raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
 
     def node(self, name: str) -> Node:
-        """Return the node of that name."""
+        """Return the switch, host or rank (``"rank 3"``) of that name; :class:`TopologyError` if there is none."""
         if name not in self._index.nodes:
             raise TopologyError(f"{self._label()} has no node {name!r}")
         return self._index.nodes[name]
@@ -137,7 +154,11 @@ class Topology:
         return tuple((node.name, node.link) for node in self.walk() if node.link is not None)
 
     def route(self, source: int, destination: int) -> tuple[DirectedLink, ...]:
-        """Return the directed links that a message from one rank to another crosses, in order; none to itself."""
+        """Return the directed links that a message from one rank to another crosses, in order; none to itself.
+
+        >>> [str(link) for link in syncline.Topology.load("two-racks-5-3").route(0, 7)]
+        ['rank 0 up', 'h0 up', 'rack-a up', 'rack-b down', 'h7 down', 'rank 7 down']
+        """
         self._check_rank(source)
         self._check_rank(destination)
         upward, downward = self._index.upward[source], self._index.downward[destination]
@@ -152,7 +173,7 @@ class Topology:
         return walk(self.root)
 
     def render(self) -> str:
-        """Draw the tree for people."""
+        """Draw the tree as text, a switch or host on each line, with the rate of the link above it."""
         from syncline.topology.rendering import render_topology
 
         return render_topology(self.name, self.root)
@@ -164,7 +185,12 @@ class Topology:
         return write_document(self.name, self.root, self.priorities)
 
     def permuted(self, order: Sequence[int]) -> Topology:
-        """Return the same tree with other rank numbers: the new rank k takes the place of the rank ``order[k]``."""
+        """Return the same tree with other rank numbers: the new rank k takes the place of the rank ``order[k]``.
+
+        >>> topology = syncline.Topology.load("two-racks-5-3").permuted([7, 0, 1, 2, 3, 4, 5, 6])
+        >>> topology.host_of(0).name
+        'h7'
+        """
         if sorted(order) != list(range(self.num_ranks)):
             raise TopologyError(
                 f"{self._label()}: an order names each of the ranks 0 to {self.num_ranks - 1} once, not {list(order)!r}"
@@ -175,7 +201,11 @@ class Topology:
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
     def restricted(self, ranks: Sequence[int]) -> Topology:
-        """Return the tree of some ranks alone; the new rank k is ``ranks[k]``. What has no rank left is left out."""
+        """Return the tree of some ranks alone; the new rank k is ``ranks[k]``. What has no rank left is left out.
+
+        >>> syncline.Topology.load("two-racks-5-3").restricted([0, 7]).num_ranks
+        2
+        """
         for rank in ranks:
             self._check_rank(rank)
         if not ranks or len(set(ranks)) != len(ranks):

@@ -22,9 +22,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """An edge of the tree: its rate in each direction, and its latency in one direction.
+    """An edge of the tree: its rate in each direction (bytes per second), and its latency in one (seconds).
 
-    A rate of ``math.inf`` says that the link never limits.
+    A rate of ``math.inf`` says that the link never limits. Raises :class:`TopologyError` for a rate of 0 or less, and a
+    latency that is negative or infinite.
+
+    >>> Link(up_bytes_per_s=12.5e6, down_bytes_per_s=25e6, latency_s=1e-3).bytes_per_s("down")
+    25000000.0
     """
 
     up_bytes_per_s: float
@@ -40,7 +44,7 @@ class Link:
 
     @classmethod
     def symmetric(cls, bytes_per_s: float, *, latency_s: float = 0.0) -> Link:
-        """Build a link with the same rate in both directions."""
+        """Build a link with the same rate in both directions, in bytes per second."""
         return cls(up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s, latency_s=latency_s)
 
     @classmethod
@@ -55,7 +59,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A leaf: one training process, joined to its host by ``link``."""
+    """A leaf: one training process, joined to its host by ``link``.
+
+    >>> Rank(rank=3).name
+    'rank 3'
+    """
 
     rank: int
     link: Link = field(default_factory=Link.unlimited)
@@ -73,7 +81,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine with its ranks. ``link`` is None at the root alone; ``features`` say what kind of machine it is."""
+    """A machine with its ranks. ``link`` is None at the root alone; ``features`` say what kind of machine it is.
+
+    >>> host = Host(name="a0", link=Link.unlimited(), ranks=(Rank(rank=0), Rank(rank=1)))
+    >>> [rank.name for rank in host.children]
+    ['rank 0', 'rank 1']
+    """
 
     name: str
     link: Link | None
@@ -93,7 +106,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """An inner node: it forwards and never computes. ``link`` is None at the root alone."""
+    """An inner node: it forwards and never computes. ``link`` is None at the root alone, which has no parent.
+
+    >>> hosts = tuple(Host(name=f"h{k}", link=Link.symmetric(125e6), ranks=(Rank(rank=k),)) for k in range(2))
+    >>> syncline.Topology(name="pair", root=Switch(name="s", link=None, children=hosts)).num_ranks
+    2
+    """
 
     name: str
     link: Link | None
@@ -110,7 +128,11 @@ Node = Switch | Host | Rank
 
 @dataclass(frozen=True, slots=True)
 class DirectedLink:
-    """One direction of the link that joins the node named ``child`` to its parent."""
+    """One direction of the link that joins the node named ``child`` to its parent.
+
+    >>> str(DirectedLink("rack-a", "up"))
+    'rack-a up'
+    """
 
     child: str
     direction: Direction

@@ -30,7 +30,12 @@ from syncline.updates.state import StateEntry, StateSource, num_state_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a rule works on."""
+    """What a rule works on.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> [bucket.plan.num_elements for bucket in optimizer.training.updater.buckets]  # what its setting had
+    [10]
+    """
 
     buckets: tuple[Bucket, ...]
     optimizer: torch.optim.Optimizer
@@ -40,7 +45,13 @@ class Setting:
 
 
 class Updater(ABC):
-    """An update rule at work on one model."""
+    """An update rule at work on one model.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce())
+    >>> updater = optimizer.training.updater
+    >>> updater.is_synchronous, updater.iteration
+    (True, 0)
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.buckets = setting.buckets
@@ -62,6 +73,9 @@ class Updater(ABC):
 
     takes_sparse_gradients = False
     """Whether the user's optimizer may be shown sparse gradients."""
+
+    is_server = False
+    """Whether this rank only serves the others: it calls :meth:`serve`, and neither trains nor steps."""
 
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
@@ -119,6 +133,10 @@ class Updater(ABC):
     def end_period(self) -> None:  # noqa: B027 - with most rules all ranks have the same parameters after every step
         """Make the parameters of all ranks equal now, for rules that let them differ; every rank calls it."""
 
+    def serve(self) -> None:
+        """Serve until all ranks that train have left, and return; only if :attr:`is_server`."""
+        raise NotImplementedError
+
     def finish(self) -> None:  # noqa: B027 - most rules have nothing to do
         """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""
 
@@ -164,7 +182,12 @@ class Updater(ABC):
 
 
 class UpdateRule(Protocol):
-    """How parameters change from gradients: the user's choice, checked when it is made."""
+    """How parameters change from gradients: the user's choice, checked when it is made.
+
+    >>> def start(rule: syncline.updates.UpdateRule, setting: syncline.updates.Setting) -> syncline.updates.Updater:
+    ...     rule.check(setting.optimizer)
+    ...     return rule.start(setting)
+    """
 
     @property
     def bucket_bytes(self) -> int:

@@ -44,6 +44,11 @@ class Sharded:
     whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
     Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
     ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded(bucket_bytes=1 << 20))
+    >>> model(x).sum().backward(); optimizer.step()
+    >>> optimizer.num_state_bytes  # of this rank's shard alone; SGD without momentum keeps nothing
+    0
     """
 
     align: Literal["element", "parameter"] = "element"

@@ -48,7 +48,7 @@ def test_waiting_is_not_computing() -> None:
     assert sample is not None
     assert sample.forward_s == (0.5, 0.25)
     assert sample.issued_s == (-1.0, -2.0)
-    assert sample.seconds == 6.75
+    assert sample.time_s == 6.75
     assert sample.bytes_per_s == pytest.approx(40 / 8.5)
 
 
@@ -84,14 +84,14 @@ def test_time_in_which_nothing_is_under_way_does_not_count_for_the_rate() -> Non
     assert sample.bytes_per_s == 10.0
 
 
-def sample_of(*, front_s: float = 0.0, seconds: float = 1.0) -> StepSample:
+def sample_of(*, front_s: float = 0.0, time_s: float = 1.0) -> StepSample:
     """Two buckets of 100 bytes at 100 bytes per second, issued in reverse; computing takes a second each."""
-    return StepSample(forward_s=(1.0, 1.0), issued_s=(front_s, -0.1), bytes_per_s=100.0, seconds=seconds)
+    return StepSample(forward_s=(1.0, 1.0), issued_s=(front_s, -0.1), bytes_per_s=100.0, time_s=time_s)
 
 
 def test_one_disturbed_step_does_not_count() -> None:
-    samples = [sample_of(seconds=seconds) for seconds in (1.0, 50.0, 1.2)]
-    assert median_of(samples) == sample_of(seconds=1.2)
+    samples = [sample_of(time_s=seconds) for seconds in (1.0, 50.0, 1.2)]
+    assert median_of(samples) == sample_of(time_s=1.2)
 
 
 def test_values_survive_a_sum_over_ranks() -> None:
@@ -105,7 +105,7 @@ def test_classes_are_chosen_where_the_rear_holds_up_the_front() -> None:
     assert verdict is not None
     assert verdict.pays
     assert verdict.chosen.classes == (0, 1)
-    assert (verdict.chosen.seconds, verdict.one_class_s) == pytest.approx((3.0, 4.0), abs=0.15)
+    assert (verdict.chosen.time_s, verdict.one_class_s) == pytest.approx((3.0, 4.0), abs=0.15)
 
 
 def test_one_class_is_chosen_where_several_gain_too_little() -> None:
@@ -118,11 +118,11 @@ def test_one_class_is_chosen_where_several_gain_too_little() -> None:
 
 def test_it_is_searched_again_when_the_step_departs_from_the_model_and_only_then() -> None:
     decision = Decision(Priorities(research_at=0.1), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(seconds=4.0))
+    decision.review(sample_of(time_s=4.0))
     assert decision.verdict is not None
-    promised_s = decision.verdict.chosen.seconds
-    assert not decision.review(sample_of(seconds=promised_s * 1.09))
-    assert decision.review(sample_of(seconds=promised_s * 1.11))
+    promised_s = decision.verdict.chosen.time_s
+    assert not decision.review(sample_of(time_s=promised_s * 1.09))
+    assert decision.review(sample_of(time_s=promised_s * 1.11))
     assert decision.num_searches == 2
     assert decision.measured_s == promised_s * 1.11
 
@@ -131,29 +131,29 @@ def test_searches_that_change_nothing_become_rare_and_one_that_does_makes_them_f
     decision = Decision(Priorities(measure_steps=3, research_at=0.0, min_gain=0.0), (100, 100), backlog_bytes=1000)
     intervals = []
     for _ in range(9):
-        decision.review(sample_of(seconds=9.0))
+        decision.review(sample_of(time_s=9.0))
         intervals.append(decision.num_steps)
     assert intervals == [3, 6, 12, 24, 48, 96, 192, 192, 192]
     assert intervals[-1] == 3 * MAX_PATIENCE
-    decision.review(sample_of(front_s=-5.0, seconds=9.0))  # now the front is issued first
+    decision.review(sample_of(front_s=-5.0, time_s=9.0))  # now the front is issued first
     assert decision.num_steps == 3
 
 
 def test_classes_that_make_no_forward_pass_faster_are_given_up_for_good() -> None:
     decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(seconds=4.0))
+    decision.review(sample_of(time_s=4.0))
     assert not decision.has_failed
-    assert decision.review(sample_of(seconds=3.95))
+    assert decision.review(sample_of(time_s=3.95))
     assert decision.has_failed
     assert decision.verdict is not None
     assert decision.verdict.chosen.classes == (0, 0)
     assert "3.95 s with them and 4 s in one" in decision.explain()
-    assert not decision.review(sample_of(seconds=9.0))
+    assert not decision.review(sample_of(time_s=9.0))
     assert decision.num_searches == 1
 
 
 def test_classes_that_are_faster_stay() -> None:
     decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(seconds=4.0))
-    assert not decision.review(sample_of(seconds=3.1))
+    decision.review(sample_of(time_s=4.0))
+    assert not decision.review(sample_of(time_s=3.1))
     assert not decision.has_failed

@@ -19,7 +19,9 @@ CLUSTER_DIES_AT, SERVER_DIES_AT = 5, 14
 
 
 def main() -> None:
-    with syncline.init(timeout=600, silence=600) as fleet:  # the kernel tells of the dead, and their silence does not
+    with syncline.init(
+        timeout_s=600, silence_s=600
+    ) as fleet:  # the kernel tells of the dead, and their silence does not
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
         rule = syncline.Clustered(period=4, features=("kind",), quorum=0.3)

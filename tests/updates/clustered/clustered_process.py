@@ -145,7 +145,7 @@ def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
         period=2, reelect_every=2, clusters=CLUSTERS, contribution=assignment.contribution, seed=assignment.seed
     )
     silence_s = DETECTION_S if assignment.fate == "freeze" else NEVER_S
-    with syncline.init(timeout=NEVER_S, silence=silence_s) as fleet:
+    with syncline.init(timeout_s=NEVER_S, silence_s=silence_s) as fleet:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
         model, optimizer = syncline.distribute(

@@ -32,11 +32,14 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    with syncline.init(timeout=30.0) as fleet:
+    with syncline.init(timeout_s=30.0) as fleet:
         model = make_model()
         rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
         model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule, samples="batch")
         done = syncline.load_checkpoint(options.resume, model, optimizer)["iteration"] if options.resume else 0
+        if optimizer.is_server:
+            optimizer.serve()
+            return
         first = done
         step = 0
         while done < options.iterations:

@@ -28,4 +28,4 @@ def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
         fleet.communicator.slice_bytes,
         first_slice_bytes=fleet.communicator.layout(schedule, num_bytes, 1).slices[0][-1] if is_ramped else None,
         cost=CostModel.of_emulated_network(len(os.sched_getaffinity(0))),
-    ).seconds
+    ).time_s

@@ -97,7 +97,7 @@ def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, s
             order=task.order,
             size_bytes=num_bytes,
             method=method,
-            seconds=seconds[method],
+            times_s=seconds[method],
             bound_s=bound_s,
             predicted_s=predicted_s(fleet, schedules[method], num_bytes) if method in schedules else None,
             planner=chosen.planner if method == CHOSEN else "",

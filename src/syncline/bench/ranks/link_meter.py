@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from syncline.lab import Lab
 from syncline.lab.records import find_record
 from syncline.topology import DirectedLink, Direction
+from syncline.variables import process_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class LinkMeter:
     """Counts bytes per link, headers included; nothing outside the lab, and on other ranks than 0."""
 
     def __init__(self, rank: int) -> None:
-        lab_id = os.environ.get("SYNCLINE_LAB")
+        lab_id = process_variables().get("SYNCLINE_LAB")
         self._lab = Lab.attach(find_record(lab_id)) if lab_id and rank == 0 else None
         links = () if self._lab is None else self._lab.plan.links
         self._host_links = {DirectedLink(each.child, "up") for each in links if each.lower_bridge is None}

@@ -54,7 +54,7 @@ def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carrie
         order=task.order,
         size_bytes=num_bytes,
         method=name,
-        seconds=seconds,
+        times_s=seconds,
         bound_s=wire_bound_s(fleet, Collective.ALL_REDUCE, num_bytes),
         predicted_s=_predict_wire(fleet, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
         link_bytes=per_step.link_bytes,

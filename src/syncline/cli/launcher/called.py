@@ -18,6 +18,7 @@ from syncline.cli.launcher.process import PR_SET_PDEATHSIG
 from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal
 from syncline.errors import SynclineError
+from syncline.variables import process_variables
 
 LIMITS = Limits(grace_s=3.0, stubborn_s=2.0)
 """With the time that Python takes to end, less than the 10 s that are promised."""
@@ -63,4 +64,4 @@ def call(argument: str) -> None:
     """Call the function as the rank that the environment names, and leave its result in the folder."""
     folder = Path(argument)
     function, args = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - the caller's own, in a folder of its own
-    result_file(folder, int(os.environ["RANK"])).write_bytes(cloudpickle.dumps(function(*args)))
+    result_file(folder, int(process_variables()["RANK"])).write_bytes(cloudpickle.dumps(function(*args)))

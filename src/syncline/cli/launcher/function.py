@@ -55,6 +55,12 @@ def launch(
     Raises ``ConfigurationError`` and ``TopologyError`` for what cannot be started, and :class:`LaunchError` if a rank
     fails, with the rank and its traceback, after all others have been ended: at most 10 s after the failure. On Ctrl-C
     (a notebook's "interrupt") it ends all ranks too.
+
+    >>> def meet(number):
+    ...     with syncline.init() as fleet:
+    ...         return fleet.all_gather_object(number + fleet.rank)
+    >>> syncline.launch(meet, (10,), ranks=2)
+    [[10, 11], [10, 11]]
     """
     if ranks is not None and ranks < 1:
         raise ConfigurationError(f"ranks must be at least 1, got {ranks}")

@@ -23,6 +23,7 @@ from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
+from syncline.variables import process_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +51,24 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     topology, named_as = _find_topology(request)
     host = None
     if named_as and not request.starts_all:
-        host = choose_host(topology, asked=request.host, environment=os.environ)
+        host = choose_host(topology, asked=request.host, environment=process_variables())
     is_whole = host is None or len(topology.ranks_of(host)) == topology.num_ranks
     with own_folder() as scratch, reserved_port() as port:
         master = choose_master(
-            asked=request.master, environment=os.environ, is_whole=is_whole, free_port=port, host=host
+            asked=request.master, environment=process_variables(), is_whole=is_whole, free_port=port, host=host
         )
         job = build_job(topology, command=request.command, host=host, master=master, named_as=named_as)
         return _run_in(scratch, request, job, host, terminal)
 
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
-    secret = prepare_secret(job, asked=request.secret_file, environment=os.environ, folder=scratch)
+    secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     traces = trace_parts(job, scratch) if request.trace else {}
     environments = {
         process.rank: rank_environment(
             job,
             process,
-            base=os.environ,
+            base=process_variables(),
             num_cores=len(os.sched_getaffinity(0)),
             secret_file=secret,
             trace_file=traces.get(process.rank),
@@ -77,7 +78,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
     session = Session(
         job=job,
         environments=environments,
-        labels=labels(job, is_in_lab="SYNCLINE_LAB" in os.environ),
+        labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
         limits=request.limits,
         terminal_rank=_terminal_rank(request, job),
     )
@@ -90,7 +91,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
 def _find_topology(request: Request) -> tuple[Topology, str | None]:
     """Find the topology, and what the ranks are told to load (None for one flat switch)."""
     # an argument, be it only --ranks, beats the environment
-    named = request.topology or (os.environ.get("SYNCLINE_TOPOLOGY") if request.num_ranks is None else None)
+    named = request.topology or (process_variables().get("SYNCLINE_TOPOLOGY") if request.num_ranks is None else None)
     if named is None:
         if request.num_ranks is None:
             raise ConfigurationError("the number of ranks is not known; say --ranks N or --topology FILE")

@@ -12,7 +12,7 @@ from pathlib import Path
 from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job
 from syncline.errors import ConfigurationError
-from syncline.pytorch.environment import read_secret_file
+from syncline.pytorch.secret import read_secret_file
 
 SECRET_BYTES = 32
 

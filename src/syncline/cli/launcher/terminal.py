@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from syncline.cli.launcher.job import Job
+from syncline.variables import is_coloured
 
 # The colours that read well on dark and light ground; ranks share them in turn.
 RANK_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -61,5 +62,4 @@ def colour_of(rank: int) -> int:
 
 
 def _painted(text: str, colour: int, stream: TextIO) -> str:
-    is_wanted = stream.isatty() and "NO_COLOR" not in os.environ
-    return f"\x1b[{colour}m{text}\x1b[0m" if is_wanted else text
+    return f"\x1b[{colour}m{text}\x1b[0m" if is_coloured(stream) else text

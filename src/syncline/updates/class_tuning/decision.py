@@ -64,17 +64,17 @@ class Decision:
 
     def review(self, sample: StepSample) -> bool:
         """Take a review; returns whether it led to a new verdict."""
-        self.measured_s = sample.seconds
+        self.measured_s = sample.time_s
         if self.has_failed:
             return False
         if self.verdict is None or self.verdict.chosen.num_classes == 1:
-            self.measured_one_class_s = sample.seconds
-        elif sample.seconds > (1 - self.min_gain) * self.measured_one_class_s:
+            self.measured_one_class_s = sample.time_s
+        elif sample.time_s > (1 - self.min_gain) * self.measured_one_class_s:
             one = predict_forward(self.verdict.profile, (0,) * len(self._num_bytes))
             self.verdict = replace(self.verdict, chosen=one, pays=False)
             self.has_failed = True
             return True
-        if not self._is_off_the_model(sample.seconds):
+        if not self._is_off_the_model(sample.time_s):
             return False
         before = self.verdict
         self.verdict = self._search(sample)
@@ -99,7 +99,7 @@ class Decision:
     def _is_off_the_model(self, seconds: float) -> bool:
         if self.verdict is None:
             return True
-        promised_s = self.verdict.chosen.seconds
+        promised_s = self.verdict.chosen.time_s
         return abs(seconds - promised_s) > self._priorities.research_at * promised_s
 
     def _search(self, sample: StepSample) -> Verdict:
@@ -112,5 +112,5 @@ class Decision:
         )
         one = predict_forward(profile, (0,) * profile.num_layers)
         best = search_classes(profile, self._priorities.num_classes)
-        pays = best.num_classes > 1 and best.seconds <= (1 - self._priorities.min_gain) * one.seconds
-        return Verdict(chosen=best if pays else one, one_class_s=one.seconds, pays=pays, profile=profile)
+        pays = best.num_classes > 1 and best.time_s <= (1 - self._priorities.min_gain) * one.time_s
+        return Verdict(chosen=best if pays else one, one_class_s=one.time_s, pays=pays, profile=profile)

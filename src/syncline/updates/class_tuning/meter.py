@@ -18,12 +18,12 @@ class StepSample:
     """When its all-gather began, counted from the beginning of the forward pass."""
     bytes_per_s: float
     """Bytes of all buckets over the time in which any of them was under way."""
-    seconds: float
+    time_s: float
     """The whole forward pass, waits and all."""
 
     def values(self) -> list[float]:
         """Return it as numbers that can be summed over ranks."""
-        return [*self.forward_s, *self.issued_s, self.bytes_per_s, self.seconds]
+        return [*self.forward_s, *self.issued_s, self.bytes_per_s, self.time_s]
 
     @classmethod
     def of_values(cls, values: Sequence[float], num_buckets: int) -> StepSample:
@@ -32,7 +32,7 @@ class StepSample:
             forward_s=tuple(values[:num_buckets]),
             issued_s=tuple(values[num_buckets : 2 * num_buckets]),
             bytes_per_s=values[-2],
-            seconds=values[-1],
+            time_s=values[-1],
         )
 
 
@@ -114,7 +114,7 @@ class StepMeter:
             forward_s=tuple(self._forward_s),
             issued_s=tuple(started_s[bucket] - begin_s for bucket in everything),
             bytes_per_s=sum(self._num_bytes) / max(busy_s, 1e-9),
-            seconds=self._clock() - begin_s,
+            time_s=self._clock() - begin_s,
         )
 
     def _count(self) -> None:

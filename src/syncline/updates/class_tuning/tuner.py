@@ -156,7 +156,7 @@ class ClassTuner(Untuned):
             num_bytes=self._num_bytes,
             forward_s=verdict.profile.forward_s,
             arrivals_s=verdict.chosen.arrivals_s,
-            predicted_s=verdict.chosen.seconds,
+            predicted_s=verdict.chosen.time_s,
             one_class_s=verdict.one_class_s,
             measured_s=self._decision.measured_s,
             num_searches=self._decision.num_searches,

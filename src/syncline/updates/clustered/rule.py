@@ -44,7 +44,7 @@ class Clustered(ClusteredSettings):
     death from a cut of the network, so with the default, a half, at most one part of a job goes on: the one with more
     than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
     go on, but so may both sides of a cut. A rank that lives, but whose training thread makes no call for
-    ``syncline.init(stall=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
+    ``syncline.init(stall_s=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
     it wakes.
 
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
@@ -59,6 +59,11 @@ class Clustered(ClusteredSettings):
     server one for each member. Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends
     the period, and the term where parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or
     each cluster's, own.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, measures=False))
+    >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
+    >>> optimizer.statistics().clusters
+    ((0,),)
     """
 
     @property

@@ -22,7 +22,11 @@ VELOCITY = "outer_velocity"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nesterov:
-    """SGD with Nesterov momentum on what a period has changed."""
+    """SGD with Nesterov momentum on what a period has changed.
+
+    >>> rule = syncline.Overlapped(period=32, outer=syncline.Nesterov(learning_rate=0.7, momentum=0.9))
+    >>> model, optimizer = syncline.distribute(model, optimizer, rule)
+    """
 
     learning_rate: float = 0.7
     momentum: float = 0.9

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
@@ -51,8 +51,8 @@ class Overlapped:
     is what is needed to the end: with fewer workers the job ends; with M of at most N/2, both sides of a cut go on.
 
     ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what their links carry;
-    ``"dedicated:k"`` on the last k ranks, which do not train: there, ``distribute()`` serves until all workers have
-    left, and ends the process. ``rule``: ``"swap"`` replaces the own gradient by the
+    ``"dedicated:k"`` on the last k ranks, which do not train: there, ``optimizer.is_server`` is True, and
+    ``optimizer.serve()`` stands in place of the training loop. ``rule``: ``"swap"`` replaces the own gradient by the
     global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
     global ones, which is better for Adam and its like as long as gradients are fresh (see :mod:`.rebase`; it keeps a
     copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal form, and counts own ones
@@ -69,6 +69,11 @@ class Overlapped:
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
     with ``optimizer.end_period()`` before you save or evaluate a model. Buffers (BatchNorm) stay each rank's own.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64, max_staleness=8))
+    >>> while optimizer.iteration < 3:
+    ...     model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()
+    >>> optimizer.end_period()
     """
 
     period: int = 64
@@ -115,7 +120,7 @@ class Overlapped:
         check_is_served(optimizer)
 
     def start(self, setting: Setting) -> OverlappedUpdater:
-        """Begin to work on a model; on a dedicated server, serve until all workers have left, then end the process."""
+        """Begin to work on a model, and to serve the buckets whose servers are here."""
         return OverlappedUpdater(setting, self)
 
     def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
@@ -189,15 +194,9 @@ class OverlappedUpdater(WholeUpdater):
         )
         self._rescue = rule.rescue
         self._weight = 0.0
-        self._begin()
-
-    def _begin(self) -> None:
+        self.is_server = not self.client.links
         self._note_start()
         self.client.start()
-        if not self.client.links:
-            self.client.serve()
-            self.client.close()
-            raise SystemExit(0)
 
     def _note_start(self) -> None:
         """Take note of what a period begins with, which a checkpoint may have brought."""
@@ -225,15 +224,23 @@ class OverlappedUpdater(WholeUpdater):
 
     @property
     def checkpoint_writer(self) -> int | None:
-        """Of a fleet that goes on without lost ranks, or has ranks that only serve, the lowest worker that lives."""
+        """Of a fleet that goes on without lost ranks, or has ranks that only serve, the lowest worker that lives.
+
+        A server that all workers have left is not one of them, so it writes nothing.
+        """
         terms, lost = self.client.terms, self.client.lost
         if terms.quorum == terms.world_size and not terms.shrinks:
             return None
-        return min((rank for rank in terms.workers if rank not in lost), default=None)
+        return min((rank for rank in terms.workers if rank not in lost), default=terms.workers[0])
 
     def begin_backward(self) -> None:
-        """Raise what went wrong since the last step."""
+        """Raise what went wrong since the last step; a server has no gradients to give."""
+        self._check_trains()
         self._raise_failure()
+
+    def serve(self) -> None:
+        """Wait while the communication thread serves; a cut connection or a closed fleet raises."""
+        self.client.serve()
 
     def reduce(self, bucket: Bucket) -> None:
         """Wait for the step: the own gradient is pushed as it is used, clipped if the user does so."""
@@ -245,6 +252,7 @@ class OverlappedUpdater(WholeUpdater):
 
     def step(self) -> None:
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
+        self._check_trains()
         trace = self.collectives.trace
         start_ns = trace.now_ns()
         if self.is_at_period_start:
@@ -291,7 +299,10 @@ class OverlappedUpdater(WholeUpdater):
         return self.client.statistics().progress()
 
     def finish(self) -> None:
-        """End the period that is under way: after a close, all ranks have the same parameters."""
+        """End the period that is under way: after a close, all workers have the same parameters."""
+        if self.is_server:
+            self.serve()
+            return
         self.end_period()
         self.client.drain()
 
@@ -304,6 +315,13 @@ class OverlappedUpdater(WholeUpdater):
             return Feed(should_spread=self._spread)
         self._feeds.append(Collect())
         return self._feeds[-1]
+
+    def _check_trains(self) -> None:
+        if self.is_server:
+            raise UpdateError(
+                f"rank {self.collectives.rank} is a dedicated server, which does not train; write `if "
+                "optimizer.is_server: optimizer.serve()` before the training loop, and the loop under its `else:`"
+            )
 
     def _raise_failure(self) -> None:
         with self._rescue_if_needed():

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from syncline.errors import UpdateError
 from syncline.runtime.port import Port
@@ -22,6 +21,7 @@ from syncline.runtime.tags import NUM_SLICES
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.phases import Pass
+from syncline.updates.private_torch import tree_leaves
 
 MAX_TEXT = 120
 FIRST_KIND = NUM_SLICES - Mailbox.PAYLOAD
@@ -33,7 +33,7 @@ def describe_batch(value: Any) -> tuple[str, int]:
     """Return types and shapes of all that is in ``value``, and a checksum of that and of all its bytes."""
     words = []
     checksum = 0
-    for leaf in _pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             words.append(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}")
             if leaf.layout is torch.strided and leaf.device.type != "meta":

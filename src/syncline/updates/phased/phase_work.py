@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.computing import Given, StageComputer, outputs_of, own_memory
@@ -15,6 +14,7 @@ from syncline.updates.phased.phases import Kind, Pass, Phase
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.updating import Samples, StageGradients, StageUpdater
+from syncline.updates.private_torch import tree_leaves
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class PhaseWork:
             current.output = output
             return None
         outputs = outputs_of(output, stage.number)
-        theirs = [leaf for leaf in _pytree.tree_leaves(given.value) if isinstance(leaf, torch.Tensor)]
+        theirs = [leaf for leaf in tree_leaves(given.value) if isinstance(leaf, torch.Tensor)]
         kept = [*theirs, *stage.module.parameters(), *stage.module.buffers()]
         is_loss = current.kind is Pass.TRAIN and stage.number == self._num_stages - 2
         return Message(

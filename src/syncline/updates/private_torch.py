@@ -1,0 +1,93 @@
+"""Every name of PyTorch that is used here and is not public, in one place: why it is needed, and what would replace it.
+
+Nothing else in this package may name one (a test sees to that), and a test tries each, so that a new PyTorch which has
+changed one is found out by its name. Where a public name serves, it is used where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree
+
+StateHookKind = Literal["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+UNVALUED_PROPERTIES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Properties of a tensor that say nothing of its value, so that who reads them need not wait for it.
+
+Autograd and ``torch.nn`` read them of every parameter, in their own code; they have no public names.
+"""
+
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""The function by which ``torch.amp.GradScaler`` asks gradients for infinities, as a tensor subclass is told of it."""
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that calls this thread's hooks; -1 outside of one.
+
+    ``torch.utils.module_tracker.ModuleTracker.is_bw`` says whether there is one, and not which: checkpoints run passes
+    within passes, and only the outer one ends a step's gradients.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that is under way ends, on the thread that began it.
+
+    DistributedDataParallel and FSDP do the same. ``torch.autograd.graph.register_multi_grad_hook`` needs to know
+    before the pass which gradients will come; parameters without one are what the end is needed for.
+    """
+    Variable._execution_engine.queue_callback(function)
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """Return what nested lists, tuples, dictionaries, and classes that users have registered with PyTorch, hold.
+
+    Registered classes (the outputs of Transformers) are known there alone, and no public function walks them.
+    """
+    return _pytree.tree_leaves(values)
+
+
+def tensor_without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the class ``kind`` with the shape, strides, type and device of ``like``, and no memory.
+
+    PyTorch's guide to tensor subclasses names this function; there is none beside it.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made ``module``, or ``module.compile()`` was called.
+
+    ``torch.compiler`` says whether something is compiled right now, and not whether a module will be.
+    """
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let LR schedulers that were made with ``optimizer`` know that it has stepped: they look for it when they step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def state_hooks(optimizer: torch.optim.Optimizer, kind: StateHookKind) -> list[Callable[..., Any]]:
+    """Return what ``register_state_dict_pre_hook`` and its three like were given, in order.
+
+    Whoever writes a ``state_dict()`` of their own has to call these, and PyTorch has no function that does.
+    """
+    return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
+
+
+def checkpoint_place(file: str, *, start: int, length: int) -> Any:
+    """Say where in a folder a part of a tensor lies (bytes), as the reader of ``torch.distributed.checkpoint`` is told.
+
+    The reader takes this from an index that is pickled; ours comes from JSON, so that loading unpickles nothing.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # loads much, and only checkpoints need it
+
+    return _StorageInfo(file, start, length)

@@ -1,0 +1,106 @@
+"""Each private name of PyTorch does what it is used for; one that a new PyTorch lacks fails here, by its own name."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.updates import private_torch
+
+
+def test_backward_pass_is_numbered_within_a_pass_alone() -> None:
+    seen: list[int] = []
+    value = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        doubled = value * 2
+        doubled.register_hook(lambda _: seen.append(private_torch.backward_pass()))
+        doubled.sum().backward()
+    assert private_torch.backward_pass() == -1
+    assert -1 not in seen
+    assert seen[0] != seen[1]
+
+
+def test_at_end_of_backward_comes_after_the_last_gradient() -> None:
+    order: list[str] = []
+    value = torch.ones(2, requires_grad=True)
+    value.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    doubled = value * 2
+    doubled.register_hook(lambda _: private_torch.at_end_of_backward(lambda: order.append("end")))
+    doubled.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_tree_leaves_finds_what_users_have_registered() -> None:
+    nested = {"a": [1, (2, None)], "b": OrderedDict(c=3)}
+    assert private_torch.tree_leaves(nested) == [1, 2, None, 3]
+
+
+def test_tensor_without_memory_has_a_shape() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    like = torch.ones(3, 2, dtype=torch.float16).t()
+    made = private_torch.tensor_without_memory(Empty, like)
+    assert isinstance(made, Empty)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (like.shape, (1, 2), like.dtype, like.device)
+
+
+def test_is_compiled_knows_both_ways() -> None:
+    plain, method = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert not private_torch.is_compiled(plain)
+    assert private_torch.is_compiled(torch.compile(plain, backend="eager"))  # type: ignore[arg-type]
+    method.compile(backend="eager")
+    assert private_torch.is_compiled(method)
+
+
+def test_note_step_satisfies_a_scheduler() -> None:
+    """It warns, which is an error here, if it has not seen its optimizer step."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    private_torch.note_step(optimizer)
+    scheduler.step()
+    untold = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.9)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        untold.step()
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_state_hooks_are_those_that_were_registered(kind: private_torch.StateHookKind) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    hooks = [lambda *_: None, lambda *_: None]
+    for hook in hooks:
+        getattr(optimizer, f"register_{kind}_hook")(hook)
+    assert private_torch.state_hooks(optimizer, kind) == hooks
+
+
+def test_properties_without_a_value_are_those_of_tensors() -> None:
+    assert all(hasattr(torch.Tensor, name) for name in private_torch.UNVALUED_PROPERTIES)
+
+
+def test_a_scaler_asks_a_subclass_by_the_name_that_is_known() -> None:
+    asked: list[str] = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(getattr(func, "__name__", ""))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2).as_subclass(Asked)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(optimizer)
+    assert private_torch.UNSCALE in asked
+
+
+def test_checkpoint_place_has_what_the_reader_asks_for() -> None:
+    place = private_torch.checkpoint_place("part", start=3, length=4)
+    assert (place.relative_path, place.offset, place.length) == ("part", 3, 4)

@@ -1,0 +1,181 @@
+"""Every variable that counts has an argument, and the argument goes before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.cli.launcher.job import choose_host, choose_master
+from syncline.cli.launcher.launch import Request, _find_topology
+from syncline.cli.launcher.scratch import prepare_secret
+from syncline.cli.main import _front
+from syncline.cli.path_diagnosis import choose_key
+from syncline.errors import ConfigurationError
+from syncline.fabric.transport_sets import NativeTransportSet, is_native
+from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.topology import Topology
+from syncline.variables import VARIABLES, is_coloured, process_variables
+
+JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+SECRETS = {"SYNCLINE_SECRET": "v" * 32, "SYNCLINE_SECRET_FILE": "{folder}/secret"}
+VALUES: dict[str, str] = {
+    "RANK": "0",
+    "WORLD_SIZE": "5",
+    "MASTER_ADDR": "b",
+    "MASTER_PORT": "7",
+    "TORCHELASTIC_USE_AGENT_STORE": "true",
+    "TORCHELASTIC_RUN_ID": "job-of-torchrun",
+    "SYNCLINE_TOPOLOGY": "flat-8",
+    "SYNCLINE_AUTHENTICATE_FRAMES": "on",
+    "SYNCLINE_INTERFACE": "10.0.0.1",
+    "SYNCLINE_TIMEOUT": "11",
+    "SYNCLINE_CONNECT_TIMEOUT": "12",
+    "SYNCLINE_SILENCE": "13",
+    "SYNCLINE_STALL": "14",
+    "SYNCLINE_TRACE": "of-the-variable.json",
+    "SYNCLINE_BOARD": "off",
+    "SYNCLINE_BIND_THREAD": "off",
+    **SECRETS,
+}
+"""Of each variable that ``init()`` reads by itself, a value that is not the default."""
+GIVEN = Arguments(
+    topology=Topology.flat(3),
+    rank=2,
+    world_size=3,
+    master="c:8",
+    job_id="job-of-the-user",
+    secret="a" * 32,
+    authenticate_frames=False,
+    interface="10.0.0.2",
+    timeout_s=21,
+    connect_timeout_s=22,
+    silence_s=23,
+    stall_s=24,
+    trace="of-the-user.json",
+    shared_memory=True,
+    bind_thread=True,
+)
+LAUNCHERS = {
+    variable.name: "5" if "SIZE" in variable.name or "TASKS" in variable.name or "NUM" in variable.name else "4"
+    for variable in VARIABLES
+    if variable.argument == "init(rank=, world_size=)"
+}
+APART = {"SYNCLINE_NATIVE", "SYNCLINE_HOST", "NO_COLOR", "FORCE_COLOR"}
+"""Those with a test of their own."""
+
+
+def arguments_of(name: str) -> Arguments:
+    """The arguments that go before the variable, by the table."""
+    (variable,) = (one for one in VARIABLES if one.name == name)
+    names = variable.argument.removeprefix("init(").removesuffix(")").replace(" ", "").split(",")
+    chosen = {part.removesuffix("=") for part in names}
+    if chosen & {"rank", "world_size"}:
+        chosen |= {"rank", "world_size"}
+    return Arguments(**{key: value for key, value in GIVEN.items() if key in chosen})  # type: ignore[typeddict-item]
+
+
+def without_place(environment: Environment) -> dict[str, Any]:
+    return {field.name: getattr(environment, field.name) for field in dataclasses.fields(environment)}
+
+
+def test_every_variable_is_tried_here() -> None:
+    assert {variable.name for variable in VARIABLES} == VALUES.keys() | LAUNCHERS.keys() | APART
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_argument_of_init_goes_before_its_variable(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("f" * 32)
+    secret.chmod(0o600)
+    said = {name: VALUES[name].format(folder=tmp_path)}
+    given = arguments_of(name)
+    assert given, f"init() has no argument for {name}"
+    alone = read_environment(JOB, given)
+    assert read_environment(JOB | said, given) == alone
+    by_variable = read_environment(JOB | said)
+    assert by_variable != read_environment(JOB), f"{name} changes nothing"
+    assert by_variable != alone
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_rank_and_size_go_before_whatever_a_launcher_says(name: str) -> None:
+    given = Arguments(rank=2, world_size=3, master="c:8")
+    assert read_environment({name: LAUNCHERS[name]}, given) == read_environment({}, given)
+
+
+def test_every_argument_at_once_goes_before_every_variable(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("f" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    said = {name: value.format(folder=tmp_path) for name, value in (VALUES | LAUNCHERS).items()}
+    found = read_environment(said, GIVEN)
+    assert found == read_environment({}, GIVEN)
+    assert (found.rank, found.world_size, found.master_address, found.master_port) == (2, 3, "c", 8)
+    assert (found.secret, found.job_id, found.uses_agent_store) == (b"a" * 32, "job-of-the-user", False)
+    limits = found.limits
+    assert (limits.timeout_s, limits.connect_timeout_s, limits.silence_s, limits.stall_s) == (21, 22, 23, 24)
+    assert (found.trace, found.uses_shared_memory, found.binds_thread) == (Path("of-the-user.json"), True, True)
+
+
+@pytest.mark.parametrize("given", [Arguments(rank=1), Arguments(world_size=2)])
+def test_half_a_place_is_refused_in_place_of_half_a_launchers(given: Arguments) -> None:
+    with pytest.raises(ConfigurationError, match="give both"):
+        read_environment({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"} | JOB, given)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (0, 0)])
+def test_a_place_that_is_none_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigurationError, match="rank must be from 0 to world_size - 1"):
+        read_environment(JOB, Arguments(rank=rank, world_size=world_size))
+
+
+@pytest.mark.parametrize("said", ["0", "1", ""])
+def test_native_goes_before_its_variable(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_NATIVE", said)
+    assert not is_native(False)
+    assert NativeTransportSet is not None
+    assert is_native(True)
+    assert is_native() == (said != "0")
+
+
+def test_arguments_of_run_go_before_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology.load("two-racks-5-3")
+    first, second, *_ = (host.name for host in topology.hosts)
+    assert choose_host(topology, asked=first, environment={"SYNCLINE_HOST": second}) == first
+    assert choose_host(topology, asked=None, environment={"SYNCLINE_HOST": second}) == second
+    where: dict[str, Any] = {"is_whole": False, "free_port": 1, "host": first}
+    assert choose_master(asked="c:8", environment={"MASTER_ADDR": "b", "MASTER_PORT": "7"}, **where) == ("c", 8)
+    monkeypatch.setenv("SYNCLINE_TOPOLOGY", "flat-8")
+    assert _find_topology(Request(command=(), topology="demo-1-3"))[0].name == "demo-1-3"
+    assert _find_topology(Request(command=(), num_ranks=3))[0].num_ranks == 3
+    assert _find_topology(Request(command=()))[0].name == "flat-8"
+
+
+def test_a_secret_file_goes_before_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("f" * 32)
+    secret.chmod(0o600)
+    monkeypatch.setenv("SYNCLINE_SECRET", "v" * 32)
+    assert choose_key(secret) == b"f" * 32
+    assert choose_key(None) == b"v" * 32
+    job: Any = None  # not looked at, where a file is named
+    assert prepare_secret(job, asked=secret, environment=process_variables(), folder=tmp_path) == secret
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "FORCE_COLOR", "NEITHER"])
+def test_colour_as_it_is_asked_for(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.setenv(name, "0")  # so that what the front door sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "1")
+    stream = io.StringIO()
+    assert is_coloured(stream) == (variable == "FORCE_COLOR")
+    _front(color=True)
+    assert is_coloured(stream)
+    _front(color=False)
+    assert not is_coloured(stream)
+    _front()
+    assert not is_coloured(stream)
