@@ -235,6 +235,7 @@ void DataConnection::refill_sent() {
     finishing.swap(finishing_);
     for (auto& message : finishing) message->is_leaving = false;
     for (auto& message : finishing) {
+        if (message->is_queued) continue;  // more was granted while this chunk left, and that is still owed
         if (message->sent_bytes == message->num_bytes) ++sent_messages;
         if (message->sent_bytes == message->num_bytes || message->is_discarded) owner.on_left(message);
     }

@@ -12,7 +12,7 @@
 namespace syncline {
 
 // Kinds are stable names for the Python side, `native_wire.py`.
-enum EventKind : int {
+enum EventKind : uint8_t {
     SENT = 1,        // callback: on_sent
     RECEIVED = 2,    // callback: on_received
     FRAME = 3,       // number: its type; tag, text: payload

@@ -81,7 +81,7 @@ struct Unexpected {
 
 // Where a message that was sent within the credit is arriving.
 struct EagerTarget {
-    enum { TO_RECEIVE, TO_UNEXPECTED, TO_WASTE } where;
+    enum : uint8_t { TO_RECEIVE, TO_UNEXPECTED, TO_WASTE } where;
     Receive receive;
 };
 
