@@ -79,7 +79,7 @@ void bind_order(py::module_& module) {
 
 void bind_call(py::module_& module) {
     py::class_<CallRun, std::shared_ptr<CallRun>>(module, "CallRun")
-        .def(py::init(&open_call), "walker"_a, "layout"_a, "buffer"_a, py::kw_only(), "tag"_a, "tag_step"_a,
+        .def(py::init(&open_call), "executor"_a, "layout"_a, "buffer"_a, py::kw_only(), "tag"_a, "tag_step"_a,
              "signature"_a, "urgency"_a, "connection_class"_a, "number"_a, "on_done"_a)
         .def("start",
              [](CallRun& self) {
@@ -113,7 +113,7 @@ void bind_slices(py::module_& module) {
         .def_readonly("kept_bytes", &TemporaryPool::kept_bytes);
 
     py::class_<SliceExecutor, std::shared_ptr<SliceExecutor>>(module, "SliceExecutor")
-        .def(py::init<std::shared_ptr<NativeTransport>, std::shared_ptr<TemporaryPool>, int64_t>(), "exchange"_a,
+        .def(py::init<std::shared_ptr<NativeTransport>, std::shared_ptr<TemporaryPool>, int64_t>(), "native_transport"_a,
              "pool"_a, "max_inflight_bytes"_a)
         .def_property_readonly("inflight_bytes", &SliceExecutor::inflight_bytes)
         .def_readonly("num_active_slices", &SliceExecutor::num_active_slices);

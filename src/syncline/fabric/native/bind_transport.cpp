@@ -201,7 +201,7 @@ void bind_transport(py::module_& module) {
     bind_connections(bound);
     bind_messages(bound);
     bind_counters(bound);
-    module.def("wait", &wait_unlocked, "epoll_fd"_a, "timeout_s"_a, "exchanges"_a);
+    module.def("wait", &wait_unlocked, "epoll_fd"_a, "timeout_s"_a, "native_transports"_a);
 }
 
 }  // namespace syncline
