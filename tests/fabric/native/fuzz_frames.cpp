@@ -28,7 +28,7 @@ constexpr uint32_t SIGNATURE = 7;
 constexpr uint8_t UNTOUCHED = 0xEE;  // what destinations hold at first; payloads have no such byte
 constexpr int PEER = 1;
 constexpr int NUM_CLASSES = 2;
-const std::vector<uint32_t> SIZES = {0, 1, 47, 300, 4096, 5000, 20'000, 60'000};
+constexpr std::array<uint32_t, 8> SIZES = {0, 1, 47, 300, 4096, 5000, 20'000, 60'000};
 
 using Bytes = std::vector<uint8_t>;
 

@@ -20,7 +20,7 @@ namespace {
 std::string target;
 uint64_t seed = 0;
 
-void name_seed(int) { std::cerr << "fuzz " << target << " 1 " << seed << " replays this" << std::endl; }
+void name_seed(int) { std::cerr << "fuzz " << target << " 1 " << seed << " replays this" << '\n' << std::flush; }
 
 }  // namespace
 
@@ -28,7 +28,7 @@ int main(int num_arguments, char** arguments) {
     const std::map<std::string, void (*)(uint64_t, fuzzing::Outcomes&)> targets = {
         {"frames", fuzzing::run_frames}, {"grants", fuzzing::run_grants}, {"slices", fuzzing::run_slices}};
     if (num_arguments < 3 || !targets.count(arguments[1])) {
-        std::cerr << "usage: fuzz frames|grants|slices NUM_INPUTS [FIRST_SEED]" << std::endl;
+        std::cerr << "usage: fuzz frames|grants|slices NUM_INPUTS [FIRST_SEED]" << '\n';
         return 2;
     }
     target = arguments[1];
@@ -39,12 +39,12 @@ int main(int num_arguments, char** arguments) {
     try {
         for (seed = first; seed < stop; ++seed) targets.at(target)(seed, outcomes);
     } catch (const std::exception& error) {
-        std::cerr << error.what() << std::endl;
+        std::cerr << error.what() << '\n';
         name_seed(0);
         return 1;
     }
     std::cout << stop - first << " inputs of " << target << ", seeds " << first << " to " << stop - 1 << ":";
     for (const auto& [name, count] : outcomes) std::cout << " " << name << " " << count;
-    std::cout << std::endl;
+    std::cout << '\n';
     return 0;
 }

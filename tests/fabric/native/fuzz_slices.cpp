@@ -29,8 +29,8 @@ std::shared_ptr<Dataflow> all_reduce(int rank, int num_ranks) {
     auto& operations = made->operations;
     const auto add = [&](Kind kind, int atom, int peer, int phase, int from, int to, uint32_t num_waits) {
         const auto first = static_cast<size_t>(atom);
-        const auto index = static_cast<uint64_t>((phase * num_ranks + from) * num_ranks + to);
-        operations.push_back({kind, first, first + 1, peer, peer, index, {}, {}, {}, {}, false});
+        const int index = (phase * num_ranks + from) * num_ranks + to;
+        operations.push_back({kind, first, first + 1, peer, peer, static_cast<uint64_t>(index), {}, {}, {}, {}, false});
         made->num_waits.push_back(num_waits);
         return static_cast<uint32_t>(operations.size() - 1);
     };

@@ -6,7 +6,6 @@
 #include <map>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace fuzzing {
 
@@ -36,8 +35,8 @@ class Random {
         return static_cast<Number>(next() % static_cast<uint64_t>(limit));
     }
     bool chance(double share) { return static_cast<double>(next() >> 11) < share * static_cast<double>(1ULL << 53); }
-    template <typename Choice>
-    const Choice& of(const std::vector<Choice>& choices) {
+    template <typename Choices>
+    const auto& of(const Choices& choices) {
         return choices[below(choices.size())];
     }
 

@@ -113,8 +113,8 @@ void bind_slices(py::module_& module) {
         .def_readonly("kept_bytes", &TemporaryPool::kept_bytes);
 
     py::class_<SliceExecutor, std::shared_ptr<SliceExecutor>>(module, "SliceExecutor")
-        .def(py::init<std::shared_ptr<NativeTransport>, std::shared_ptr<TemporaryPool>, int64_t>(), "native_transport"_a,
-             "pool"_a, "max_inflight_bytes"_a)
+        .def(py::init<std::shared_ptr<NativeTransport>, std::shared_ptr<TemporaryPool>, int64_t>(),
+             "native_transport"_a, "pool"_a, "max_inflight_bytes"_a)
         .def_property_readonly("inflight_bytes", &SliceExecutor::inflight_bytes)
         .def_readonly("num_active_slices", &SliceExecutor::num_active_slices);
 
