@@ -21,11 +21,13 @@ using TransportClass = py::class_<NativeTransport, std::shared_ptr<NativeTranspo
 }
 
 // What its end drops is released with it, as no later call may come.
+void delete_transport(const NativeTransport* transport) {
+    delete transport;
+    if (PyGILState_Check()) release_dropped();
+}
+
 std::shared_ptr<NativeTransport> make_transport(std::shared_ptr<GrantScheduler> scheduler) {
-    return {new NativeTransport(std::move(scheduler)), [](const NativeTransport* transport) {
-                delete transport;
-                if (PyGILState_Check()) release_dropped();
-            }};
+    return {new NativeTransport(std::move(scheduler)), &delete_transport};
 }
 
 Completion completion_of(const py::object& callback) { return {reference_to(callback), nullptr, 0}; }
