@@ -2,11 +2,12 @@
 
     python tests/sanitize.py [--kind address|thread] [--quick] [arguments of pytest]
 
-First the fuzz targets run for some seconds (``fabric/fuzz_native.py``; not if tests are named). Each kind builds the package from this tree in a temporary folder, with address and undefined-behaviour sanitizers or
-with that of threads, and runs the tests of the fabric and the runtime on it (or those that are named; ``--quick``: a part of them, for continuous integration). Every process
-that a test starts is watched too. The interpreter is not built for it: what it allocates and never frees is its own
-affair (no check for leaks), and only compiled code of ours is looked at for races. Ends with status 1 if a test fails
-or a sanitizer reports anything.
+First the fuzz targets run for some seconds (``fabric/fuzz_native.py``; not if tests are named). Each kind builds the
+package from this tree in a temporary folder, with address and undefined-behaviour sanitizers or with that of threads,
+and runs the tests of the fabric and the runtime on it, or those that are named; with ``--quick``, a part of them, for
+continuous integration. Every process that a test starts is watched too. The interpreter is not built for it: what it
+allocates and never frees is its own affair (no check for leaks), and only compiled code of ours is looked at for races.
+Ends with status 1 if a test fails or a sanitizer reports anything.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a part of the tests, for continuous integration")
     asked, arguments = parser.parse_known_args()
     is_named = any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments)
-    results = [] if is_named else [subprocess.run([sys.executable, str(FUZZ)], check=False).returncode == 0]
-    for kind in asked.kind or FLAGS:
-        results.append(run(kind, arguments, () if is_named else QUICK[kind] if asked.quick else TESTS))
-    raise SystemExit(not all(results))
+    is_fuzz_passed = is_named or subprocess.run([sys.executable, str(FUZZ)], check=False).returncode == 0
+    tests = {kind: () if is_named else QUICK[kind] if asked.quick else TESTS for kind in asked.kind or FLAGS}
+    results = [run(kind, arguments, tests[kind]) for kind in tests]
+    raise SystemExit(not (is_fuzz_passed and all(results)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tests/fabric/fuzz_native.py [--target frames|grants|slices] [--inputs N] [--first-seed S] [--coverage]
 
-They feed the compiled parsers, the grant scheduler and the slice executor directly: no sockets, no interpreter. An input
-is a seed, and the first that breaks a rule ends the run with status 1 and is named. ``--coverage`` builds without
+They feed the compiled parsers, the grant scheduler and the slice executor directly: no sockets, no interpreter. An
+input is a seed, and the first that breaks a rule ends the run with status 1 and is named. ``--coverage`` builds without
 sanitizers instead, and prints which share of the lines of each file was run.
 """
 
