@@ -175,14 +175,15 @@ def test_four_processes_sum(tmp_path):
     assert all(line["at_s"] >= started_s for line in lines)
 
 
-@pytest.mark.parametrize(("signal_name", "limit_s"), [("SIGKILL", 1.0), ("SIGSTOP", 3.0)])
-def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_name, limit_s):
+@pytest.mark.parametrize(("signal_name", "is_silent"), [("SIGKILL", False), ("SIGSTOP", True)])
+def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_name, is_silent):
     assert signal.Signals[signal_name]
-    lines, struck = run_struck(RANK_PROCESS, tmp_path, 4, 2, signal_name)
+    lines, _ = run_struck(RANK_PROCESS, tmp_path, 4, 2, signal_name)
     assert len(lines) == 3
     for line in lines:
         assert line["error"] == "PeerLostError", line
         assert "rank 2 (host h2)" in line["text"]
         # Stopped at the start of step 5, it may still owe the others the last word of step 4.
         assert re.search(r"during all_reduce of bucket 0, step [45]", line["text"])
-        assert line["at_s"] - struck["struck_s"] < limit_s  # a kill is known after about 20 ms, beside busy loops too
+        # A kill is known from its connections, which it ends at once; only a stop is known from silence.
+        assert ("sent nothing for" in line["text"]) is is_silent, line
