@@ -29,14 +29,15 @@ demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS
 test: $(READY) ## run every test, on two cores (those of the lab need root)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
-sanitize: $(READY) ## the fabric's and the runtime's tests under g++'s sanitizers (ARGS="--kind address tests/fabric")
+sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")
 	$(BIN)/python tests/sanitize.py $(ARGS)
 
-lint: $(READY) ## formatting, lint, types, layers
+lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/lint_native.py
 
 # Only what the extra names: the package itself is there, and would be compiled anew.
 $(DOCS_READY): $(READY)

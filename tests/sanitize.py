@@ -1,12 +1,13 @@
 """Runs tests on the compiled module as g++'s sanitizers see it: what it reads, writes and shares that is not its own.
 
-    python tests/sanitize.py [--kind address|thread] [arguments of pytest]
+    python tests/sanitize.py [--kind address|thread] [--quick] [arguments of pytest]
 
-Each kind builds the package from this tree in a temporary folder, with address and undefined-behaviour sanitizers or
-with that of threads, and runs the tests of the fabric and the runtime on it (or those that are named). Every process
-that a test starts is watched too. The interpreter is not built for it: what it allocates and never frees is its own
-affair (no check for leaks), and only compiled code of ours is looked at for races. Ends with status 1 if a test fails
-or a sanitizer reports anything.
+First the fuzz targets run for some seconds (``fabric/fuzz_native.py``; not if tests are named). Each kind builds the
+package from this tree in a temporary folder, with address and undefined-behaviour sanitizers or with that of threads,
+and runs the tests of the fabric and the runtime on it, or those that are named; with ``--quick``, a part of them, for
+continuous integration. Every process that a test starts is watched too. The interpreter is not built for it: what it
+allocates and never frees is its own affair (no check for leaks), and only compiled code of ours is looked at for races.
+Ends with status 1 if a test fails or a sanitizer reports anything.
 """
 
 from __future__ import annotations
@@ -23,6 +24,22 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUILT_FROM = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "src")
 TESTS = ("tests/fabric", "tests/runtime")
+FUZZ = ROOT / "tests" / "fabric" / "fuzz_native.py"
+QUICK = {
+    "address": (
+        "tests/fabric/test_native.py",
+        "tests/fabric/test_heartbeat.py",
+        "tests/fabric/test_violations.py",
+        "tests/runtime/test_slice_order.py",
+        "tests/runtime/test_engine_conformance.py",
+    ),
+    "thread": (
+        "tests/fabric/test_heartbeat.py",
+        "tests/fabric/test_liveness.py",
+        "tests/runtime/test_communicator_tcp.py",
+    ),
+}
+"""What finds most in little time: parsers and memory; the heartbeat's thread, and the loop's beside that of a user."""
 FLAGS = {"address": "-fsanitize=address,undefined -fno-sanitize-recover=undefined", "thread": "-fsanitize=thread"}
 RUNTIMES = {"address": ("libasan.so", "libubsan.so", "libstdc++.so.6"), "thread": ("libtsan.so", "libstdc++.so.6")}
 OPTIONS = {
@@ -50,6 +67,7 @@ def build(kind: str, folder: Path) -> Path:
         "CXXFLAGS": flags,
         "LDFLAGS": FLAGS[kind],
         "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "SYNCLINE_STRICT_BUILD": "",  # sanitized code makes the compiler warn of what is none
     }
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
     subprocess.run([*pip, "--wheel-dir", str(folder), str(tree)], env=environment, check=True)
@@ -72,7 +90,7 @@ def watched(kind: str, package: Path, log: Path) -> dict[str, str]:
     return os.environ | options | {"LD_PRELOAD": " ".join(found), "PYTHONPATH": str(package), "PYTHONMALLOC": "malloc"}
 
 
-def run(kind: str, arguments: list[str]) -> bool:
+def run(kind: str, arguments: list[str], tests: tuple[str, ...]) -> bool:
     """Build and test one kind; return whether all is well."""
     print(f"== {kind} sanitizer: building", flush=True)
     with tempfile.TemporaryDirectory(prefix=f"syncline-{kind}-") as name:
@@ -84,7 +102,6 @@ def run(kind: str, arguments: list[str]) -> bool:
         seen = subprocess.run([*python, "-c", where], env=environment, capture_output=True, text=True, check=False)
         if not seen.stdout.startswith(name):
             raise SystemExit(f"the {kind} sanitizer does not start here: {seen.stdout}{seen.stderr}")
-        tests = () if any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments) else TESTS
         pytest = (*python, "-m", "pytest", "-p", "no:cacheprovider", *arguments, *tests)
         is_passed = subprocess.run(pytest, env=environment, cwd=ROOT, check=False).returncode == 0
         reports = sorted(folder.glob("report*"))
@@ -101,9 +118,13 @@ def main() -> None:
     """Run the kinds that were asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=list(FLAGS), action="append", help="which sanitizer (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a part of the tests, for continuous integration")
     asked, arguments = parser.parse_known_args()
-    results = [run(kind, arguments) for kind in asked.kind or FLAGS]
-    raise SystemExit(not all(results))
+    is_named = any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments)
+    is_fuzz_passed = is_named or subprocess.run([sys.executable, str(FUZZ)], check=False).returncode == 0
+    tests = {kind: () if is_named else QUICK[kind] if asked.quick else TESTS for kind in asked.kind or FLAGS}
+    results = [run(kind, arguments, tests[kind]) for kind in tests]
+    raise SystemExit(not (is_fuzz_passed and all(results)))
 
 
 if __name__ == "__main__":

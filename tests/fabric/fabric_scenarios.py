@@ -73,7 +73,7 @@ class Mail:
         return received
 
 
-async def gather(*futures, deadline_s=60.0, return_exceptions=False):
+async def gather(*futures, deadline_s=120.0, return_exceptions=False):
     async with asyncio.timeout(deadline_s):
         return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 
@@ -147,9 +147,11 @@ def tcp_opener(**settings):
     @asynccontextmanager
     async def open_tcp(world_size):
         fabrics = await connect_all(world_size, FabricOptions(**settings))
-        yield fabrics
-        for fabric in fabrics:
-            fabric.abort()
+        try:
+            yield fabrics
+        finally:
+            for fabric in fabrics:
+                fabric.abort()
 
     return open_tcp
 

@@ -1,12 +1,15 @@
-"""The house's size promises: files of at most 400 lines, functions of 50 (docstrings apart), nesting of at most 3."""
+"""Size promises: files of at most 400 lines, C++ too; functions of 50 (docstrings apart), nesting of at most 3."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "syncline"
+FUZZ = Path(__file__).parents[1] / "fabric" / "native"
 FILES = sorted(SOURCE.rglob("*.py"))
+NATIVE_FILES = sorted(path for folder in (SOURCE, FUZZ) for path in folder.rglob("*.[ch]pp"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_NESTING = 3
@@ -43,3 +46,30 @@ def test_file_keeps_the_size_promises(path: Path) -> None:
             lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
             assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {lines} lines"
             assert nesting(node) <= MAX_NESTING, f"{path}:{node.lineno} {node.name} nests {nesting(node)} deep"
+
+
+def longest_function(text: str) -> tuple[int, int]:
+    """Return the lines of the longest function, and where it begins; the formatter puts its braces where they are."""
+    longest = (0, 0)
+    begun: dict[int, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        indent = len(line) - len(line.lstrip())
+        if re.search(r"\)( const| noexcept| override)* \{$", line):
+            begun[indent] = number
+        elif line.strip() == "}" and indent in begun:
+            longest = max(longest, (number - begun[indent] + 1, begun.pop(indent)))
+    return longest
+
+
+@pytest.mark.parametrize("path", NATIVE_FILES, ids=lambda path: path.name)
+def test_native_file_keeps_the_size_promises(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith("// "), f"{path} does not say in its first lines what it is for"
+    assert text.count("\n") <= MAX_FILE_LINES
+    assert path.stem not in ROOMS_WITHOUT_A_NOUN
+    lines, begun = longest_function(text)
+    assert lines <= MAX_FUNCTION_LINES, f"{path}:{begun} a function has {lines} lines"
+
+
+def test_native_files_are_found() -> None:
+    assert {"transport.cpp", "receiver.hpp", "fuzz_frames.cpp"} <= {path.name for path in NATIVE_FILES}

@@ -1,4 +1,4 @@
-"""What ``native/module.cpp`` offers; see ``native/exchange.hpp`` and ``native/grants.hpp`` for what it means."""
+"""What ``native/module.cpp`` offers; see ``native/transport.hpp`` and ``native/grants.hpp`` for what it means."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack

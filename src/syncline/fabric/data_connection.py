@@ -164,11 +164,14 @@ class DataConnection(Connection):
 
     def _on_refill_sent(self) -> None:
         message, self._leaving = self._leaving, None
-        if message is not None:
-            message.is_leaving = False
-            if message.sent_bytes == message.num_bytes:
-                self.sent_messages += 1
-            self._on_message_sent(message)
+        if message is None:
+            return
+        message.is_leaving = False
+        if message.is_queued:
+            return  # more was granted while this chunk left, and that is still owed
+        if message.sent_bytes == message.num_bytes:
+            self.sent_messages += 1
+        self._on_message_sent(message)
 
     def _read(self) -> None:
         budget = BUDGET_BYTES

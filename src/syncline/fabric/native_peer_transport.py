@@ -28,7 +28,7 @@ from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
 SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
-"""Kinds of events, as ``native/exchange.hpp`` counts them; those with whom to call bring nothing else."""
+"""Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
 

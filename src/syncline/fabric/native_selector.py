@@ -16,7 +16,7 @@ _EPOLLIN, _EPOLLOUT = 1, 4
 
 
 class NativeSelector(selectors.EpollSelector):
-    """Serves every exchange that is registered to be read."""
+    """Serves every transport that is registered to be read."""
 
     def __init__(self) -> None:
         super().__init__()

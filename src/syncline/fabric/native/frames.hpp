@@ -1,13 +1,15 @@
 // Frames as they travel: a header of 48 bytes, little-endian, and at most one chunk. See `frames.py`, which says why.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "crc32.hpp"
+#include "little_endian.hpp"
 
 namespace syncline {
 
@@ -36,10 +38,7 @@ enum FrameType : uint8_t {
     OPENED = 16,
 };
 
-#pragma pack(push, 1)
 struct Header {
-    uint16_t magic = MAGIC;
-    uint8_t version = VERSION;
     uint8_t type = 0;
     int16_t connection_class = CONTROL_CLASS;
     uint16_t flags = 0;
@@ -49,14 +48,13 @@ struct Header {
     uint64_t offset = 0;
     uint32_t chunk_bytes = 0;
     uint32_t payload_crc = 0;
-    uint32_t header_crc = 0;
 };
-#pragma pack(pop)
 
-constexpr size_t HEADER_BYTES = sizeof(Header);
-constexpr size_t BODY_BYTES = HEADER_BYTES - sizeof(uint32_t);
-static_assert(HEADER_BYTES == 48, "the wire's header");
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian, and headers are copied as they lie");
+// Where each field lies: magic 0, version 2, type 3, class 4, flags 6, tag 8, signature 16, message_bytes 20,
+// offset 28, chunk_bytes 36, payload_crc 40, header_crc 44.
+constexpr size_t HEADER_BYTES = 48;
+constexpr size_t HEADER_CRC_PLACE = 44;
+using EncodedHeader = std::array<uint8_t, HEADER_BYTES>;
 
 // What arrived is not a frame, or not one that is allowed here; `is_damage`: bytes were changed on the way.
 struct FrameError : std::runtime_error {
@@ -76,26 +74,56 @@ std::string format(const char* pattern, Args... args) {
     return text;
 }
 
-// Fill in the checksums; the payload is sent after the header and not copied.
-inline void seal(Header& header, const void* payload, uint32_t num_bytes) {
+inline EncodedHeader encode_header(const Header& header) {
+    EncodedHeader bytes;
+    store_little(&bytes[0], MAGIC);
+    store_little(&bytes[2], VERSION);
+    store_little(&bytes[3], header.type);
+    store_little(&bytes[4], header.connection_class);
+    store_little(&bytes[6], header.flags);
+    store_little(&bytes[8], header.tag);
+    store_little(&bytes[16], header.signature);
+    store_little(&bytes[20], header.message_bytes);
+    store_little(&bytes[28], header.offset);
+    store_little(&bytes[36], header.chunk_bytes);
+    store_little(&bytes[40], header.payload_crc);
+    store_little(&bytes[HEADER_CRC_PLACE], crc32(bytes.data(), HEADER_CRC_PLACE));
+    return bytes;
+}
+
+// Return the header of a frame with this payload, which is sent behind it and not copied.
+inline EncodedHeader seal(Header header, const void* payload, uint32_t num_bytes) {
     header.chunk_bytes = num_bytes;
     header.payload_crc = crc32(payload, num_bytes);
-    header.header_crc = crc32(&header, BODY_BYTES);
+    return encode_header(header);
 }
 
 inline Header decode_header(const uint8_t* bytes) {
-    Header header;
-    std::memcpy(&header, bytes, HEADER_BYTES);
-    if (header.magic != MAGIC || header.version != VERSION)
-        throw FrameError(format("frame begins with 0x%04x version %u: not one of ours", unsigned{header.magic},
-                                unsigned{header.version}));
-    if (header.header_crc != crc32(bytes, BODY_BYTES))
+    const auto magic = load_little<uint16_t>(bytes);
+    const auto version = load_little<uint8_t>(bytes + 2);
+    if (magic != MAGIC || version != VERSION)
+        throw FrameError(
+            format("frame begins with 0x%04x version %u: not one of ours", unsigned{magic}, unsigned{version}));
+    if (load_little<uint32_t>(bytes + HEADER_CRC_PLACE) != crc32(bytes, HEADER_CRC_PLACE))
         throw FrameError(std::string("a frame header failed its checksum: ") + BLAME, true);
+    Header header;
+    header.type = load_little<uint8_t>(bytes + 3);
+    header.connection_class = load_little<int16_t>(bytes + 4);
+    header.flags = load_little<uint16_t>(bytes + 6);
+    header.tag = load_little<uint64_t>(bytes + 8);
+    header.signature = load_little<uint32_t>(bytes + 16);
+    header.message_bytes = load_little<uint64_t>(bytes + 20);
+    header.offset = load_little<uint64_t>(bytes + 28);
+    header.chunk_bytes = load_little<uint32_t>(bytes + 36);
+    header.payload_crc = load_little<uint32_t>(bytes + 40);
     if (header.type < EAGER || header.type > OPENED || header.chunk_bytes > MAX_CHUNK_BYTES || header.flags)
         throw FrameError(format("frame type %u with %u bytes and flags %u is not allowed", unsigned{header.type},
                                 unsigned{header.chunk_bytes}, unsigned{header.flags}));
     return header;
 }
+
+// An unsigned number as `format` takes it.
+constexpr unsigned long long ull(uint64_t number) { return number; }
 
 inline void check_payload(const Header& header, uint32_t crc) {
     if (crc != header.payload_crc)

@@ -1,142 +1,24 @@
-// Who may send next: the receiver's grants. The rules, and why they are so, stand in the Python modules of these names:
-// `grants.py`, `grant_window.py` and `link_share.py`. Both sides are pure and must decide alike; a test compares them.
+// Who may send next: the receiver's grants. The rules, and why they are so, stand in `grants.py`. Both sides are pure
+// and must decide alike; a test compares them.
 #pragma once
 
 #include <algorithm>
-#include <cassert>
-#include <cmath>
 #include <cstdint>
-#include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
 #include <queue>
 #include <set>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "grant_window.hpp"
+#include "link_share.hpp"
+
 namespace syncline {
-
-constexpr int64_t PATIENT = int64_t{1} << 30;
-constexpr int64_t PATIENT_BYTES = 64 << 10;
-
-// What one receiver may have under way on a link that several receivers draw over, but for one quantum.
-class LinkShare {
-   public:
-    LinkShare(int64_t part_bytes, int64_t most_bytes, double target_s)
-        : part_bytes(part_bytes),
-          limit_bytes(part_bytes),
-          most_bytes_(std::max(part_bytes, most_bytes)),
-          target_s_(target_s) {}
-
-    int64_t part_bytes;
-    int64_t limit_bytes;
-    int64_t underway_bytes = 0;
-    std::set<int> waiting;  // senders that were passed over because the share was used up
-
-    int64_t quantum_bytes(int64_t urgency) const {
-        return std::max(urgency < PATIENT ? int64_t{1} : PATIENT_BYTES, part_bytes / 2);
-    }
-    bool is_used_up() const { return underway_bytes >= limit_bytes; }
-
-    void granted(int64_t num_bytes, double now_s) {
-        underway_bytes += num_bytes;
-        granted_bytes_ += num_bytes;
-        grants_.emplace_back(granted_bytes_, now_s);
-    }
-
-    void arrived(int64_t num_bytes, double now_s) {
-        const double granted_s = count_out(num_bytes);
-        if (std::isnan(granted_s)) return;
-        if (now_s - granted_s > target_s_) {
-            limit_bytes = std::max(part_bytes, limit_bytes - num_bytes / 2);
-        } else if (!waiting.empty()) {
-            const int64_t grown_bytes = std::max<int64_t>(1, num_bytes * quantum_bytes(0) / limit_bytes);
-            limit_bytes = std::min(most_bytes_, limit_bytes + grown_bytes);
-        }
-    }
-
-    void forgotten(int64_t num_bytes) { count_out(num_bytes); }
-
-   private:
-    int64_t most_bytes_;
-    double target_s_;
-    int64_t granted_bytes_ = 0, arrived_bytes_ = 0;
-    std::deque<std::pair<int64_t, double>> grants_;
-
-    // Return when the last grant that is now complete was given; NaN if none is.
-    double count_out(int64_t num_bytes) {
-        underway_bytes -= num_bytes;
-        arrived_bytes_ += num_bytes;
-        double granted_s = std::numeric_limits<double>::quiet_NaN();
-        for (; !grants_.empty() && grants_.front().first <= arrived_bytes_; grants_.pop_front())
-            granted_s = grants_.front().second;
-        return granted_s;
-    }
-};
-
-// The bytes that may be granted and not yet here; follows what the link does between two bounds.
-class GrantWindow {
-   public:
-    GrantWindow(int64_t most_bytes, int64_t least_bytes, double bytes_per_s)
-        : num_bytes(most_bytes), most_bytes(most_bytes), least_bytes(least_bytes), bytes_per_s_(bytes_per_s) {}
-
-    int64_t num_bytes, most_bytes, least_bytes;
-
-    bool is_fixed() const { return least_bytes == most_bytes || std::isinf(bytes_per_s_); }
-
-    void learn(int64_t count, int64_t underway_bytes, double took_s) {
-        if (underway_bytes < num_bytes) return;
-        const auto weight = static_cast<double>(count);
-        num_learnt_bytes_ += weight;
-        sum_underway_bytes_ += static_cast<double>(underway_bytes) * weight;
-        sum_took_s_ += took_s * weight;
-        if (num_learnt_bytes_ >= static_cast<double>(NUM_WINDOWS * num_bytes)) {
-            const bool is_busy = sum_underway_bytes_ >= BUSY * bytes_per_s_ * sum_took_s_;
-            const auto wanted = static_cast<int64_t>(static_cast<double>(num_bytes) * (is_busy ? DECAY : GROWTH));
-            num_bytes = std::min(most_bytes, std::max(least_bytes, wanted));
-            num_learnt_bytes_ = sum_underway_bytes_ = sum_took_s_ = 0.0;
-        }
-    }
-
-   private:
-    static constexpr double BUSY = 0.92, GROWTH = 1.25, DECAY = 0.85;
-    static constexpr int64_t NUM_WINDOWS = 2;
-    double bytes_per_s_;
-    double num_learnt_bytes_ = 0, sum_underway_bytes_ = 0, sum_took_s_ = 0;
-};
-
-// When one sender's grants were given; its messages count as if they came in turn.
-class GrantLog {
-   public:
-    explicit GrantLog(int64_t underway_bytes) : unknown_bytes_(underway_bytes) {}
-
-    void granted(int64_t num_bytes, int64_t underway_bytes, double now_s) {
-        grants_.push_back({num_bytes, underway_bytes, now_s});
-    }
-
-    void arrived(int64_t num_bytes, GrantWindow& window, double now_s) {
-        const int64_t unknown_bytes = std::min(num_bytes, unknown_bytes_);
-        unknown_bytes_ -= unknown_bytes;
-        for (int64_t rest = num_bytes - unknown_bytes; rest && !grants_.empty();) {
-            Noted& grant = grants_.front();
-            const int64_t part_bytes = std::min(rest, grant.left_bytes);
-            window.learn(part_bytes, grant.underway_bytes, now_s - grant.granted_s);
-            rest -= part_bytes;
-            grant.left_bytes -= part_bytes;
-            if (!grant.left_bytes) grants_.pop_front();
-        }
-    }
-
-   private:
-    struct Noted {
-        int64_t left_bytes, underway_bytes;
-        double granted_s;
-    };
-    int64_t unknown_bytes_;
-    std::deque<Noted> grants_;
-};
 
 struct Grant {
     int peer;
@@ -401,8 +283,7 @@ class GrantScheduler {
         int64_t ahead = 0;
         auto entry = underway_by_urgency_.begin();
         for (; entry != underway_by_urgency_.end() && entry->first < urgency; ++entry) ahead += entry->second;
-        const int64_t equal =
-            entry != underway_by_urgency_.end() && entry->first == urgency ? entry->second : 0;
+        const int64_t equal = entry != underway_by_urgency_.end() && entry->first == urgency ? entry->second : 0;
         if (ahead + equal >= window_bytes()) return false;
         const int64_t most = window_bytes() / 4;
         return ahead <= most || weighted_ahead(urgency) <= most;
@@ -422,31 +303,6 @@ class GrantScheduler {
     bool is_anything_more_urgent_underway(int64_t urgency) const {
         return !underway_by_urgency_.empty() && underway_by_urgency_.begin()->first < urgency;
     }
-};
-
-// The receiver's account of what one peer may send without asking. A message costs its bytes and a header; what was
-// consumed is given back in batches of a quarter.
-class EagerCredit {
-   public:
-    explicit EagerCredit(int64_t credit_bytes) : credit_bytes(credit_bytes) {}
-
-    int64_t credit_bytes;
-
-    bool take(int64_t cost_bytes) {
-        used_bytes_ += cost_bytes;
-        return used_bytes_ <= credit_bytes;
-    }
-    int64_t consume(int64_t cost_bytes) {
-        owed_bytes_ += cost_bytes;
-        if (owed_bytes_ * 4 < credit_bytes) return 0;
-        const int64_t returned = owed_bytes_;
-        owed_bytes_ = 0;
-        used_bytes_ -= returned;
-        return returned;
-    }
-
-   private:
-    int64_t used_bytes_ = 0, owed_bytes_ = 0;
 };
 
 }  // namespace syncline

@@ -1,13 +1,14 @@
 // What `heartbeat.hpp` declares.
 #include "heartbeat.hpp"
 
-#include <errno.h>
-#include <signal.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
+
+#include "clock.hpp"
+#include "sockets.hpp"
 
 namespace syncline {
 
@@ -15,16 +16,10 @@ namespace {
 
 constexpr double LATE = 1.5;  // intervals after which the loop is late
 
-double now_s() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
 std::string encode(Header frame) {
     frame.type = HEARTBEAT;
-    seal(frame, nullptr, 0);
-    return std::string(reinterpret_cast<const char*>(&frame), HEADER_BYTES);
+    const EncodedHeader encoded = seal(frame, nullptr, 0);
+    return {encoded.begin(), encoded.end()};
 }
 
 }  // namespace
@@ -34,7 +29,7 @@ void Heartbeat::start(double interval_s, double limit_s) {
     if (thread_.joinable()) return;
     interval_s_ = interval_s;
     limit_s_ = limit_s;
-    renewed_s_ = now_s();
+    renewed_s_ = monotonic_s();
     if (frame_.empty()) frame_ = encode(Header{});
     process_ = getpid();
     // Signals are for Python's threads: a new thread inherits what is blocked.
@@ -76,14 +71,14 @@ void Heartbeat::remove(int fd) {
 void Heartbeat::renew(Header frame) {
     const std::lock_guard<std::mutex> guard(mutex_);
     frame_ = encode(frame);
-    renewed_s_ = now_s();
+    renewed_s_ = monotonic_s();
 }
 
 void Heartbeat::run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!is_stopping_) {
         changed_.wait_for(lock, std::chrono::duration<double>(interval_s_));
-        const double late_s = now_s() - renewed_s_;
+        const double late_s = monotonic_s() - renewed_s_;
         if (!is_stopping_ && late_s >= LATE * interval_s_ && late_s <= limit_s_) beat();
     }
 }
@@ -106,7 +101,7 @@ bool Heartbeat::send_rest(int fd, std::string& rest) {
         const ssize_t num_bytes = ::send(fd, rest.data(), rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
         if (num_bytes >= 0)
             rest.erase(0, static_cast<size_t>(num_bytes));
-        else if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+        else if (would_block(errno))
             return false;
         else
             return true;  // the loop will find the same error
@@ -114,14 +109,14 @@ bool Heartbeat::send_rest(int fd, std::string& rest) {
     return true;
 }
 
-Heartbeat::Turn::Turn(Heartbeat& heartbeat, int fd) : guard_(heartbeat.mutex_), fd_(fd) {
+Heartbeat::WriteGuard::WriteGuard(Heartbeat& heartbeat, int fd) : guard_(heartbeat.mutex_), fd_(fd) {
     const auto found = heartbeat.lines_.find(fd);
     line_ = found == heartbeat.lines_.end() ? nullptr : &found->second;
 }
 
-bool Heartbeat::Turn::finish_beat() { return !line_ || send_rest(fd_, line_->rest); }
+bool Heartbeat::WriteGuard::finish_heartbeat() { return !line_ || send_rest(fd_, line_->rest); }
 
-void Heartbeat::Turn::leave(bool is_whole) {
+void Heartbeat::WriteGuard::leave(bool is_whole) {
     if (line_) line_->is_whole = is_whole;
 }
 

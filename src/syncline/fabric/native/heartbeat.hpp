@@ -2,7 +2,8 @@
 //
 // The loop sends heartbeats itself, and tells this thread what they carry. If the loop has not done so for one and a
 // half intervals, the thread repeats the last one on every control connection, for as long as `limit_s`: after that,
-// silence is what a loop that never comes back deserves. The thread never touches Python. A stopped process stops it too.
+// silence is what a loop that never comes back deserves. The thread never touches Python. A stopped process stops it
+// too.
 //
 // Frames are never mixed. Whoever writes to a control connection holds the mutex, and the thread writes only where the
 // loop's last frame is whole; of its own frame the loop first sends what the kernel did not take.
@@ -40,11 +41,11 @@ class Heartbeat {
     void renew(Header frame);
 
     // While it lives, nobody else writes to control connections; `is_whole` says how the loop leaves this one.
-    class Turn {
+    class WriteGuard {
        public:
-        Turn(Heartbeat& heartbeat, int fd);
+        WriteGuard(Heartbeat& heartbeat, int fd);
         // Write what is left of a heartbeat; false if the kernel takes no more now.
-        bool finish_beat();
+        bool finish_heartbeat();
         void leave(bool is_whole);
 
        private:

@@ -8,24 +8,20 @@
 #include <vector>
 
 #include "slice_order.hpp"
-#include "slices.hpp"
+#include "slice_run.hpp"
 
 namespace syncline {
 
-// A `schedule.Layout` with what one rank does with each of its slices.
-struct Layout {
-    std::vector<Slice> slices;
-};
-
 class CallRun;
 
-// Walks all calls of one engine.
-class Walker {
+// Executes the slices of all calls of one engine.
+class SliceExecutor {
    public:
-    Walker(std::shared_ptr<Exchange> exchange, std::shared_ptr<TemporaryPool> pool, int64_t max_inflight_bytes)
-        : exchange(std::move(exchange)), pool(std::move(pool)), order_(max_inflight_bytes) {}
+    SliceExecutor(std::shared_ptr<NativeTransport> transport, std::shared_ptr<TemporaryPool> pool,
+                  int64_t max_inflight_bytes)
+        : transport(std::move(transport)), pool(std::move(pool)), order_(max_inflight_bytes) {}
 
-    const std::shared_ptr<Exchange> exchange;
+    const std::shared_ptr<NativeTransport> transport;
     const std::shared_ptr<TemporaryPool> pool;
     int64_t num_active_slices = 0;
 
@@ -43,10 +39,9 @@ class Walker {
 
 class CallRun : public Sliced, public std::enable_shared_from_this<CallRun> {
    public:
-    // Message k of slice s has the tag settings.tag + s * tag_step + k; `on_done` is owned, and told by the exchange.
-    CallRun(std::shared_ptr<Walker> walker, std::shared_ptr<const Layout> layout, Memory buffer,
-            MessageSettings settings, uint64_t tag_step, int64_t number, PyObject* on_done);
-    ~CallRun();
+    // Message k of slice s has the tag settings.tag + s * tag_step + k; `on_done` is told by the transport.
+    CallRun(std::shared_ptr<SliceExecutor> executor, std::shared_ptr<const Layout> layout, Memory buffer,
+            MessageSettings settings, uint64_t tag_step, int64_t number, PythonReference on_done);
 
     // Begin what there is room for; the messages have left when this returns, as far as they may.
     void start();
@@ -57,15 +52,15 @@ class CallRun : public Sliced, public std::enable_shared_from_this<CallRun> {
 
     std::set<int> awaited_peers() const;
     std::set<int> open_peers() const;
-    Exchange& exchange() { return *walker_->exchange; }
+    NativeTransport& transport() { return *executor_->transport; }
 
    private:
-    std::shared_ptr<Walker> walker_;
+    std::shared_ptr<SliceExecutor> executor_;
     std::shared_ptr<const Layout> layout_;
     Memory buffer_;
     const MessageSettings settings_;
     const uint64_t tag_step_;
-    PyObject* on_done_;
+    PythonReference on_done_;
     std::vector<std::shared_ptr<SliceRun>> runs_;
 };
 

@@ -1,86 +1,17 @@
-// What `slices.hpp` declares.
-#include "slices.hpp"
+// What `slice_run.hpp` declares.
+#include "slice_run.hpp"
 
-#include "calls.hpp"
-
-#include <algorithm>
 #include <cstring>
-#include <unordered_map>
 #include <utility>
+
+#include "slice_executor.hpp"
 
 namespace syncline {
 
-namespace {
-
-constexpr size_t MIN_BLOCK_BYTES = 4096;
-
-// The compiler makes vectors of it, for each kind of processor.
-template <typename Number>
-inline void add_numbers(uint8_t* into, const uint8_t* other, size_t num_bytes) {
-    auto* sums = reinterpret_cast<Number*>(into);
-    const auto* values = reinterpret_cast<const Number*>(other);
-    for (size_t place = 0; place < num_bytes / sizeof(Number); ++place)
-        sums[place] = static_cast<Number>(sums[place] + values[place]);
-}
-
-#if defined(__x86_64__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default"), optimize("O3")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
-FOR_EACH_PROCESSOR void add_float32(uint8_t* into, const uint8_t* other, size_t num_bytes) {
-    add_numbers<float>(into, other, num_bytes);
-}
-FOR_EACH_PROCESSOR void add_float64(uint8_t* into, const uint8_t* other, size_t num_bytes) {
-    add_numbers<double>(into, other, num_bytes);
-}
-// Integers wrap around, so signed and unsigned ones have the same bits.
-FOR_EACH_PROCESSOR void add_int64(uint8_t* into, const uint8_t* other, size_t num_bytes) {
-    add_numbers<uint64_t>(into, other, num_bytes);
-}
-FOR_EACH_PROCESSOR void add_int32(uint8_t* into, const uint8_t* other, size_t num_bytes) {
-    add_numbers<uint32_t>(into, other, num_bytes);
-}
-
-}  // namespace
-
-Addition addition_of(const std::string& dtype) {
-    static const std::unordered_map<std::string, Addition> known = {
-        {"float32", add_float32}, {"float64", add_float64}, {"int64", add_int64}, {"int32", add_int32}};
-    const auto found = known.find(dtype);
-    return found == known.end() ? nullptr : found->second;
-}
-
-size_t TemporaryPool::size_of(size_t num_bytes) {
-    size_t size = MIN_BLOCK_BYTES;
-    while (size < num_bytes) size *= 2;
-    return size;
-}
-
-TemporaryPool::Block TemporaryPool::take(size_t num_bytes) {
-    const size_t size = size_of(num_bytes);
-    used_bytes += static_cast<int64_t>(size);
-    auto& free = free_[size];
-    if (free.empty()) return Block(new uint8_t[size]);
-    kept_bytes -= static_cast<int64_t>(size);
-    Block block = std::move(free.back());
-    free.pop_back();
-    return block;
-}
-
-void TemporaryPool::give_back(Block block, size_t num_bytes) {
-    const size_t size = size_of(num_bytes);
-    used_bytes -= static_cast<int64_t>(size);
-    if (kept_bytes + static_cast<int64_t>(size) > max_kept_bytes_) return;
-    kept_bytes += static_cast<int64_t>(size);
-    free_[size].push_back(std::move(block));
-}
-
-SliceRun::SliceRun(std::shared_ptr<Exchange> exchange, std::shared_ptr<const Slice> slice,
+SliceRun::SliceRun(std::shared_ptr<NativeTransport> transport, std::shared_ptr<const Slice> slice,
                    std::shared_ptr<TemporaryPool> pool, Memory buffer, MessageSettings settings,
                    std::shared_ptr<CallRun> call)
-    : exchange_(std::move(exchange)),
+    : transport_(std::move(transport)),
       slice_(std::move(slice)),
       dataflow_(slice_->dataflow.get()),
       pool_(std::move(pool)),
@@ -100,7 +31,7 @@ void SliceRun::stop() {
     for (uint32_t number = 0; number < states_.size(); ++number) {
         if (states_[number].is_posted) {
             states_[number].is_posted = false;
-            exchange_->cancel(operation(number).member, settings_.tag + operation(number).index);
+            transport_->peer(operation(number).member).receiver.cancel(settings_.tag + operation(number).index);
         }
         Landing& landing = landings_[number];
         if (landing.block) pool_->give_back(std::move(landing.block), landing.num_bytes);
@@ -153,10 +84,7 @@ void SliceRun::begin(uint32_t number) {
     if (!size_of(begun)) {
         settled_.push_back(number);
     } else if (begun.kind == Kind::SEND) {
-        if (exchange_->peer(begun.member).is_gone) return;  // its loss is reported by others
-        const Memory payload{buffer_.data + start_of(begun), static_cast<int64_t>(size_of(begun)), buffer_.hold};
-        exchange_->send(begun.member, settings_.tag + begun.index, payload, settings_.signature, settings_.urgency,
-                        settings_.connection_class, {nullptr, shared_from_this(), number});
+        send(number);
     } else if (begun.kind == Kind::APPLY) {
         states_[number].is_cleared = true;
         apply(number);
@@ -165,9 +93,24 @@ void SliceRun::begin(uint32_t number) {
     }
 }
 
+MessageSettings SliceRun::settings_of(const Operation& operation) const {
+    MessageSettings settings = settings_;
+    settings.tag += operation.index;
+    return settings;
+}
+
+void SliceRun::send(uint32_t number) {
+    const Operation& begun = operation(number);
+    PeerTransport& peer = transport_->peer(begun.member);
+    if (peer.is_gone) return;  // its loss is reported by others
+    peer.sender.send(settings_of(begun),
+                     {buffer_.data + start_of(begun), static_cast<int64_t>(size_of(begun)), buffer_.owner},
+                     {{}, shared_from_this(), number});
+}
+
 void SliceRun::post(uint32_t number) {
     const Operation& posted = operation(number);
-    Memory destination{buffer_.data + start_of(posted), static_cast<int64_t>(size_of(posted)), buffer_.hold};
+    Memory destination{buffer_.data + start_of(posted), static_cast<int64_t>(size_of(posted)), buffer_.owner};
     if (posted.kind == Kind::LAND) {
         Landing& landing = landings_[number];
         landing.num_bytes = size_of(posted);
@@ -176,8 +119,8 @@ void SliceRun::post(uint32_t number) {
         destination.data = landing.block.get();
     }
     states_[number].is_posted = true;
-    exchange_->receive(posted.member, settings_.tag + posted.index, std::move(destination), settings_.signature,
-                       settings_.urgency, {nullptr, shared_from_this(), number});
+    transport_->peer(posted.member)
+        .receiver.receive(settings_of(posted), std::move(destination), {{}, shared_from_this(), number});
 }
 
 void SliceRun::go_on(uint32_t number) {

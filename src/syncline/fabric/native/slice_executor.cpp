@@ -1,29 +1,29 @@
-// What `calls.hpp` declares.
-#include "calls.hpp"
+// What `slice_executor.hpp` declares.
+#include "slice_executor.hpp"
 
 #include <algorithm>
 #include <utility>
 
 namespace syncline {
 
-void Walker::add(const std::shared_ptr<CallRun>& call) {
+void SliceExecutor::add(const std::shared_ptr<CallRun>& call) {
     order_.add(call);
     fill();
 }
 
-void Walker::slice_ended(const std::shared_ptr<CallRun>& call, int64_t num_bytes) {
+void SliceExecutor::slice_ended(const std::shared_ptr<CallRun>& call, int64_t num_bytes) {
     --num_active_slices;
     order_.ended(call, num_bytes);
     fill();
 }
 
-void Walker::forget(const std::shared_ptr<CallRun>& call) {
+void SliceExecutor::forget(const std::shared_ptr<CallRun>& call) {
     num_active_slices -= static_cast<int64_t>(call->num_active);
     order_.forget(call);
 }
 
 // Begin slices while there is room. One that ends at once comes back here.
-void Walker::fill() {
+void SliceExecutor::fill() {
     if (is_filling_) return;
     is_filling_ = true;
     while (const SlicedPtr next = order_.next()) {
@@ -35,27 +35,25 @@ void Walker::fill() {
     is_filling_ = false;
 }
 
-CallRun::CallRun(std::shared_ptr<Walker> walker, std::shared_ptr<const Layout> layout, Memory buffer,
-                 MessageSettings settings, uint64_t tag_step, int64_t number, PyObject* on_done)
+CallRun::CallRun(std::shared_ptr<SliceExecutor> executor, std::shared_ptr<const Layout> layout, Memory buffer,
+                 MessageSettings settings, uint64_t tag_step, int64_t number, PythonReference on_done)
     : Sliced(settings.urgency, settings.connection_class, number, layout->slices.size()),
-      walker_(std::move(walker)),
+      executor_(std::move(executor)),
       layout_(std::move(layout)),
       buffer_(std::move(buffer)),
       settings_(settings),
       tag_step_(tag_step),
-      on_done_(on_done) {}
-
-CallRun::~CallRun() { garbage().drop(on_done_); }
+      on_done_(std::move(on_done)) {}
 
 void CallRun::start() {
-    walker_->add(shared_from_this());
-    exchange().finish();
+    executor_->add(shared_from_this());
+    transport().finish();
 }
 
 void CallRun::stop() {
-    walker_->forget(shared_from_this());
+    executor_->forget(shared_from_this());
     for (const auto& run : std::exchange(runs_, {})) run->stop();
-    garbage().drop(on_done_);
+    on_done_.reset();
     buffer_.drop();  // messages that are still leaving hold it themselves
 }
 
@@ -64,7 +62,7 @@ std::shared_ptr<SliceRun> CallRun::next_run() {
     const std::shared_ptr<const Slice> slice(layout_, &layout_->slices[place]);
     MessageSettings settings = settings_;
     settings.tag += place * tag_step_;
-    runs_.push_back(std::make_shared<SliceRun>(walker_->exchange, slice, walker_->pool, buffer_, settings,
+    runs_.push_back(std::make_shared<SliceRun>(executor_->transport, slice, executor_->pool, buffer_, settings,
                                                shared_from_this()));
     return runs_.back();
 }
@@ -76,9 +74,9 @@ void CallRun::slice_ended(const SliceRun* run) {
     runs_.erase(found);
     if (runs_.empty() && !has_more()) {
         buffer_.drop();
-        exchange().tell_done(std::exchange(on_done_, nullptr));
+        transport().tell_done(std::move(on_done_));
     }
-    walker_->slice_ended(alive, num_bytes);
+    executor_->slice_ended(alive, num_bytes);
 }
 
 std::set<int> CallRun::awaited_peers() const {

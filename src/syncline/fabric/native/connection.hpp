@@ -1,0 +1,61 @@
+// One connection to a peer, as the reactor sees it, and its owner, as the connection sees it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "frames.hpp"
+#include "messages.hpp"
+
+namespace syncline {
+
+constexpr int64_t TICK_BYTES = 2 << 20;  // what one connection moves before others are served
+
+class Connection;
+
+// What has the connections to one peer: it hears of their sockets, of whole control frames and of chunks.
+class ConnectionOwner {
+   public:
+    virtual void on_readable(Connection& connection) = 0;
+    // Return whether nothing is left to write.
+    virtual bool on_writable(Connection& connection) = 0;
+    virtual void on_frame(const Header& frame, const uint8_t* payload) = 0;
+    // Return where the chunk belongs; null: its bytes are for nobody. Throws FrameError if it must not come.
+    virtual uint8_t* begin_chunk(const Header& frame) = 0;
+    virtual void end_chunk(const Header& frame) = 0;
+    // The END of a connection has arrived.
+    virtual void on_end() = 0;
+    // The last granted byte of a message is with the kernel, and it is whole or not wanted any more.
+    virtual void on_left(const OutgoingPtr& message) = 0;
+
+   protected:
+    ConnectionOwner() = default;
+    ~ConnectionOwner() = default;
+    ConnectionOwner(const ConnectionOwner&) = default;
+    ConnectionOwner& operator=(const ConnectionOwner&) = default;
+};
+
+class Connection {
+   public:
+    Connection(ConnectionOwner& owner, int connection_class) : owner(owner), connection_class(connection_class) {}
+    virtual ~Connection() = default;
+    Connection(const Connection&) = delete;
+    Connection& operator=(const Connection&) = delete;
+
+    // Both throw SocketError. `read` throws FrameError too; `write` returns whether nothing is left to write.
+    virtual void read() = 0;
+    virtual bool write() = 0;
+
+    ConnectionOwner& owner;
+    int fd = -1;
+    const int connection_class;
+    bool is_watched = false;  // by the reactor
+    bool is_watching_writer = false, is_write_scheduled = false;
+    bool is_deaf = false;    // it broke the protocol: it may be told so, but is not read any more
+    bool is_closed = false;  // nothing is read or written any more
+    bool has_ended = false, has_spoken = false;
+    int64_t overhead_bytes = 0;
+};
+
+}  // namespace syncline

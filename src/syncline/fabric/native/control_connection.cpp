@@ -1,0 +1,87 @@
+// What `control_connection.hpp` declares.
+#include "control_connection.hpp"
+
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "sockets.hpp"
+
+namespace syncline {
+
+namespace {
+
+constexpr size_t INBOX_BYTES = 128 << 10;  // room for frames that arrive at once; none is larger
+
+Header decode_control(const uint8_t* bytes) {
+    const Header frame = decode_header(bytes);
+    if (frame.type == EAGER || frame.type == DATA || frame.connection_class != CONTROL_CLASS)
+        throw FrameError(format("frame type %u of class %d on the control connection", unsigned{frame.type},
+                                int{frame.connection_class}));
+    if (frame.chunk_bytes > MAX_CONTROL_BYTES)
+        throw FrameError(
+            format("control frame of %u bytes; %u are allowed", unsigned{frame.chunk_bytes}, MAX_CONTROL_BYTES));
+    return frame;
+}
+
+}  // namespace
+
+void ControlConnection::attach(int attached_fd) {
+    fd = attached_fd;
+    inbox_.resize(INBOX_BYTES);
+}
+
+void ControlConnection::queue(Header header, const void* payload, uint32_t num_bytes) {
+    const EncodedHeader encoded = seal(header, payload, num_bytes);
+    queue_.append(reinterpret_cast<const char*>(encoded.data()), encoded.size());
+    if (num_bytes) queue_.append(static_cast<const char*>(payload), num_bytes);
+}
+
+void ControlConnection::read() {
+    const ssize_t num_bytes = check_received(::recv(fd, room(), room_bytes(), 0));
+    if (num_bytes > 0) arrived(static_cast<size_t>(num_bytes));
+}
+
+// The rest, a part of one frame, is kept for later.
+void ControlConnection::arrived(size_t num_bytes) {
+    overhead_bytes += static_cast<int64_t>(num_bytes);
+    num_inbox_bytes_ += num_bytes;
+    const uint8_t* const inbox = inbox_.data();
+    size_t start = 0;
+    const size_t stop = num_inbox_bytes_;
+    while (stop - start >= HEADER_BYTES) {
+        const Header frame = decode_control(inbox + start);
+        const size_t end = start + HEADER_BYTES + frame.chunk_bytes;
+        if (end > stop) break;
+        const uint8_t* payload = inbox + start + HEADER_BYTES;
+        check_payload(frame, crc32(payload, frame.chunk_bytes));
+        start = end;
+        if (frame.type == END) has_ended = true;
+        owner.on_frame(frame, payload);
+    }
+    std::memmove(inbox_.data(), inbox + start, stop - start);
+    num_inbox_bytes_ = stop - start;
+}
+
+bool ControlConnection::write() {
+    Heartbeat::WriteGuard guard(heartbeat_, fd);
+    if (!guard.finish_heartbeat()) return false;
+    guard.leave(false);
+    while (has_unsent()) {
+        const ssize_t num_bytes = check_sent(::send(fd, unsent(), unsent_bytes(), MSG_NOSIGNAL));
+        if (num_bytes < 0) return false;
+        sent(static_cast<size_t>(num_bytes));
+    }
+    guard.leave(true);
+    return true;
+}
+
+void ControlConnection::sent(size_t num_bytes) {
+    overhead_bytes += static_cast<int64_t>(num_bytes);
+    num_sent_ += num_bytes;
+    if (has_unsent()) return;
+    queue_.clear();
+    num_sent_ = 0;
+}
+
+}  // namespace syncline

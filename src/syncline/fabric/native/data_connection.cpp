@@ -1,0 +1,244 @@
+// What `data_connection.hpp` declares.
+#include "data_connection.hpp"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+
+#include "sockets.hpp"
+#include "urgency.hpp"
+
+namespace syncline {
+
+namespace {
+
+constexpr int64_t WAKE_BYTES = 32 << 10;  // in the middle of a chunk, the kernel wakes us for no less
+
+}  // namespace
+
+DataConnection::DataConnection(ConnectionOwner& owner, int connection_class, int attached_fd, int64_t chunk_bytes)
+    : Connection(owner, connection_class), chunk_bytes(chunk_bytes) {
+    fd = attached_fd;
+}
+
+void DataConnection::drop() {
+    segments_.clear();
+    first_segment_ = 0;
+    for (auto& message : heap_) message->drop();
+    for (auto& message : finishing_) message->drop();
+    heap_.clear();
+    finishing_.clear();
+    has_frame_ = false;
+}
+
+// --- reading ---
+
+void DataConnection::read() {
+    int64_t budget = TICK_BYTES;
+    while (budget > 0 && !is_closed) {
+        Room wanted = room();
+        ssize_t num_bytes = 0;
+        if (wanted.num_parts == 1) {
+            num_bytes = check_received(::recv(fd, wanted.parts[0].iov_base, wanted.parts[0].iov_len, 0));
+        } else {
+            msghdr message{};
+            message.msg_iov = wanted.parts.data();
+            message.msg_iovlen = wanted.num_parts;
+            num_bytes = check_received(::recvmsg(fd, &message, 0));
+        }
+        if (num_bytes < 0) break;
+        budget -= num_bytes;
+        arrived(static_cast<size_t>(num_bytes));
+        if (static_cast<size_t>(num_bytes) < wanted.num_bytes) break;
+    }
+    if (!is_closed) choose_wake_up();
+}
+
+// One call of the kernel for the rest of a payload and the header behind it.
+DataConnection::Room DataConnection::room() {
+    if (!has_frame_) {
+        const size_t rest = HEADER_BYTES - num_header_bytes_;
+        return {{{{header_.data() + num_header_bytes_, rest}, {}}}, 1, rest};
+    }
+    const size_t rest = chunk_size_ - num_chunk_bytes_;
+    return {{{{chunk_ + num_chunk_bytes_, rest}, {header_.data(), HEADER_BYTES}}}, 2, rest + HEADER_BYTES};
+}
+
+void DataConnection::arrived(size_t num_bytes) {
+    if (has_frame_) {
+        const size_t num_of_chunk = std::min(num_bytes, chunk_size_ - num_chunk_bytes_);
+        num_chunk_bytes_ += num_of_chunk;
+        num_header_bytes_ = num_bytes - num_of_chunk;
+        if (num_chunk_bytes_ == chunk_size_) end_chunk();
+    } else {
+        num_header_bytes_ += num_bytes;
+    }
+    if (!has_frame_ && num_header_bytes_ == HEADER_BYTES) begin_chunk();
+}
+
+void DataConnection::begin_chunk() {
+    num_header_bytes_ = 0;
+    frame_ = decode_header(header_.data());
+    if (frame_.type > END || frame_.connection_class != connection_class || has_ended)
+        throw FrameError(format("frame type %u of class %d on a connection of class %d%s", unsigned{frame_.type},
+                                int{frame_.connection_class}, connection_class, has_ended ? " after its end" : ""));
+    overhead_bytes += HEADER_BYTES;
+    crc_before_ = 0;
+    num_chunk_bytes_ = 0;
+    has_frame_ = true;
+    chunk_size_ = frame_.chunk_bytes;
+    chunk_ = frame_.type == END ? nullptr : owner.begin_chunk(frame_);
+    if (!chunk_ && frame_.chunk_bytes) chunk_ = waste(frame_.chunk_bytes);
+    if (!frame_.chunk_bytes) end_chunk();
+}
+
+void DataConnection::end_chunk() {
+    const Header frame = frame_;
+    check_payload(frame, crc32(chunk_, chunk_size_, crc_before_));
+    has_frame_ = false;
+    chunk_size_ = num_chunk_bytes_ = 0;
+    if (frame.type == END) {
+        has_ended = true;
+        owner.on_end();
+        return;
+    }
+    received_bytes += frame.chunk_bytes;
+    if (frame.offset + frame.chunk_bytes == frame.message_bytes) ++received_messages;
+    owner.end_chunk(frame);
+}
+
+// Sleep until a good part of the chunk is there; a header is waited for by the byte.
+void DataConnection::choose_wake_up() {
+    const int64_t rest = has_frame_ ? static_cast<int64_t>(chunk_size_ - num_chunk_bytes_) : 1;
+    const int wakes_at_bytes = static_cast<int>(std::max<int64_t>(1, std::min(rest, WAKE_BYTES)));
+    if (wakes_at_bytes == wakes_at_bytes_) return;
+    wakes_at_bytes_ = wakes_at_bytes;
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wakes_at_bytes, sizeof wakes_at_bytes);
+}
+
+uint8_t* DataConnection::waste(size_t num_bytes) {
+    if (scratch_.size() < num_bytes) scratch_.resize(MAX_CHUNK_BYTES);
+    return scratch_.data();
+}
+
+void DataConnection::redirect(uint64_t tag) {
+    if (!has_frame_ || frame_.tag != tag) return;
+    crc_before_ = crc32(chunk_, num_chunk_bytes_, crc_before_);
+    chunk_ = waste(frame_.chunk_bytes);
+    chunk_size_ -= num_chunk_bytes_;
+    num_chunk_bytes_ = 0;
+}
+
+// --- writing ---
+
+void DataConnection::push(const OutgoingPtr& message) {
+    if (message->is_queued) return;
+    message->is_queued = true;
+    heap_.push_back(message);
+    std::push_heap(heap_.begin(), heap_.end(), IsLessUrgent{});
+}
+
+// Send until nothing is queued (true), or the kernel takes no more or the budget is spent (false).
+bool DataConnection::write() {
+    int64_t budget = TICK_BYTES;
+    while (budget > 0) {
+        Gathered gathered;
+        gather(gathered);
+        if (!gathered.num_parts) return true;
+        msghdr message{};
+        message.msg_iov = gathered.parts.data();
+        message.msg_iovlen = gathered.num_parts;
+        const ssize_t num_bytes = check_sent(::sendmsg(fd, &message, MSG_NOSIGNAL));
+        if (num_bytes < 0) return false;
+        budget -= num_bytes;
+        sent(static_cast<size_t>(num_bytes));
+        if (static_cast<size_t>(num_bytes) < gathered.num_bytes) return false;
+    }
+    return false;
+}
+
+void DataConnection::gather(Gathered& gathered) {
+    if (first_segment_ == segments_.size()) refill();
+    for (size_t place = first_segment_; place < segments_.size(); ++place) {
+        const Segment& segment = segments_[place];
+        gathered.parts[gathered.num_parts++] = {const_cast<uint8_t*>(segment.data), segment.num_bytes};
+        gathered.num_bytes += segment.num_bytes;
+    }
+}
+
+void DataConnection::sent(size_t num_bytes) {
+    for (; first_segment_ < segments_.size() && num_bytes >= segments_[first_segment_].num_bytes; ++first_segment_)
+        num_bytes -= segments_[first_segment_].num_bytes;
+    if (first_segment_ < segments_.size()) {
+        segments_[first_segment_].data += num_bytes;
+        segments_[first_segment_].num_bytes -= num_bytes;
+        return;
+    }
+    segments_.clear();
+    first_segment_ = 0;
+    refill_sent();
+}
+
+// Take the next chunk of the most urgent messages; small ones share it.
+void DataConnection::refill() {
+    int64_t room = chunk_bytes;
+    if (!heap_.empty() && heap_.front()->urgency >= BULK_URGENCY)
+        room = std::max<int64_t>(room, BULK_BYTES + static_cast<int64_t>(HEADER_BYTES));
+    segments_.clear();
+    first_segment_ = num_headers_ = 0;
+    while (!heap_.empty() && room > 0 && num_headers_ < MAX_FRAMES_AT_ONCE) {
+        Outgoing& message = *heap_.front();
+        const int64_t rest = message.limit_bytes - message.sent_bytes;
+        if (num_headers_ && rest > room) break;  // a chunk of its own, rather than a crumb now
+        // What is sent without asking is never divided, also where chunks became smaller while it waited.
+        const int64_t num_bytes = message.is_eager ? rest : std::min(rest, room);
+        append_chunk(message, num_bytes);
+        room -= num_bytes + static_cast<int64_t>(HEADER_BYTES);
+        if (message.sent_bytes != message.limit_bytes) continue;
+        message.is_queued = false;
+        message.is_leaving = true;
+        std::pop_heap(heap_.begin(), heap_.end(), IsLessUrgent{});
+        finishing_.push_back(std::move(heap_.back()));
+        heap_.pop_back();
+    }
+    if (!segments_.empty() || !wants_end) return;
+    wants_end = false;
+    Header end;
+    end.type = END;
+    end.connection_class = static_cast<int16_t>(connection_class);
+    append_frame(end, nullptr, 0);
+}
+
+void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
+    Header header;
+    header.type = message.is_eager ? EAGER : DATA;
+    header.connection_class = static_cast<int16_t>(connection_class);
+    header.tag = message.tag;
+    header.signature = message.signature;
+    header.message_bytes = static_cast<uint64_t>(message.num_bytes);
+    header.offset = static_cast<uint64_t>(message.sent_bytes);
+    append_frame(header, message.payload.data + message.sent_bytes, static_cast<uint32_t>(num_bytes));
+    message.sent_bytes += num_bytes;
+    sent_bytes += num_bytes;
+    overhead_bytes += HEADER_BYTES;
+}
+
+void DataConnection::append_frame(const Header& header, const uint8_t* payload, uint32_t num_bytes) {
+    EncodedHeader& encoded = headers_[num_headers_++];
+    encoded = seal(header, payload, num_bytes);
+    segments_.push_back({encoded.data(), HEADER_BYTES});
+    if (num_bytes) segments_.push_back({payload, num_bytes});
+}
+
+void DataConnection::refill_sent() {
+    std::vector<OutgoingPtr> finishing;
+    finishing.swap(finishing_);
+    for (auto& message : finishing) message->is_leaving = false;
+    for (auto& message : finishing) {
+        if (message->is_queued) continue;  // more was granted while this chunk left, and that is still owed
+        if (message->sent_bytes == message->num_bytes) ++sent_messages;
+        if (message->sent_bytes == message->num_bytes || message->is_discarded) owner.on_left(message);
+    }
+}
+
+}  // namespace syncline

@@ -1,0 +1,74 @@
+// How many bytes one receiver has under way, and what it learns of its link from how long they take. Why stands in
+// `grant_window.py`.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+
+namespace syncline {
+
+// The bytes that may be granted and not yet here; follows what the link does between two bounds.
+class GrantWindow {
+   public:
+    GrantWindow(int64_t most_bytes, int64_t least_bytes, double bytes_per_s)
+        : num_bytes(most_bytes), most_bytes(most_bytes), least_bytes(least_bytes), bytes_per_s_(bytes_per_s) {}
+
+    int64_t num_bytes, most_bytes, least_bytes;
+
+    bool is_fixed() const { return least_bytes == most_bytes || std::isinf(bytes_per_s_); }
+
+    void learn(int64_t count, int64_t underway_bytes, double took_s) {
+        if (underway_bytes < num_bytes) return;
+        const auto weight = static_cast<double>(count);
+        num_learnt_bytes_ += weight;
+        sum_underway_bytes_ += static_cast<double>(underway_bytes) * weight;
+        sum_took_s_ += took_s * weight;
+        if (num_learnt_bytes_ >= static_cast<double>(NUM_WINDOWS * num_bytes)) {
+            const bool is_busy = sum_underway_bytes_ >= BUSY * bytes_per_s_ * sum_took_s_;
+            const auto wanted = static_cast<int64_t>(static_cast<double>(num_bytes) * (is_busy ? DECAY : GROWTH));
+            num_bytes = std::min(most_bytes, std::max(least_bytes, wanted));
+            num_learnt_bytes_ = sum_underway_bytes_ = sum_took_s_ = 0.0;
+        }
+    }
+
+   private:
+    static constexpr double BUSY = 0.92, GROWTH = 1.25, DECAY = 0.85;
+    static constexpr int64_t NUM_WINDOWS = 2;
+    double bytes_per_s_;
+    double num_learnt_bytes_ = 0, sum_underway_bytes_ = 0, sum_took_s_ = 0;
+};
+
+// When one sender's grants were given; its messages count as if they came in turn.
+class GrantLog {
+   public:
+    explicit GrantLog(int64_t underway_bytes) : unknown_bytes_(underway_bytes) {}
+
+    void granted(int64_t num_bytes, int64_t underway_bytes, double now_s) {
+        grants_.push_back({num_bytes, underway_bytes, now_s});
+    }
+
+    void arrived(int64_t num_bytes, GrantWindow& window, double now_s) {
+        const int64_t unknown_bytes = std::min(num_bytes, unknown_bytes_);
+        unknown_bytes_ -= unknown_bytes;
+        for (int64_t rest = num_bytes - unknown_bytes; rest && !grants_.empty();) {
+            Noted& grant = grants_.front();
+            const int64_t part_bytes = std::min(rest, grant.left_bytes);
+            window.learn(part_bytes, grant.underway_bytes, now_s - grant.granted_s);
+            rest -= part_bytes;
+            grant.left_bytes -= part_bytes;
+            if (!grant.left_bytes) grants_.pop_front();
+        }
+    }
+
+   private:
+    struct Noted {
+        int64_t left_bytes, underway_bytes;
+        double granted_s;
+    };
+    int64_t unknown_bytes_;
+    std::deque<Noted> grants_;
+};
+
+}  // namespace syncline

@@ -1,0 +1,49 @@
+// The event loop over the sockets of one transport: which can be read and written, and which wait to be written.
+//
+// It has no thread. Whoever has a reactor calls `poll_once`, or waits for its descriptor, which is readable when a
+// connection is, and when `wake` was called.
+#pragma once
+
+#include <vector>
+
+#include "connection.hpp"
+
+namespace syncline {
+
+class Reactor {
+   public:
+    // Throws std::system_error where no file can be opened.
+    Reactor();
+    ~Reactor() { close(); }
+    Reactor(const Reactor&) = delete;
+    Reactor& operator=(const Reactor&) = delete;
+    void close();
+    bool is_closed() const { return epoll_fd_ < 0; }
+    int fileno() const { return epoll_fd_; }
+
+    // Tell the connection's owner when it can be read. Throws std::system_error.
+    void add(Connection& connection);
+    void remove(Connection& connection);
+
+    // Write at the end of this tick; the most important connections first.
+    void schedule_write(Connection& connection);
+    bool has_writes() const { return !to_write_.empty(); }
+    // Write what was scheduled, once each.
+    void write_scheduled();
+    // Write now, and when the kernel takes more.
+    void write(Connection& connection);
+
+    // Serve what is ready now; false if nothing is.
+    bool poll_once();
+    // Make the descriptor readable, for a loop that asks for nothing else.
+    void wake();
+
+   private:
+    int epoll_fd_, wake_fd_;
+    bool is_awake_ = false;
+    std::vector<Connection*> to_write_;
+
+    void watch_writer(Connection& connection, bool is_watching);
+};
+
+}  // namespace syncline

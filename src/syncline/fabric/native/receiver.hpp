@@ -1,0 +1,70 @@
+// What one peer sends us: receives that were posted, messages that came before theirs, and where each chunk belongs.
+// The rules stand in `inbox.py`.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+#include <unordered_map>
+
+#include "connections.hpp"
+#include "eager_credit.hpp"
+#include "messages.hpp"
+#include "transport_state.hpp"
+
+namespace syncline {
+
+class Receiver {
+   public:
+    Receiver(int peer, TransportState& state, Connections& connections, int64_t credit_bytes)
+        : peer_(peer), state_(state), connections_(connections), credit_(credit_bytes) {}
+
+    bool can_be_read = false;  // messages can be copied out of the peer's memory
+    double heard_s = 0;        // when its last message for a listener arrived
+    int64_t unexpected_bytes = 0, fetched_bytes = 0, num_fetched = 0;
+
+    bool is_posted(uint64_t tag) const { return posted_.count(tag) || arriving_.count(tag); }
+    int64_t num_pending() const;
+    void receive(const MessageSettings& settings, Memory destination, Completion on_received);
+    void cancel(uint64_t tag);
+
+    // What the peer sends; all throw FrameError where it must not. `begin_*` return where the chunk belongs.
+    void on_request(const Header& frame);
+    uint8_t* begin_granted(const Header& frame);
+    void end_granted(const Header& frame);
+    uint8_t* begin_eager(const Header& frame);
+    void end_eager(const Header& frame);
+
+    // The peer may send the message up to that byte, unless nobody waits for it any more.
+    void grant(uint64_t tag, int64_t limit_bytes);
+    // Of a message that is being copied out of the peer's memory: where its next bytes go (data, offset, number), and
+    // that some are there; returns how many are missing.
+    std::tuple<uint8_t*, int64_t, int64_t> fetch_target(uint64_t tag, int64_t serial, int64_t limit_bytes);
+    int64_t fetched(uint64_t tag, int64_t serial, int64_t num_bytes);
+
+    // Forget what can never arrive; what is here as a whole can still be received.
+    void close();
+    void drop_posted() { posted_.clear(); }
+
+   private:
+    const int peer_;
+    TransportState& state_;
+    Connections& connections_;
+    EagerCredit credit_;
+    std::unordered_map<uint64_t, Receive> posted_, arriving_;
+    std::unordered_map<uint64_t, Announced> announced_;
+    std::unordered_map<uint64_t, Unexpected> unexpected_;
+    std::unordered_map<uint64_t, EagerTarget> eager_;
+
+    void match(uint64_t tag);
+    void begin_arriving(const Announced& announced, Receive receive, uint64_t tag);
+    void cancel_arriving(uint64_t tag);
+    Receive take_posted(uint64_t tag);
+    void deliver_unexpected(uint64_t tag);
+    void redirect(uint64_t tag);
+    void discard(uint64_t tag);
+    void mismatch(uint64_t tag, Receive& receive, uint32_t signature);
+    void return_credit(int64_t num_bytes);
+    void received(uint64_t tag, Receive& receive);
+};
+
+}  // namespace syncline

@@ -1,0 +1,30 @@
+// Memory in which contributions land until they are added.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace syncline {
+
+// Blocks in sizes of powers of two, the last one used first.
+class TemporaryPool {
+   public:
+    explicit TemporaryPool(int64_t max_kept_bytes) : max_kept_bytes_(max_kept_bytes) {}
+
+    using Block = std::unique_ptr<uint8_t[]>;
+    Block take(size_t num_bytes);
+    void give_back(Block block, size_t num_bytes);
+
+    int64_t used_bytes = 0, kept_bytes = 0;
+
+   private:
+    int64_t max_kept_bytes_;
+    std::map<size_t, std::vector<Block>> free_;
+
+    static size_t size_of(size_t num_bytes);
+};
+
+}  // namespace syncline

@@ -1,0 +1,114 @@
+// What `transport.hpp` declares.
+#include "transport.hpp"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <stdexcept>
+
+#include "clock.hpp"
+
+namespace syncline {
+
+namespace {
+
+constexpr int MAX_ROUNDS = 32;  // of reading and writing, before Python is asked again
+constexpr int MAX_READY = 64;
+
+}  // namespace
+
+void NativeTransport::close() {
+    if (state_.reactor.is_closed()) return;
+    state_.heartbeat.stop();
+    for (auto& [rank, peer] : peers_) {
+        peer->close();
+        peer->receiver.drop_posted();
+    }
+    state_.events.clear();
+    state_.must_grant = false;
+    state_.reactor.close();
+}
+
+void NativeTransport::add_peer(int rank, int64_t eager_bytes, int64_t credit_bytes) {
+    auto added = std::make_unique<PeerTransport>(rank, state_, eager_bytes, credit_bytes);
+    if (!peers_.emplace(rank, std::move(added)).second) throw std::invalid_argument("a rank becomes a peer twice");
+}
+
+double NativeTransport::heard_s(int rank) const {
+    const auto found = peers_.find(rank);
+    return found == peers_.end() ? 0.0 : found->second->receiver.heard_s;
+}
+
+void NativeTransport::poll() {
+    for (int round = 0; round < MAX_ROUNDS; ++round) {
+        if (!state_.reactor.poll_once() || has_events()) return;
+        finish();
+        if (has_events()) return;
+    }
+}
+
+void NativeTransport::finish() {
+    while (has_work()) {
+        if (state_.must_grant) give_grants();
+        state_.reactor.write_scheduled();
+    }
+}
+
+void NativeTransport::give_grants() {
+    state_.must_grant = false;
+    for (const Grant& grant : state_.scheduler->grants(monotonic_s()))
+        peer(grant.peer).receiver.grant(grant.tag, grant.limit_bytes);
+}
+
+void NativeTransport::wake() {
+    if (!is_served && (has_work() || has_events())) state_.reactor.wake();
+}
+
+void NativeTransport::tell_done(PythonReference on_done) {
+    state_.events.tell(Event(DONE, -1)).callback = std::move(on_done);
+}
+
+namespace {
+
+// How long may be slept: not at all if Python has something to hear of.
+int timeout_ms(bool has_events, double timeout_s, double deadline_s) {
+    if (has_events) return 0;
+    if (timeout_s < 0) return -1;
+    return static_cast<int>(std::ceil(std::max(deadline_s - monotonic_s(), 0.0) * 1e3));
+}
+
+}  // namespace
+
+std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
+                                           const std::vector<NativeTransport*>& transports) {
+    std::vector<std::pair<int, uint32_t>> found;
+    const double deadline_s = monotonic_s() + timeout_s;
+    while (true) {
+        bool has_events = false;
+        for (NativeTransport* transport : transports) {
+            transport->finish();
+            has_events |= transport->has_events();
+        }
+        std::array<epoll_event, MAX_READY> ready;
+        const int num_ready =
+            epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(has_events, timeout_s, deadline_s));
+        for (int place = 0; place < num_ready; ++place) {
+            const epoll_event& event = ready[static_cast<size_t>(place)];
+            const int fd = event.data.fd;
+            const auto served = std::find_if(transports.begin(), transports.end(),
+                                             [fd](const NativeTransport* each) { return each->fileno() == fd; });
+            if (served == transports.end())
+                found.emplace_back(fd, uint32_t{event.events});
+            else
+                (*served)->poll();
+        }
+        for (const NativeTransport* transport : transports)
+            if (transport->has_events()) found.emplace_back(transport->fileno(), EPOLLIN);
+        if (!found.empty() || num_ready < 0) return found;  // a signal is for Python too
+        if (timeout_s >= 0 && monotonic_s() >= deadline_s) return found;
+    }
+}
+
+}  // namespace syncline
