@@ -161,7 +161,7 @@ def test_partners_that_make_different_calls(run_fleets: Any, is_late: bool) -> N
     def wait_for_evaluation() -> None:
         driver = drivers.get(timeout=60)
         with driver._changed:
-            assert driver._changed.wait_for(lambda: driver._phases.awaited() == ["input"], 60)
+            assert driver._changed.wait_for(lambda: driver._phases.awaited() == ["input"], 10.0)
 
     def body(fleet: Any) -> None:
         stages = make_stages(4)
