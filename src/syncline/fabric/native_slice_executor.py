@@ -1,4 +1,4 @@
-"""Executes slices in compiled code (``native/slice_executor.hpp``), which begins them itself and tells when all end.
+"""Executes slices in compiled code (``native/slice_executor.hpp``), which begins them and tells when all is over.
 
 The engine hears of an execution when it is over, and Python of none of its slices and messages.
 """
