@@ -168,9 +168,49 @@ class Communicator:
             self._loop.call_soon(self._engine.submit, call, work)
         return work
 
+    def start(
+        self,
+        schedule: Schedule,
+        buffer: memoryview,
+        reduction: Reduction,
+        *,
+        layout: Layout | None = None,
+        own_part: memoryview | None = None,
+        **settings: Unpack[CallSettings],
+    ) -> Work:
+        """Begin the collective that ``schedule`` makes of ``buffer`` (writable bytes, until the work is done).
+
+        ``layout`` says where its slices lie; by default as :meth:`layout` cuts them, and each rank's part in one range
+        where parts are in rank order.
+        """
+        if layout is None:
+            layout = self._plans.layout(
+                schedule,
+                buffer.nbytes // reduction.itemsize,
+                reduction.itemsize,
+                is_contiguous=schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+            )
+        timeout_s = settings.get("timeout_s")
+        call = CollectiveCall(
+            stream=settings.get("stream", self.user_stream),
+            schedule=schedule,
+            layout=layout,
+            buffer=buffer,
+            reduction=reduction,
+            urgency=settings.get("urgency", 0),
+            connection_class=settings.get("connection_class", 0),
+            label=settings.get("label", schedule.collective.value),
+            step=settings.get("step"),
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            own_part=own_part,
+            op=settings.get("op", ""),
+            elements=settings.get("elements", ""),
+        )
+        return self.submit(call, is_awaited=settings.get("is_awaited", False))
+
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` (or what ``reduction`` does) over all ranks, in place and on every rank."""
-        return self._call(buffer, reduction, self.plan(Collective.ALL_REDUCE, buffer.nbytes), settings)
+        return self.start(self.plan(Collective.ALL_REDUCE, buffer.nbytes), buffer, reduction, **settings)
 
     def reduce_scatter(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
@@ -178,7 +218,7 @@ class Communicator:
         The rest of the buffer holds partial sums afterwards.
         """
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self._call(buffer, reduction, schedule, settings)
+        return self.start(schedule, buffer, reduction, **settings)
 
     def all_gather(
         self,
@@ -193,12 +233,12 @@ class Communicator:
         ``reduction`` says what an element is (default: a byte); ``own_part`` is this rank's, if it is not there yet.
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
-        return self._call(buffer, reduction or numpy_reduction("uint8"), schedule, settings, own_part)
+        return self.start(schedule, buffer, reduction or numpy_reduction("uint8"), own_part=own_part, **settings)
 
     def broadcast(self, buffer: memoryview, *, root: int = 0, **settings: Unpack[CallSettings]) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
-        return self._call(buffer, numpy_reduction("uint8"), schedule, settings)
+        return self.start(schedule, buffer, numpy_reduction("uint8"), **settings)
 
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
@@ -282,36 +322,6 @@ class Communicator:
                 self._loop.run(self._break_off(), CLOSE_S)
         finally:
             self._released()
-
-    def _call(
-        self,
-        buffer: memoryview,
-        reduction: Reduction,
-        schedule: Schedule,
-        settings: CallSettings,
-        own_part: memoryview | None = None,
-    ) -> Work:
-        is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        layout = self._plans.layout(
-            schedule, buffer.nbytes // reduction.itemsize, reduction.itemsize, is_contiguous=is_contiguous
-        )
-        timeout_s = settings.get("timeout_s")
-        call = CollectiveCall(
-            stream=self.user_stream,
-            schedule=schedule,
-            layout=layout,
-            buffer=buffer,
-            reduction=reduction,
-            urgency=settings.get("urgency", 0),
-            connection_class=settings.get("connection_class", 0),
-            label=settings.get("label", schedule.collective.value),
-            step=settings.get("step"),
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-            own_part=own_part,
-            op=settings.get("op", ""),
-            elements=settings.get("elements", ""),
-        )
-        return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(

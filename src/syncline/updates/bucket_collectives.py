@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncline.observe import Trace
-from syncline.runtime.call import CollectiveCall
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
@@ -70,32 +69,36 @@ class BucketCollectives:
         """Tell of each all-gather of parameters, by bucket, when it begins and when it has ended; from any thread."""
         self._gather_began, self._gather_ended = began, ended
 
-    def all_reduce(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients over all ranks; in backward order, as nothing waits for single buckets."""
-        return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
+    def start(
+        self, bucket: Bucket, collective: Collective, step: int | None, *, values: torch.Tensor | None = None
+    ) -> Work:
+        """Begin to move a bucket: to sum its gradients over all ranks, or to gather its parameters from their owners.
 
-    def reduce_scatter(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients; each range ends at its owner, the rest is spoilt.
+        After a reduce-scatter each range of the sum is at its owner, and the rest is spoilt. ``values`` are moved in
+        place of the bucket's own, one for each of its elements.
 
-        Reduce-scatters go before all all-gathers, in backward order, as they begin. Some are left over at the end of a
-        backward pass only where links are slower than it; then the next forward pass, half as long, is done while
-        parameters arrive, and the links are never idle in front of the last all-gathers.
+        Gradients go in backward order, as they begin and since nothing waits for single buckets, and before all
+        parameters, which go in forward order. Some gradients are left over at the end of a backward pass only where
+        links are slower than it; then the next forward pass, half as long, is done while parameters arrive, and the
+        links are never idle in front of the last all-gathers.
         """
-        return self._submit(bucket, Collective.REDUCE_SCATTER, bucket.wire_gradients, step)
-
-    def all_gather(self, bucket: Bucket, step: int) -> Work:
-        """Begin to bring each owner's range of a bucket's parameters to every rank."""
-        began, ended = self._gather_began, self._gather_ended
-        if began is None or ended is None:
-            return self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
-        began(bucket.index)
-        work = self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
-        work.add_done_callback(lambda _: ended(bucket.index))
-        return work
-
-    def gather_elements(self, bucket: Bucket, values: torch.Tensor) -> Work:
-        """Begin to bring each owner's range of ``values``, one for each element of the bucket, to every rank."""
-        return self._submit(bucket, Collective.ALL_GATHER, values, None)
+        is_gather = collective is Collective.ALL_GATHER
+        num_buckets = len(self.bucket_schedules)
+        bucket_schedule = self.bucket_schedules[bucket.index]
+        if values is None:
+            values = bucket.wire_parameters if is_gather else bucket.wire_gradients
+        return self._communicator.start(
+            bucket_schedule.schedules[collective],
+            bytes_of(values),
+            reduction_for(values.dtype),
+            layout=bucket_schedule.layout,
+            stream=bucket_schedule.stream,
+            urgency=num_buckets + bucket.index if is_gather else num_buckets - 1 - bucket.index,
+            connection_class=self._classes[bucket.index],
+            label=f"{collective.value} of bucket {bucket.index}",
+            step=step,
+            timeout_s=self._timeout_s,
+        )
 
     def note_wait(self, phase: str, start_ns: int) -> None:
         """Record that a thread waited since ``start_ns`` because of ``phase``."""
@@ -111,24 +114,3 @@ class BucketCollectives:
         start_ns = time.monotonic_ns()
         work.wait()
         self.note_wait(phase, start_ns)
-
-    def _urgency(self, bucket: Bucket, collective: Collective) -> int:
-        """Return backward order for gradients, so that none stops those before it, and then forward order."""
-        num_buckets = len(self.bucket_schedules)
-        return num_buckets + bucket.index if collective is Collective.ALL_GATHER else num_buckets - 1 - bucket.index
-
-    def _submit(self, bucket: Bucket, collective: Collective, tensor: torch.Tensor, step: int | None) -> Work:
-        bucket_schedule = self.bucket_schedules[bucket.index]
-        call = CollectiveCall(
-            stream=bucket_schedule.stream,
-            schedule=bucket_schedule.schedules[collective],
-            layout=bucket_schedule.layout,
-            buffer=bytes_of(tensor),
-            reduction=reduction_for(tensor.dtype),
-            urgency=self._urgency(bucket, collective),
-            connection_class=self._classes[bucket.index],
-            label=f"{collective.value} of bucket {bucket.index}",
-            step=step,
-            timeout_s=self._timeout_s,
-        )
-        return self._communicator.submit(call)

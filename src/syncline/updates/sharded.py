@@ -20,6 +20,7 @@ import torch
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.runtime.work import Work
+from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.divided import DividedGradients, GradientsOfStep
@@ -135,7 +136,7 @@ class ShardedUpdater(Updater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket."""
         bucket.stage_gradients()
-        self._gradients.add(bucket, self.collectives.reduce_scatter(bucket, self.step_number))
+        self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
 
     def finish_backward(self, report: PendingReport) -> None:
         """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
@@ -222,7 +223,7 @@ class ShardedUpdater(Updater):
         shard.step(step.options[bucket.plan.group], present)
         bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
-        gather = self.collectives.all_gather(bucket, step.number)
+        gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
         if bucket.wire_parameters is bucket.parameters:
             gather.add_done_callback(partial(self._finish, bucket))
         else:
