@@ -22,14 +22,13 @@ class Recorder:
     """Stands for a communicator: plans, and keeps what it is given."""
 
     def __init__(self, *, slice_bytes: int = 1000) -> None:
-        self.rank, self.topology, self.slice_bytes = 0, TOPOLOGY, slice_bytes
+        self.rank, self.world_size, self.topology, self.slice_bytes = 0, 3, TOPOLOGY, slice_bytes
+        self.trace, self.timeout_s = NullTrace(), 1.0
         self.calls: list[dict[str, Any]] = []
+        self.connection_classes = SimpleNamespace(assign=lambda *_: None)
 
     def plan(self, collective: Collective, _: int) -> Schedule:
         return plan_tree(TOPOLOGY, collective)
-
-    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
-        pass
 
     def start(self, *_: Any, **settings: Any) -> Any:
         self.calls.append(settings)
@@ -71,9 +70,7 @@ def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forw
     bucket_schedules = plan_bucket_schedules(
         communicator, buckets, BucketScheduleOptions(is_divided=True), first_stream=1
     )
-    collectives = BucketCollectives(
-        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
-    )
+    collectives = BucketCollectives(communicator, control=communicator, bucket_schedules=bucket_schedules)
     begun = []
     for plan in reversed(buckets):
         memory = torch.zeros(plan.num_elements)
@@ -92,9 +89,7 @@ def test_all_reduces_go_in_backward_order() -> None:
     bucket_schedules = plan_bucket_schedules(
         communicator, buckets, BucketScheduleOptions(is_divided=False), first_stream=1
     )
-    collectives = BucketCollectives(
-        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
-    )
+    collectives = BucketCollectives(communicator, control=communicator, bucket_schedules=bucket_schedules)
     for plan in buckets:
         memory = torch.zeros(plan.num_elements)
         bucket = Bucket(plan, parameters=memory, gradients=memory.clone(), owners=())

@@ -15,6 +15,7 @@ from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CallSettings, CollectiveCall
+from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -27,7 +28,6 @@ from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes,
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
@@ -69,7 +69,7 @@ class Communicator:
         """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self._waits = Counters()
-        self._classes: dict[int, tuple[int, ...]] = {}
+        self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = False
         self._shared_memory: SharedMemoryCollectives | None = None
@@ -275,18 +275,6 @@ class Communicator:
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
         return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
 
-    def open_classes(self, priorities: Priorities) -> None:
-        """Open the connections of ``priorities`` to every peer; all ranks call this alike, and it waits for them.
-
-        A second call with the same priorities does nothing. Raises ``ConfigurationError`` where ranks differ,
-        ``HandshakeError`` and ``PeerLostError``, with who.
-        """
-        self._loop.run(self._fabric.open_classes(priorities, timeout_s=self.timeout_s), self.timeout_s + CLOSE_S)
-
-    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
-        """Let statistics say which connection class each bucket of a model has; ``stream`` is its first bucket's."""
-        self._classes[stream] = classes
-
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
         self.progress.touch()
@@ -348,7 +336,7 @@ class Communicator:
             calls=add_counts(calls for calls, _ in counts),
             call_bytes=add_counts(num_bytes for _, num_bytes in counts),
             waited_s=self._waits.statistics(),
-            bucket_classes=tuple(self._classes.values()),
+            bucket_classes=self.connection_classes.of_buckets,
             num_pending_calls=engine.num_pending_calls,
             num_active_slices=engine.num_active_slices,
             inflight_bytes=engine.inflight_bytes,

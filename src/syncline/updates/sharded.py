@@ -108,8 +108,10 @@ class ShardedUpdater(Updater):
         ]
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
         self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
-        self._ready = Readiness(len(self.buckets))
+        self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
+        if overlap_forward:
+            setting.tuner.tune(self._ready)
 
     @property
     def divided_gradients(self) -> DividedGradients:
@@ -172,12 +174,7 @@ class ShardedUpdater(Updater):
 
     def wait_parameters(self, buckets: Iterable[int]) -> None:
         """Wait until the all-gather of these buckets is over."""
-        wanted = tuple(buckets)
-        if not self._ready.is_final(wanted):
-            start_ns = self.collectives.trace.now_ns()
-            with self.collectives.communicator.progress.waiting():
-                self._ready.wait(wanted, self.collectives.timeout_s)
-            self.collectives.note_wait("forward", start_ns)
+        self._ready.wait(buckets, self.collectives.timeout_s)
 
     def synchronize(self) -> None:
         """Wait until all parameters are final; raises what went wrong."""
@@ -223,6 +220,7 @@ class ShardedUpdater(Updater):
         shard.step(step.options[bucket.plan.group], present)
         bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
+        self._ready.gather(bucket.index)
         gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
         if bucket.wire_parameters is bucket.parameters:
             gather.add_done_callback(partial(self._finish, bucket))
