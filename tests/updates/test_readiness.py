@@ -73,18 +73,22 @@ def test_parameters_that_are_there_are_needed_too_but_not_waited_for() -> None:
 
 def test_what_another_thread_needs_is_no_part_of_the_forward_pass() -> None:
     clock = Clock()
-    ready = Readiness(1)
-    meter = measured(clock, ready)
-    ready.finish(0)
-    other = threading.Thread(target=ready.wait, args=((0,), 5.0))
+    ready, meter = Readiness(2), StepMeter([100, 100], clock)
+    ready.watch(meter)
+    meter.begin_forward()
+    for bucket in (0, 1):
+        ready.gather(bucket)
+        ready.finish(bucket)
+    clock.now_s = 3.0
+    other = threading.Thread(target=ready.wait, args=((1,), 5.0))
     other.start()
     other.join()
-    clock.now_s = 6.0
+    clock.now_s = 5.0
     ready.wait((0,), 5.0)
-    clock.now_s = 7.0
+    clock.now_s = 6.0
     sample = meter.end_forward()
     assert sample is not None
-    assert sample.forward_s == (6.0,), "one stretch of computing, to which the other thread put no end"
+    assert sample.forward_s == (6.0, 0.0), "one stretch of computing, to which the other thread put no end"
 
 
 def test_a_wait_that_ends_at_its_deadline_names_the_buckets() -> None:
