@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from syncline.fabric import Fabric, FabricOptions, Rendezvous, connect_tcp
+from syncline.priorities.terms import Priorities
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 
 BULK_BYTES = 1 << 20
 NUM_QUEUED = 4

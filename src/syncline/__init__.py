@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UnitError,
         UpdateError,
     )
+    from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
     from syncline.topology import Topology
-    from syncline.topology.priorities import Priorities
     from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
 
 _HOMES = {
@@ -58,7 +58,7 @@ _HOMES = {
     "Nesterov": "syncline.updates",
     "QuorumLostError": "syncline.updates",
     "Clustered": "syncline.updates",
-    "Priorities": "syncline.topology.priorities",
+    "Priorities": "syncline.priorities.terms",
     "phase": "syncline.pytorch.phased",
     "PhasedTrainer": "syncline.pytorch.phased",
     "no_sync": "syncline.pytorch.control",

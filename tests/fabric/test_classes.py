@@ -17,7 +17,9 @@ from syncline.errors import ConfigurationError, FabricClosedError, HandshakeErro
 from syncline.fabric import FabricOptions, sockets
 from syncline.fabric.frames import HEADER_BYTES
 from syncline.fabric.sockets import mark
-from syncline.topology.priorities import Priorities
+from syncline.fabric.tcp import TcpFabric
+from syncline.priorities.terms import Priorities
+from syncline.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -27,9 +29,10 @@ THREE = Priorities(num_classes=3, dscp=(46, 34, 18))
 TWO = Priorities(num_classes=2, dscp=(46, 8))
 
 
-async def open_all(fabrics, priorities=FOUR, *, timeout_s=60.0):
+async def open_all(fabrics, priorities=FOUR, *, timeout_s=60.0, **settings):
     return await asyncio.gather(
-        *(fabric.open_classes(priorities, timeout_s=timeout_s) for fabric in fabrics), return_exceptions=True
+        *(fabric.open_classes(priorities, timeout_s=timeout_s, **settings) for fabric in fabrics),
+        return_exceptions=True,
     )
 
 
@@ -157,6 +160,62 @@ def test_a_model_without_priorities_leaves_those_of_another_alone():
         await open_all(fabrics)
         await fabrics[0].open_classes(Priorities.off(), timeout_s=0.1)
         assert fabrics[0].peer(1).num_classes == 4
+
+    run_over_tcp(2, scenario)
+
+
+NEIGHBOURS = Topology.flat(3, rate=125e6)
+UNASKED_BYTES = 200_000
+
+
+async def unasked_bytes(fabrics, mail, tag):
+    """Return how much of a message of 200 KB comes to a neighbour before it has posted a receive."""
+    await gather(mail.send(0, 1, tag, b"."), mail.receive(1, 0, tag, 1))  # the credit is here
+    late = mail.send(0, 1, tag + 1, bytes(UNASKED_BYTES))
+    await gather(mail.send(0, 1, tag + 2, b"."), mail.receive(1, 0, tag + 2, 1))  # it follows on the same connection
+    num_bytes = fabrics[1].statistics().unexpected_bytes
+    await gather(late, mail.receive(1, 0, tag + 1, UNASKED_BYTES))
+    return num_bytes
+
+
+def test_neighbours_send_unasked_while_one_class_is_used_and_ask_only_while_several_are():
+    async def scenario(fabrics, recorders, mail):
+        assert await unasked_bytes(fabrics, mail, 10) == UNASKED_BYTES
+        assert await open_all(fabrics, only_check=True) == [None] * 3
+        assert [fabric.peer(1).num_classes for fabric in (fabrics[0], fabrics[2])] == [1, 1]
+        assert await unasked_bytes(fabrics, mail, 20) == UNASKED_BYTES, "nothing has changed"
+        for number in range(2):
+            assert await open_all(fabrics) == [None] * 3
+            assert await unasked_bytes(fabrics, mail, 100 * number + 30) == 0
+            await asyncio.gather(*(fabric.use_one_class() for fabric in fabrics))
+            assert [fabric.peer(1).num_classes for fabric in (fabrics[0], fabrics[2])] == [4, 4], "they stay open"
+            assert await unasked_bytes(fabrics, mail, 100 * number + 40) == UNASKED_BYTES
+
+    run_over_tcp(3, scenario, topology=NEIGHBOURS)
+
+
+def test_the_window_is_that_of_one_class_again(monkeypatch):
+    told = []
+    monkeypatch.setattr(TcpFabric, "resize_grants", lambda _, sizes: told.append(sizes))
+
+    async def scenario(fabrics, recorders, mail):
+        await open_all(fabrics)
+        assert [(sizes["window"].is_fixed, sizes["quantum_bytes"]) for sizes in told] == [(False, 16 << 10)] * 2
+        await asyncio.gather(*(fabric.use_one_class() for fabric in fabrics))
+        assert [(sizes["window"].is_fixed, sizes["quantum_bytes"]) for sizes in told[2:]] == [(True, 100_000)] * 2
+
+    run_over_tcp(2, scenario, topology=Topology.flat(2, rate=20e6))
+
+
+def test_classes_that_do_not_go_together_are_refused_before_either_is_open():
+    async def scenario(fabrics, recorders, mail):
+        assert await open_all(fabrics, only_check=True) == [None, None]
+        for outcome in await open_all(fabrics, TWO, only_check=True):
+            assert isinstance(outcome, ConfigurationError)
+            assert "4 connection classes (DSCP 46 34 18 8, messages of at most" in str(outcome)
+            assert "give all models of a job the same priorities" in str(outcome)
+        assert await open_all(fabrics, Priorities(num_classes=2, dscp=None)) == [None, None]
+        assert [fabric.peer(1 - fabric.rank).num_classes for fabric in fabrics] == [4, 4], "those that were checked"
 
     run_over_tcp(2, scenario)
 

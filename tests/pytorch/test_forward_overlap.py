@@ -17,6 +17,7 @@ from torch import nn
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.work import Work
+from syncline.schedule import Collective
 from syncline.updates import Sharded
 from syncline.updates.bucket import Bucket
 
@@ -39,13 +40,14 @@ class _Gates:
 
     def hold(self, collectives: Any) -> None:
         """Let no bucket's all-gather begin on this rank before its gate is open."""
-        gather = collectives.all_gather
+        start = collectives.start
 
-        def all_gather(bucket: Bucket, step: int) -> Work:
+        def start_later(bucket: Bucket, collective: Collective, step: int) -> Work:
+            assert collective is Collective.ALL_GATHER
             assert self.events[bucket.index].wait(DEADLINE_S), f"rank 0 waits for bucket {bucket.index} too early"
-            return gather(bucket, step)
+            return start(bucket, collective, step)
 
-        collectives.all_gather = all_gather
+        collectives.start = start_later
 
     def watch(self, layer: nn.Module, number: int) -> None:
         """Note when ``layer`` computes; after it, the next one's parameters may come."""

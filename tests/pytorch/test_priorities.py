@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from meeting_stores import DictStore
 from syncline import Priorities
-from syncline.errors import SynclineError
+from syncline.errors import ConfigurationError, SynclineError
+from syncline.fabric import FabricOptions
 from syncline.observe import Trace
+from syncline.priorities.decision import Decision, Verdict
+from syncline.priorities.forward_timing import predict_forward
+from syncline.priorities.meter import StepSample
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.runtime import Communicator
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
 
@@ -118,3 +126,88 @@ def test_ranks_that_differ_in_priorities_are_told(run_fleets: Any) -> None:
 
     with pytest.raises(SynclineError, match="num_classes=2"):
         run_fleets(2, body)
+
+
+def over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
+    """Run ``body`` on every rank, each a thread with sockets of its own."""
+    store, world_size = DictStore(), topology.num_ranks
+
+    def main(rank: int) -> Any:
+        options = FabricOptions(shares_memory=False)
+        communicator = Communicator.connect(
+            rank=rank, world_size=world_size, topology=topology, store=store, options=options, timeout_s=60.0
+        )
+        with Fleet(communicator) as fleet:
+            return body(fleet)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(main, range(world_size)))
+
+
+def connections_of(fleet: Fleet) -> tuple[int, int]:
+    """Return how many classes are open, and how large a message may be that a neighbour is sent unasked."""
+    fabric: Any = fleet.communicator._fabric
+    peer = fabric.peer(1 - fleet.rank)
+    return peer.num_classes, peer.options.eager_bytes
+
+
+ONE, SEVERAL, ONE_AGAIN = (1, 256 << 10), (4, 16 << 10), (4, 256 << 10)
+
+
+@pytest.mark.parametrize("rule", [Sharded(bucket_bytes=2000), Sharded(bucket_bytes=2000, overlap_forward=True)])
+def test_by_default_sizes_are_those_of_one_class_and_others_last_as_long_as_a_verdict_for_several(
+    rule: Sharded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def review(decision: Decision, sample: StepSample) -> bool:
+        """Find that the last bucket goes better by itself, and the next time that it does not."""
+        several = (0,) * (len(sample.forward_s) - 1) + (1,)
+        classes = several if decision.verdict is None else (0,) * len(several)
+        profile = decision.verdict.profile if decision.verdict else decision._search(sample).profile
+        chosen = predict_forward(profile, classes)
+        decision.verdict = Verdict(chosen=chosen, one_class_s=1.0, pays=classes == several, profile=profile)
+        return True
+
+    monkeypatch.setattr(Decision, "review", review)
+
+    def body(fleet: Fleet) -> tuple[list[Any], list[int]]:
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, distributed = distribute(model, optimizer, rule, fleet=fleet)
+        seen = []
+        for _ in range(18):
+            model(torch.ones(2, 24)).square().mean().backward()
+            distributed.step()
+            distributed.zero_grad()
+            seen.append(connections_of(fleet))
+        distributed.synchronize()
+        by_class = fleet.statistics().fabric.by_class()
+        return seen, [by_class[number].sent_messages if number in by_class else 0 for number in range(4)]
+
+    for seen, sent in over_tcp(Topology.flat(2, rate=125e6), body):
+        if rule.overlap_forward:
+            assert seen == [ONE] * 8 + [SEVERAL] * 8 + [ONE_AGAIN] * 2
+            assert sent[0] > sent[1] > 0 == sent[2] == sent[3]
+        else:
+            assert seen == [ONE] * 18
+            assert not any(sent[1:])
+
+
+def test_what_a_user_asks_for_holds_from_the_first_step() -> None:
+    def body(fleet: Fleet) -> Any:
+        model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+        rule = Sharded(bucket_bytes=2000, overlap_forward=True)
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule, priorities=Priorities(), fleet=fleet)
+        return connections_of(fleet)
+
+    assert over_tcp(Topology.flat(2, rate=125e6), body) == [SEVERAL] * 2
+
+
+def test_models_whose_priorities_do_not_go_together_are_refused_at_once() -> None:
+    def body(fleet: Fleet) -> None:
+        for priorities in (True, Priorities(num_classes=2, search="equal")):
+            model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))
+            rule = Sharded(bucket_bytes=2000, overlap_forward=True)
+            distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule, priorities=priorities, fleet=fleet)
+
+    with pytest.raises(ConfigurationError, match="give all models of a job the same priorities"):
+        over_tcp(Topology.flat(2, rate=125e6), body)

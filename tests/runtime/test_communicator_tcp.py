@@ -14,10 +14,10 @@ from meeting_stores import DictStore
 from rank_scripts import run_struck
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
 from syncline.fabric import FabricOptions
+from syncline.priorities.terms import Priorities
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
 from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 
@@ -82,7 +82,7 @@ def test_conveniences(over_tcp):
 def test_a_collective_goes_on_the_connection_of_its_class(over_tcp):
     communicators = over_tcp(Topology.flat(3), options=FabricOptions(shares_memory=False))
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda communicator: communicator.open_classes(Priorities()), communicators))
+        list(pool.map(lambda communicator: communicator.connection_classes.open(Priorities()), communicators))
     buffers = [np.full(300_000, rank, dtype=np.float32) for rank in range(3)]
     works = [
         communicator.all_reduce(memoryview(buffer).cast("B"), FLOAT32, connection_class=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import TopologyError
+from syncline.priorities.terms import Priorities
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 
 HOSTS = "switch: core\nchildren: [{host: h0, uplink: 1 Gbit/s}, {host: h1, uplink: 1 Gbit/s}]\n"
 

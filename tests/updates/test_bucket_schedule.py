@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from syncline.observe import NullTrace
-from syncline.runtime.call import CollectiveCall
 from syncline.schedule import Collective, Schedule, plan_tree
 from syncline.topology import Topology
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
@@ -23,17 +22,16 @@ class Recorder:
     """Stands for a communicator: plans, and keeps what it is given."""
 
     def __init__(self, *, slice_bytes: int = 1000) -> None:
-        self.rank, self.topology, self.slice_bytes = 0, TOPOLOGY, slice_bytes
-        self.calls: list[CollectiveCall] = []
+        self.rank, self.world_size, self.topology, self.slice_bytes = 0, 3, TOPOLOGY, slice_bytes
+        self.trace, self.timeout_s = NullTrace(), 1.0
+        self.calls: list[dict[str, Any]] = []
+        self.connection_classes = SimpleNamespace(assign=lambda *_: None)
 
     def plan(self, collective: Collective, _: int) -> Schedule:
         return plan_tree(TOPOLOGY, collective)
 
-    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
-        pass
-
-    def submit(self, call: CollectiveCall) -> Any:
-        self.calls.append(call)
+    def start(self, *_: Any, **settings: Any) -> Any:
+        self.calls.append(settings)
         return SimpleNamespace()
 
 
@@ -72,17 +70,15 @@ def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forw
     bucket_schedules = plan_bucket_schedules(
         communicator, buckets, BucketScheduleOptions(is_divided=True), first_stream=1
     )
-    collectives = BucketCollectives(
-        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
-    )
+    collectives = BucketCollectives(communicator, control=communicator, bucket_schedules=bucket_schedules)
     begun = []
     for plan in reversed(buckets):
         memory = torch.zeros(plan.num_elements)
         bucket = Bucket(plan, parameters=memory, gradients=memory.clone(), owners=())
-        collectives.all_gather(bucket, 0)
-        collectives.reduce_scatter(bucket, 1)
+        collectives.start(bucket, Collective.ALL_GATHER, 0)
+        collectives.start(bucket, Collective.REDUCE_SCATTER, 1)
         begun += [f"gather {plan.index}", f"reduce {plan.index}"]
-    order = sorted(range(len(begun)), key=lambda place: communicator.calls[place].urgency)
+    order = sorted(range(len(begun)), key=lambda place: communicator.calls[place]["urgency"])
     expected = ["reduce 2", "reduce 1", "reduce 0", "gather 0", "gather 1", "gather 2"]
     assert [begun[place] for place in order] == expected
 
@@ -93,12 +89,11 @@ def test_all_reduces_go_in_backward_order() -> None:
     bucket_schedules = plan_bucket_schedules(
         communicator, buckets, BucketScheduleOptions(is_divided=False), first_stream=1
     )
-    collectives = BucketCollectives(
-        communicator, control=communicator, bucket_schedules=bucket_schedules, trace=NullTrace(), timeout_s=1.0
-    )
+    collectives = BucketCollectives(communicator, control=communicator, bucket_schedules=bucket_schedules)
     for plan in buckets:
         memory = torch.zeros(plan.num_elements)
-        collectives.all_reduce(Bucket(plan, parameters=memory, gradients=memory.clone(), owners=()), 0)
-    urgencies = [call.urgency for call in communicator.calls]
+        bucket = Bucket(plan, parameters=memory, gradients=memory.clone(), owners=())
+        collectives.start(bucket, Collective.ALL_REDUCE, 0)
+    urgencies = [call["urgency"] for call in communicator.calls]
     assert urgencies == sorted(urgencies, reverse=True)
     assert len(set(urgencies)) == 3

@@ -9,12 +9,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.priorities.class_search import divide_by_proportions, search_classes
+from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
+from syncline.priorities.terms import Priorities
 from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, predict
-from syncline.schedule.class_search import divide_by_proportions, halving_proportions, search_classes
-from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 from syncline.units import format_duration, format_rate, format_size
 
 
@@ -53,7 +53,9 @@ def plan_classes(
         backlog_bytes=plans.inflight_bytes,
     )
     number = priorities.num_classes
-    divisions = {"one class": (1.0,), "equal": (1 / number,) * number, "geometric": halving_proportions(number)}
+    divisions = {"one class": (1.0,)} | {
+        name: Priorities(num_classes=number, search=name).proportions for name in ("equal", "geometric")
+    }
     fixed = {
         name: predict_forward(profile, divide_by_proportions(num_bytes, shares)) for name, shares in divisions.items()
     }

@@ -15,8 +15,8 @@ from rich.table import Table
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.fabric import FabricOptions
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
+from syncline.priorities.terms import Priorities
 from syncline.pytorch.secret import read_secret, read_secret_file
-from syncline.topology.priorities import Priorities
 from syncline.variables import process_variables
 
 

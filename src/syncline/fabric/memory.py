@@ -22,7 +22,7 @@ from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 CONTROL_URGENCY = -(1 << 62)
 """Control messages go ahead of all data."""
@@ -245,16 +245,16 @@ class MemoryFabric:
         """Return ``reference``."""
         return reference
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+    async def use_one_class(self) -> None:
+        """Sizes are the same with any number of classes."""
+
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
         """Agree with every rank (see the protocol); in memory every class is there anyway."""
         self._check_open()
+        if only_check:
+            return
         await self._network.classes.ask(
-            self.rank,
-            priorities,
-            others=[rank for rank in range(self.world_size) if rank != self.rank],
-            lost=self._lost,
-            check_open=self._check_open,
-            timeout_s=timeout_s,
+            self.rank, priorities, self.world_size, self._lost, self._check_open, timeout_s=timeout_s
         )
 
     def is_lost(self, peer: int) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from syncline.errors import ConfigurationError, HandshakeError, PeerLostError
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 
 class MemoryClasses:
@@ -25,16 +25,17 @@ class MemoryClasses:
         self,
         rank: int,
         priorities: Priorities,
-        *,
-        others: list[int],
+        world_size: int,
         lost: Mapping[int, PeerLostError],
         check_open: Callable[[], None],
+        *,
         timeout_s: float,
     ) -> None:
-        """Return when all ``others`` have asked for the same; raise if one is lost, late, or asks for something else.
+        """Return when all others have asked for the same; raise if one is lost, late, or asks for something else.
 
         Asking again for the same returns at once.
         """
+        others = [other for other in range(world_size) if other != rank]
         asked = self._asked.setdefault(rank, [])
         if asked and asked[-1] == priorities:
             return

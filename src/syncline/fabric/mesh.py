@@ -29,7 +29,7 @@ from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.fabric.transport_sets import check_transport, open_transport_set
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
 
 
@@ -152,6 +152,8 @@ class _Mesh:
             authenticates_frames=options.authenticate_frames,
         )
         self._opening = asyncio.Lock()
+        self._expected = options
+        """What may be opened at last; what is open are ``_options``."""
         self._failure: BaseException | None = None
         self.acceptor = Acceptor(
             listening,
@@ -168,35 +170,57 @@ class _Mesh:
         dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
         await self._run(*dials, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing)
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
-        """Open what is missing of the classes of ``priorities``, and mark all; nothing happens if they are there."""
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
+        """Open what was expected, these among them, and mark all; sizes become those of several classes."""
         async with self._opening:
             if self._failure is not None:
                 raise self._failure
-            wanted = _with_classes(self._options, priorities)
-            is_open = priorities.num_classes <= self._options.num_classes and priorities.dscp is None
-            if is_open or wanted == self._options:
+            self._expect(priorities)
+            if only_check or priorities == Priorities.off():
                 return
-            self._check_can_become(wanted)
-            num_more = wanted.num_classes - self._options.num_classes - 1  # the control connections are there
-            check_open_files(self._fabric.rank, num_peers=self._fabric.world_size - 1, num_classes=num_more)
-            first, self._options = self._options.num_classes, wanted
-            self._terms = replace(self._terms, num_classes=wanted.num_classes)
+            first, is_open = self._options.num_classes, self._options == self._expected
+            self._options = self._expected
+            self._size_for(self._options)
+            if is_open:
+                return
+            self._terms = replace(self._terms, num_classes=self._options.num_classes)
             self.acceptor.use_terms(self._terms)
-            peers = [self._fabric.peer(member.rank) for member in self._members if member.rank != self._fabric.rank]
             try:
-                await self._open_to_all(peers, range(first, wanted.num_classes), timeout_s)
+                await self._open_to_all(self._peers(), range(first, self._options.num_classes), timeout_s)
             except BaseException as error:
                 self._failure = error  # some peers may have what others have not: the ranks no longer agree
                 raise
 
+    def _expect(self, priorities: Priorities) -> None:
+        """Check that these classes can be opened, with what is open and what else is expected."""
+        before, wanted = self._expected, _with_classes(self._expected, priorities)
+        if _has_classes(before, wanted):
+            return
+        self._check_can_become(wanted)
+        num_more = wanted.num_classes - self._options.num_classes - 1  # the control connections are there
+        check_open_files(self._fabric.rank, num_peers=self._fabric.world_size - 1, num_classes=num_more)
+        self._expected = wanted
+
+    def use_one_class(self) -> None:
+        """Size grants and messages as if there were one class."""
+        self._size_for(replace(self._options, num_classes=1, dscp=None))
+
+    def _size_for(self, options: FabricOptions) -> None:
+        """Size grants and messages by ``options``; connections and marks are those that are open, or about to be."""
+        rank, world_size, topology = self._fabric.rank, self._fabric.world_size, self._topology
+        fitted = fit_options(options, rank=rank, world_size=world_size, topology=topology)
+        self._fabric.resize_grants(fit_window_sizes(options, rank, world_size, topology))
+        for peer in self._peers():
+            if not peer.is_gone:
+                sized = fitted[peer.rank]
+                peer.expect(replace(sized, num_classes=self._options.num_classes, dscp=self._options.dscp))
+
+    def _peers(self) -> list[Peer]:
+        return [self._fabric.peer(member.rank) for member in self._members if member.rank != self._fabric.rank]
+
     async def _open_to_all(self, peers: list[Peer], classes: range, timeout_s: float) -> None:
         opening = _describe_classes(self._options)
-        rank, world_size, topology = self._fabric.rank, self._fabric.world_size, self._topology
-        fitted = fit_options(self._options, rank=rank, world_size=world_size, topology=topology)
-        self._fabric.resize_grants(fit_window_sizes(self._options, rank, world_size, topology))
         for peer in peers:
-            peer.expect(fitted[peer.rank])
             peer.send_frame(FrameType.OPEN, payload=opening.encode())
         silent = {peer.rank for peer in peers}
         await self._run(
@@ -238,7 +262,7 @@ class _Mesh:
             raise error from None
 
     def _check_can_become(self, wanted: FabricOptions) -> None:
-        before = self._options
+        before = self._expected
         if wanted.num_classes < before.num_classes or before.dscp not in (
             None,
             (wanted.dscp or ())[: before.num_classes],
@@ -307,6 +331,13 @@ def _with_classes(options: FabricOptions, priorities: Priorities) -> FabricOptio
         chunk_bytes=chunk_bytes,
         eager_bytes=min(options.eager_bytes, chunk_bytes),
     )
+
+
+def _has_classes(options: FabricOptions, wanted: FabricOptions) -> bool:
+    """Whether there are as many classes as are wanted, with the marks and the sizes that are wanted, if they are."""
+    marks = (options.dscp or ())[: wanted.num_classes]
+    is_as_wanted = wanted.dscp is None or (marks == wanted.dscp and options.chunk_bytes == wanted.chunk_bytes)
+    return wanted.num_classes <= options.num_classes and is_as_wanted
 
 
 def _describe_classes(options: FabricOptions) -> str:

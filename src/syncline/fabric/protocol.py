@@ -16,7 +16,7 @@ from syncline.errors import PeerLostError
 from syncline.fabric.progress import PeerStalls, Progress
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
@@ -155,12 +155,19 @@ class Fabric(Transport, Protocol):
     def progress(self) -> Progress:
         """What this rank's training threads have begun; the fabric tells the others, with its heartbeats."""
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
         """Open the further connections of ``priorities`` to every peer, and mark all; all ranks call this alike.
 
-        Returns when every peer has them too; at once if they are open. Raises ``ConfigurationError`` if ranks ask for
-        different ones, ``HandshakeError`` (who is missing) at the deadline, ``PeerLostError``; then they stay closed.
+        Returns when every peer has them too; at once if they are open. From then on messages, windows and grants have
+        the sizes of several classes. Raises ``ConfigurationError`` if ranks ask for different ones, ``HandshakeError``
+        (who is missing) at the deadline, ``PeerLostError``; then they stay closed.
+
+        With ``only_check`` nothing is opened yet: raises ``ConfigurationError`` if other classes, open or checked, do
+        not go with these, or if this process may not open as many files.
         """
+
+    async def use_one_class(self) -> None:
+        """Go back to the sizes of one class, also to what neighbours send unasked; connections stay open, unused."""
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of what was sent, received, queued and refused."""

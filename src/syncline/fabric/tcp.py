@@ -36,7 +36,7 @@ from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 MAX_REASON_BYTES = 1024
 
@@ -55,8 +55,11 @@ class Mesh(Protocol):
 
     acceptor: Acceptor
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open further connections to every peer."""
+
+    def use_one_class(self) -> None:
+        """Go back to the sizes of one class."""
 
 
 class TcpFabric:
@@ -158,11 +161,16 @@ class TcpFabric:
         """Return who executes slices here (see the protocol)."""
         return self._transport_set.open_executor(reference, range(self.world_size) if ranks is None else ranks)
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:
+    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
         """Open further connections to every peer (see the protocol)."""
         self._check_open()
         if self._mesh is not None:
-            await self._mesh.open_classes(priorities, timeout_s=timeout_s)
+            await self._mesh.open_classes(priorities, timeout_s=timeout_s, only_check=only_check)
+
+    async def use_one_class(self) -> None:
+        """Go back to the sizes of one class (see the protocol)."""
+        if self._mesh is not None:
+            self._mesh.use_one_class()
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""

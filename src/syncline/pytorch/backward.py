@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class GradientCollector:
             for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
                 node = _accumulation(parameter)
                 self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
-                self._handles.append(node.register_hook(Hook(self._on_gradient, bucket, slot, parameter)))
+                self._handles.append(node.register_hook(partial(self._on_gradient, bucket, slot, parameter)))
 
     @property
     def last_weight(self) -> float:
@@ -147,7 +148,8 @@ class GradientCollector:
         if self._fired[position] <= self._expected[position]:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
-                self._reduce(bucket)
+                self._watch.look(bucket)
+                self._updater.reduce(bucket)
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -200,7 +202,8 @@ class GradientCollector:
         for bucket in self._buckets:
             if not has_left[bucket.index]:
                 self._complete(bucket)
-                self._reduce(bucket)
+                self._watch.look(bucket)
+                self._updater.reduce(bucket)
         present = [fired > 0 and self._weight > 0 for fired in self._fired]
         notes = (self._samples.batch if self._weight else -1.0, *self._watch.notes())
         self.report = self._reports.start(self._weight, self._expected_total, present, notes)
@@ -213,10 +216,6 @@ class GradientCollector:
         if self._sparse is not None and exist is not None:
             self._sparse.show(exist)
         self._samples.end_pass()
-
-    def _reduce(self, bucket: Bucket) -> None:
-        self._watch.look(bucket)
-        self._updater.reduce(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.priorities.terms import Priorities
+from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
@@ -18,12 +20,10 @@ from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_mode
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
-from syncline.pytorch.priorities import assign_first_classes, choose_priorities, tune_classes
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.pytorch.sync_batch_norm import check_layers, find_layers, restore_layers, synchronise_layers
 from syncline.pytorch.training import Training
-from syncline.topology.priorities import Priorities
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
@@ -71,15 +71,14 @@ def distribute(
     named = _checked_parameters(model, optimizer, rule)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
     control, buffer_control, join_control = _open_control_streams(fleet, 3)
-    chosen = choose_priorities(priorities, fleet.topology)
+    chosen = Priorities.choose(priorities, fleet.topology.priorities)
     check_agreement([*describe(model, optimizer, rule, chosen), f"check_every={check_every!r}"], control)
     collectives = _plan_collectives(fleet, plans, rule, control)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
-    setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives)
-    assign_first_classes(setting, chosen)
-    updater = _start_rule(rule, setting)
-    tuner = tune_classes(updater, chosen, is_asked_for=priorities is not True or fleet.topology.priorities is not None)
+    is_asked_for = priorities is not True or fleet.topology.priorities is not None
+    tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked_for)
+    updater = _start_rule(rule, Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
     buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
     training = Training(model, updater, count, tuner, buffers, joins=join_control, check_every=check_every)
     updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
@@ -93,24 +92,19 @@ def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *
     save_alone(path, model, optimizer, extra={"iteration": iteration})
 
 
+def _plan_collectives(
+    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, control: ControlStream
+) -> BucketCollectives:
+    communicator, first_stream = fleet.communicator, fleet.reserve_streams(len(plans)).start
+    schedules = plan_bucket_schedules(communicator, plans, rule.schedule_options, first_stream=first_stream)
+    return BucketCollectives(communicator, control=control, bucket_schedules=schedules)
+
+
 def _open_control_streams(fleet: Fleet, number: int) -> list[ControlStream]:
     return [
         ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
         for stream in fleet.reserve_streams(number)
     ]
-
-
-def _plan_collectives(
-    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, control: ControlStream
-) -> BucketCollectives:
-    communicator, first_stream = fleet.communicator, fleet.reserve_streams(len(plans)).start
-    return BucketCollectives(
-        communicator,
-        control=control,
-        bucket_schedules=plan_bucket_schedules(communicator, plans, rule.schedule_options, first_stream=first_stream),
-        trace=fleet.trace,
-        timeout_s=fleet.timeout_s,
-    )
 
 
 def _register(training: Training, fleet: Fleet) -> None:

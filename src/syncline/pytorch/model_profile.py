@@ -7,7 +7,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from syncline.errors import ConfigurationError
+from syncline.priorities.meter import StepMeter
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.class_tuning.meter import StepMeter
 
 NUM_PASSES = 5
 
@@ -43,7 +43,12 @@ def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Mod
     check_parameters(named)
     plans = plan_model(named, bucket_bytes=bucket_bytes)
     meter = StepMeter([plan.num_bytes for plan in plans], time.perf_counter)
-    waiting = WaitingParameters(flatten(named, plans), lambda buckets: meter.wait(buckets, _nothing))
+
+    def need(buckets: tuple[int, ...]) -> None:
+        meter.needed(buckets)
+        meter.available(buckets)  # they always are
+
+    waiting = WaitingParameters(flatten(named, plans), need)
     arguments = batch if isinstance(batch, tuple) else (batch,)
     for _ in range(2):  # to warm up
         model(*arguments)
@@ -71,10 +76,6 @@ def _measure(
     sample = meter.end_forward()
     assert sample is not None, "all buckets were told to be there"
     return sample.forward_s
-
-
-def _nothing(_: Iterable[int]) -> None:
-    """Parameters are always there."""
 
 
 def _make(spec: str) -> tuple[nn.Module, Any]:

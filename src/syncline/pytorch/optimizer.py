@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
-from syncline.updates.class_tuning import ClassStatistics
 from syncline.updates.private_torch import note_step, state_hooks
 
 
@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Say in a few words how the update rule fares, for a line of progress; empty if there is nothing to say."""
         return self.training.updater.progress()
 
-    def class_statistics(self) -> ClassStatistics:
+    def class_statistics(self) -> TunerStatistics:
         """Return which bucket of the model is in which connection class, and what was measured and predicted."""
         return self.training.tuner.statistics()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import every_rank
@@ -185,5 +186,5 @@ def _gather_bucket(
         if entry.key == key and entry.parameter in starts and entry.start is not None and entry.stop is not None:
             base = starts[entry.parameter]
             flat[base + entry.start : base + entry.stop] = entry.value
-    updater.collectives.gather_elements(bucket, flat).wait()
+    updater.collectives.start(bucket, Collective.ALL_GATHER, None, values=flat).wait()
     return flat.to(bucket.plan.device)

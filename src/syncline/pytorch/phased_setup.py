@@ -193,8 +193,6 @@ def _open_collectives(
         group,
         control=ControlStream(group, stream=first_stream, timeout_s=fleet.timeout_s),
         bucket_schedules=plan_bucket_schedules(group, buckets, options, first_stream=first_stream + 1),
-        trace=fleet.trace,
-        timeout_s=fleet.timeout_s,
     )
 
 

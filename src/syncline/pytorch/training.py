@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.compiled import has_compiled_parts
@@ -25,7 +25,6 @@ from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
-from syncline.updates.class_tuning import Untuned
 from syncline.updates.control import ControlStream
 from syncline.updates.private_torch import backward_pass
 from syncline.updates.report import LocalReports, StepReports
@@ -39,7 +38,7 @@ class Training:
         model: nn.Module,
         updater: Updater,
         samples: SampleCount,
-        tuner: Untuned,
+        tuner: ClassTuner,
         buffers: BufferBroadcast,
         *,
         joins: ControlStream,
@@ -66,7 +65,7 @@ class Training:
             before=self._before_backward,
             after=self._after_backward,
         )
-        self._waiting = WaitingParameters(updater.buckets, self._wait_parameters)
+        self._waiting = WaitingParameters(updater.buckets, updater.wait_parameters)
         self._has_compiled_parts = False
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = StandIns(updater)
@@ -74,7 +73,6 @@ class Training:
         self._forward_ns = 0
         self._is_stepping = False
         self._following = False
-        self._thread = threading.get_ident()
         self._handles = [
             updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
             *self._forward_hooks(),
@@ -311,7 +309,6 @@ class Training:
             return
         if backward_pass() != -1:
             return  # a checkpoint runs the model again, within the backward pass
-        self._thread = threading.get_ident()
         self._collector.forget_broken()
         self._buffers.finish()
         self._forward_ns = self.updater.collectives.trace.now_ns()
@@ -332,12 +329,6 @@ class Training:
                 self.tuner.end_forward()
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output, self._samples.see(args, kwargs))
-
-    def _wait_parameters(self, buckets: tuple[int, ...]) -> None:
-        if threading.get_ident() == self._thread:
-            self.tuner.wait(buckets, self.updater.wait_parameters)
-        else:
-            self.updater.wait_parameters(buckets)
 
     def _finish_waiting(self) -> None:
         if self.updater.defers_parameters:

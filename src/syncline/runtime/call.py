@@ -15,6 +15,8 @@ from syncline.schedule import Collective, Layout, Schedule
 class CallSettings(TypedDict, total=False):
     """What a caller may say of any collective: how it is called in errors and traces, and how it is treated."""
 
+    stream: int
+    """Calls match by their running number in it; the communicator's own if it is not given."""
     label: str
     """The collective's name, if it is not given."""
     step: int | None

@@ -15,6 +15,7 @@ from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import CallSettings, CollectiveCall
+from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -27,7 +28,6 @@ from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes,
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
-from syncline.topology.priorities import Priorities
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
@@ -69,7 +69,7 @@ class Communicator:
         """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self._waits = Counters()
-        self._classes: dict[int, tuple[int, ...]] = {}
+        self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = False
         self._shared_memory: SharedMemoryCollectives | None = None
@@ -168,9 +168,49 @@ class Communicator:
             self._loop.call_soon(self._engine.submit, call, work)
         return work
 
+    def start(
+        self,
+        schedule: Schedule,
+        buffer: memoryview,
+        reduction: Reduction,
+        *,
+        layout: Layout | None = None,
+        own_part: memoryview | None = None,
+        **settings: Unpack[CallSettings],
+    ) -> Work:
+        """Begin the collective that ``schedule`` makes of ``buffer`` (writable bytes, until the work is done).
+
+        ``layout`` says where its slices lie; by default as :meth:`layout` cuts them, and each rank's part in one range
+        where parts are in rank order.
+        """
+        if layout is None:
+            layout = self._plans.layout(
+                schedule,
+                buffer.nbytes // reduction.itemsize,
+                reduction.itemsize,
+                is_contiguous=schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+            )
+        timeout_s = settings.get("timeout_s")
+        call = CollectiveCall(
+            stream=settings.get("stream", self.user_stream),
+            schedule=schedule,
+            layout=layout,
+            buffer=buffer,
+            reduction=reduction,
+            urgency=settings.get("urgency", 0),
+            connection_class=settings.get("connection_class", 0),
+            label=settings.get("label", schedule.collective.value),
+            step=settings.get("step"),
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            own_part=own_part,
+            op=settings.get("op", ""),
+            elements=settings.get("elements", ""),
+        )
+        return self.submit(call, is_awaited=settings.get("is_awaited", False))
+
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` (or what ``reduction`` does) over all ranks, in place and on every rank."""
-        return self._call(buffer, reduction, self.plan(Collective.ALL_REDUCE, buffer.nbytes), settings)
+        return self.start(self.plan(Collective.ALL_REDUCE, buffer.nbytes), buffer, reduction, **settings)
 
     def reduce_scatter(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
@@ -178,7 +218,7 @@ class Communicator:
         The rest of the buffer holds partial sums afterwards.
         """
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self._call(buffer, reduction, schedule, settings)
+        return self.start(schedule, buffer, reduction, **settings)
 
     def all_gather(
         self,
@@ -193,12 +233,12 @@ class Communicator:
         ``reduction`` says what an element is (default: a byte); ``own_part`` is this rank's, if it is not there yet.
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
-        return self._call(buffer, reduction or numpy_reduction("uint8"), schedule, settings, own_part)
+        return self.start(schedule, buffer, reduction or numpy_reduction("uint8"), own_part=own_part, **settings)
 
     def broadcast(self, buffer: memoryview, *, root: int = 0, **settings: Unpack[CallSettings]) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
-        return self._call(buffer, numpy_reduction("uint8"), schedule, settings)
+        return self.start(schedule, buffer, numpy_reduction("uint8"), **settings)
 
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
@@ -234,18 +274,6 @@ class Communicator:
         fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
         return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
-
-    def open_classes(self, priorities: Priorities) -> None:
-        """Open the connections of ``priorities`` to every peer; all ranks call this alike, and it waits for them.
-
-        A second call with the same priorities does nothing. Raises ``ConfigurationError`` where ranks differ,
-        ``HandshakeError`` and ``PeerLostError``, with who.
-        """
-        self._loop.run(self._fabric.open_classes(priorities, timeout_s=self.timeout_s), self.timeout_s + CLOSE_S)
-
-    def note_classes(self, stream: int, classes: tuple[int, ...]) -> None:
-        """Let statistics say which connection class each bucket of a model has; ``stream`` is its first bucket's."""
-        self._classes[stream] = classes
 
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""
@@ -283,36 +311,6 @@ class Communicator:
         finally:
             self._released()
 
-    def _call(
-        self,
-        buffer: memoryview,
-        reduction: Reduction,
-        schedule: Schedule,
-        settings: CallSettings,
-        own_part: memoryview | None = None,
-    ) -> Work:
-        is_contiguous = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        layout = self._plans.layout(
-            schedule, buffer.nbytes // reduction.itemsize, reduction.itemsize, is_contiguous=is_contiguous
-        )
-        timeout_s = settings.get("timeout_s")
-        call = CollectiveCall(
-            stream=self.user_stream,
-            schedule=schedule,
-            layout=layout,
-            buffer=buffer,
-            reduction=reduction,
-            urgency=settings.get("urgency", 0),
-            connection_class=settings.get("connection_class", 0),
-            label=settings.get("label", schedule.collective.value),
-            step=settings.get("step"),
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
-            own_part=own_part,
-            op=settings.get("op", ""),
-            elements=settings.get("elements", ""),
-        )
-        return self.submit(call, is_awaited=settings.get("is_awaited", False))
-
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(
             self._fabric,
@@ -338,7 +336,7 @@ class Communicator:
             calls=add_counts(calls for calls, _ in counts),
             call_bytes=add_counts(num_bytes for _, num_bytes in counts),
             waited_s=self._waits.statistics(),
-            bucket_classes=tuple(self._classes.values()),
+            bucket_classes=self.connection_classes.of_buckets,
             num_pending_calls=engine.num_pending_calls,
             num_active_slices=engine.num_active_slices,
             inflight_bytes=engine.inflight_bytes,

@@ -16,7 +16,6 @@ from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
-from syncline.topology.priorities import Priorities
 
 
 class GroupFabric:
@@ -75,9 +74,12 @@ class GroupFabric:
         members = self.members if ranks is None else [self.members[rank] for rank in ranks]
         return self._fabric.open_executor(reference, members)
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float) -> None:  # noqa: ARG002 - it cannot be
+    async def open_classes(self, *_: object, **__: object) -> None:
         """Refuse: connections are the job's."""
         raise ConfigurationError("Connection classes are opened by all ranks of a job together, not by a group")
+
+    async def use_one_class(self) -> None:
+        """Leave the job's connections alone."""
 
     def is_lost(self, peer: int) -> bool:
         """Whether a member was reported lost."""

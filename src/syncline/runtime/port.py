@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from syncline.errors import FabricError
 from syncline.fabric import Fabric, PeerStalls, StallHandler
+from syncline.priorities.terms import MAX_CLASSES
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import LossHandler, Relay
-from syncline.topology.priorities import MAX_CLASSES
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from syncline.errors import ConfigurationError, UnitError
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 from syncline.topology.tree import Link
 from syncline.units import parse_duration, parse_rate, parse_size
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from syncline.errors import TopologyError
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from syncline.errors import TopologyError
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 Direction = Literal["up", "down"]
 """Up: from the child to its parent. Down: from the parent to the child."""

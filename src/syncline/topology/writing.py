@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Switch, walk
 from syncline.units import format_duration, format_rate
 

@@ -14,6 +14,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
+from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.report import PendingReport
@@ -71,7 +72,7 @@ class AllReduceUpdater(WholeUpdater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket."""
         bucket.stage_gradients()
-        self._reductions[bucket.index] = self.collectives.all_reduce(bucket, self.step_number)
+        self._reductions[bucket.index] = self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number)
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Wait for the mean gradients."""

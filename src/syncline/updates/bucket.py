@@ -108,6 +108,8 @@ class Bucket:
         owners: Sequence[torch.nn.Parameter],
     ) -> None:
         self.plan = plan
+        self.index = plan.index
+        """Its forward order."""
         self.parameters = parameters
         self.gradients = gradients
         self.tensors = tuple(owners)
@@ -117,11 +119,6 @@ class Bucket:
     def __repr__(self) -> str:
         plan = self.plan
         return f"<Bucket {plan.index}: {len(plan.slots)} parameters, {plan.num_bytes} bytes of {plan.dtype}>"
-
-    @property
-    def index(self) -> int:
-        """Its forward order."""
-        return self.plan.index
 
     def gradient(self, slot: Slot) -> torch.Tensor:
         """Return the place of one parameter's gradient."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from syncline.observe import Trace
-from syncline.runtime.call import CollectiveCall
+from syncline.priorities.terms import Priorities
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
@@ -22,85 +22,99 @@ class BucketCollectives:
     """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
 
     def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        control: ControlStream,
-        bucket_schedules: tuple[BucketSchedule, ...],
-        trace: Trace,
-        timeout_s: float,
+        self, communicator: Communicator, *, control: ControlStream, bucket_schedules: tuple[BucketSchedule, ...]
     ) -> None:
-        self._communicator = communicator
-        self._timeout_s = timeout_s
+        self.communicator = communicator
+        """What it moves them on, for rules that do more than collectives."""
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.timeout_s = communicator.timeout_s
+        """How long any of its calls may take."""
+        self.trace = communicator.trace
         self.control = control
         self.bucket_schedules = bucket_schedules
-        self.trace = trace
-        self._gather_began: Callable[[int], None] | None = None
-        self._gather_ended: Callable[[int], None] | None = None
-        self.assign_classes((0,) * len(bucket_schedules))
-
-    @property
-    def communicator(self) -> Communicator:
-        """What it moves them on, for rules that do more than collectives."""
-        return self._communicator
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._communicator.rank
-
-    @property
-    def timeout_s(self) -> float:
-        """How long any of its calls may take."""
-        return self._timeout_s
+        self._classes = (0,) * len(bucket_schedules)
+        self._stream = bucket_schedules[0].stream if bucket_schedules else 0
+        if bucket_schedules:
+            communicator.connection_classes.assign(self._stream, self._classes)
 
     @property
     def classes(self) -> tuple[int, ...]:
         """The connection class of each bucket, for pushes and pulls alike."""
         return self._classes
 
-    def assign_classes(self, classes: Sequence[int]) -> None:
-        """Let each bucket travel on its class, from the next call on."""
+    @property
+    def backlog_bytes(self) -> int:
+        """What is under way at once, at most: it is not called back."""
+        return self.communicator.max_inflight_bytes
+
+    def assign_classes(self, classes: Sequence[int], priorities: Priorities) -> None:
+        """Let each bucket travel on its class from the next call on; what is missing for that is opened before."""
         assert len(classes) == len(self.bucket_schedules), "one class for each bucket"
+        self.communicator.connection_classes.assign(self._stream, classes, priorities)
         self._classes = tuple(classes)
-        if self.bucket_schedules:
-            self._communicator.note_classes(self.bucket_schedules[0].stream, self._classes)
 
-    def watch_gathers(self, began: Callable[[int], None], ended: Callable[[int], None]) -> None:
-        """Tell of each all-gather of parameters, by bucket, when it begins and when it has ended; from any thread."""
-        self._gather_began, self._gather_ended = began, ended
+    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
+        """Open connections, or see that it could be done (see :class:`~syncline.priorities.tuner.Model`)."""
+        opened = self.communicator.connection_classes
+        (opened.check if only_check else opened.open)(priorities)
 
-    def all_reduce(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients over all ranks; in backward order, as nothing waits for single buckets."""
-        return self._submit(bucket, Collective.ALL_REDUCE, bucket.wire_gradients, step)
+    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
+        """Begin to sum numbers over all ranks; what is returned waits for the sums."""
+        totals = torch.tensor(numbers, dtype=torch.float64)
+        work = self.control.start_sum(totals, label)
 
-    def reduce_scatter(self, bucket: Bucket, step: int) -> Work:
-        """Begin to sum a bucket's gradients; each range ends at its owner, the rest is spoilt.
+        def wait() -> list[float]:
+            work.wait()
+            return totals.tolist()
 
-        Reduce-scatters go before all all-gathers, in backward order, as they begin. Some are left over at the end of a
-        backward pass only where links are slower than it; then the next forward pass, half as long, is done while
-        parameters arrive, and the links are never idle in front of the last all-gathers.
+        return wait
+
+    def note(self, what: str, **facts: object) -> None:
+        """Write an event into the trace."""
+        self.trace.instant(what, "update", **facts)
+
+    def start(
+        self, bucket: Bucket, collective: Collective, step: int | None, *, values: torch.Tensor | None = None
+    ) -> Work:
+        """Begin to move a bucket: to sum its gradients over all ranks, or to gather its parameters from their owners.
+
+        After a reduce-scatter each range of the sum is at its owner, and the rest is spoilt. ``values`` are moved in
+        place of the bucket's own, one for each of its elements.
+
+        Gradients go in backward order, as they begin and since nothing waits for single buckets, and before all
+        parameters, which go in forward order. Some gradients are left over at the end of a backward pass only where
+        links are slower than it; then the next forward pass, half as long, is done while parameters arrive, and the
+        links are never idle in front of the last all-gathers.
         """
-        return self._submit(bucket, Collective.REDUCE_SCATTER, bucket.wire_gradients, step)
+        is_gather = collective is Collective.ALL_GATHER
+        num_buckets = len(self.bucket_schedules)
+        bucket_schedule = self.bucket_schedules[bucket.index]
+        if values is None:
+            values = bucket.wire_parameters if is_gather else bucket.wire_gradients
+        return self.communicator.start(
+            bucket_schedule.schedules[collective],
+            bytes_of(values),
+            reduction_for(values.dtype),
+            layout=bucket_schedule.layout,
+            stream=bucket_schedule.stream,
+            urgency=num_buckets + bucket.index if is_gather else num_buckets - 1 - bucket.index,
+            connection_class=self._classes[bucket.index],
+            label=f"{collective.value} of bucket {bucket.index}",
+            step=step,
+        )
 
-    def all_gather(self, bucket: Bucket, step: int) -> Work:
-        """Begin to bring each owner's range of a bucket's parameters to every rank."""
-        began, ended = self._gather_began, self._gather_ended
-        if began is None or ended is None:
-            return self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
-        began(bucket.index)
-        work = self._submit(bucket, Collective.ALL_GATHER, bucket.wire_parameters, step)
-        work.add_done_callback(lambda _: ended(bucket.index))
-        return work
-
-    def gather_elements(self, bucket: Bucket, values: torch.Tensor) -> Work:
-        """Begin to bring each owner's range of ``values``, one for each element of the bucket, to every rank."""
-        return self._submit(bucket, Collective.ALL_GATHER, values, None)
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Within this context a thread waits for other ranks because of ``phase``."""
+        start_ns = self.trace.now_ns()
+        with self.communicator.progress.waiting():
+            yield
+        self.note_wait(phase, start_ns)
 
     def note_wait(self, phase: str, start_ns: int) -> None:
         """Record that a thread waited since ``start_ns`` because of ``phase``."""
         end_ns = self.trace.now_ns()
-        self._communicator.note_wait(phase, (end_ns - start_ns) / 1e9)
+        self.communicator.note_wait(phase, (end_ns - start_ns) / 1e9)
         self.trace.span(phase, "wait", start_ns, end_ns)
 
     def wait(self, work: Work, phase: str) -> None:
@@ -111,24 +125,3 @@ class BucketCollectives:
         start_ns = time.monotonic_ns()
         work.wait()
         self.note_wait(phase, start_ns)
-
-    def _urgency(self, bucket: Bucket, collective: Collective) -> int:
-        """Return backward order for gradients, so that none stops those before it, and then forward order."""
-        num_buckets = len(self.bucket_schedules)
-        return num_buckets + bucket.index if collective is Collective.ALL_GATHER else num_buckets - 1 - bucket.index
-
-    def _submit(self, bucket: Bucket, collective: Collective, tensor: torch.Tensor, step: int | None) -> Work:
-        bucket_schedule = self.bucket_schedules[bucket.index]
-        call = CollectiveCall(
-            stream=bucket_schedule.stream,
-            schedule=bucket_schedule.schedules[collective],
-            layout=bucket_schedule.layout,
-            buffer=bytes_of(tensor),
-            reduction=reduction_for(tensor.dtype),
-            urgency=self._urgency(bucket, collective),
-            connection_class=self._classes[bucket.index],
-            label=f"{collective.value} of bucket {bucket.index}",
-            step=step,
-            timeout_s=self._timeout_s,
-        )
-        return self._communicator.submit(call)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from syncline.runtime.call import CollectiveCall
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
@@ -74,15 +73,13 @@ class ControlStream:
 
     def _submit(self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int) -> Work:
         schedule = self._communicator.plan(collective, tensor.numel() * tensor.element_size(), root=root)
-        call = CollectiveCall(
+        return self._communicator.start(
+            schedule,
+            bytes_of(tensor),
+            reduction_for(tensor.dtype),
             stream=self._stream,
-            schedule=schedule,
-            layout=self._communicator.layout(schedule, tensor.numel(), tensor.element_size()),
-            buffer=bytes_of(tensor),
-            reduction=reduction_for(tensor.dtype),
             urgency=URGENCY,
             op=label,
             label=label,
             timeout_s=self._timeout_s,
         )
-        return self._communicator.submit(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class TorchReduction:
             _FUNCTIONS[self.op](left, right, out=total)
 
 
+@cache
 def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
     """Return how elements of ``dtype`` are added, or what ``op`` ("max", "min", "product") says.
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from syncline.priorities.tuner import ClassTuner
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
@@ -42,6 +43,8 @@ class Setting:
     """The user's optimizer; its ``param_groups`` stay live."""
     collectives: BucketCollectives
     """Moves the buckets and small vectors between the ranks."""
+    tuner: ClassTuner
+    """Gives buckets their connection classes; a rule whose forward passes wait for parameters lets it watch them."""
 
 
 class Updater(ABC):

@@ -20,6 +20,7 @@ import torch
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.runtime.work import Work
+from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.divided import DividedGradients, GradientsOfStep
@@ -107,8 +108,10 @@ class ShardedUpdater(Updater):
         ]
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
         self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
-        self._ready = Readiness(len(self.buckets))
+        self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
+        if overlap_forward:
+            setting.tuner.tune(self._ready)
 
     @property
     def divided_gradients(self) -> DividedGradients:
@@ -135,7 +138,7 @@ class ShardedUpdater(Updater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket."""
         bucket.stage_gradients()
-        self._gradients.add(bucket, self.collectives.reduce_scatter(bucket, self.step_number))
+        self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
 
     def finish_backward(self, report: PendingReport) -> None:
         """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
@@ -171,12 +174,7 @@ class ShardedUpdater(Updater):
 
     def wait_parameters(self, buckets: Iterable[int]) -> None:
         """Wait until the all-gather of these buckets is over."""
-        wanted = tuple(buckets)
-        if not self._ready.is_final(wanted):
-            start_ns = self.collectives.trace.now_ns()
-            with self.collectives.communicator.progress.waiting():
-                self._ready.wait(wanted, self.collectives.timeout_s)
-            self.collectives.note_wait("forward", start_ns)
+        self._ready.wait(buckets, self.collectives.timeout_s)
 
     def synchronize(self) -> None:
         """Wait until all parameters are final; raises what went wrong."""
@@ -222,7 +220,8 @@ class ShardedUpdater(Updater):
         shard.step(step.options[bucket.plan.group], present)
         bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
-        gather = self.collectives.all_gather(bucket, step.number)
+        self._ready.gather(bucket.index)
+        gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
         if bucket.wire_parameters is bucket.parameters:
             gather.add_done_callback(partial(self._finish, bucket))
         else:

@@ -34,7 +34,18 @@ class WorkerThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             self._thread.start()
-        self._enqueue_after(urgency, list(ready), job)
+        num_left = len(ready)
+        if not num_left:
+            self._enqueue(urgency, job)
+
+        def count(_: Work) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                self._enqueue(urgency, job)
+
+        for work in ready:
+            work.add_done_callback(count)  # all are called on the communication loop's thread, one after another
 
     def close(self, *, finishes: bool = False) -> None:
         """End the thread after the job that is running, or with ``finishes`` after all that can run."""
@@ -44,12 +55,6 @@ class WorkerThread:
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
-
-    def _enqueue_after(self, urgency: int, ready: list[Work], job: Callable[[], None]) -> None:
-        if not ready:
-            self._enqueue(urgency, job)
-            return
-        ready.pop().add_done_callback(lambda _: self._enqueue_after(urgency, ready, job))
 
     def _enqueue(self, urgency: int, job: Callable[[], None]) -> None:
         with self._changed:

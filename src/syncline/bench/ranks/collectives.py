@@ -18,7 +18,6 @@ from syncline.bench.ranks.timing import Timed, measure_rounds
 from syncline.bench.rows import Row
 from syncline.bench.task import CollectiveName, Task
 from syncline.errors import MismatchError
-from syncline.runtime.call import CollectiveCall
 from syncline.schedule import PLANNERS, Collective, Schedule
 from syncline.schedule.ownership import Target
 from syncline.updates.memory import bytes_of, reduction_for
@@ -133,14 +132,5 @@ def _check(name: str, run: Run, whole: torch.Tensor, part: torch.Tensor, fleet: 
 
 def _reduce_by(fleet: Fleet, schedule: Schedule, whole: torch.Tensor, _: torch.Tensor) -> None:
     """All-reduce by this schedule, in slices as the runtime would cut them."""
-    reduction = reduction_for(whole.dtype)
-    call = CollectiveCall(
-        stream=0,
-        schedule=schedule,
-        layout=fleet.communicator.layout(schedule, whole.numel(), reduction.itemsize),
-        buffer=bytes_of(whole),
-        reduction=reduction,
-        label=f"all_reduce by {schedule.planner}",
-        timeout_s=fleet.timeout_s,
-    )
-    fleet.communicator.submit(call).wait()
+    label = f"all_reduce by {schedule.planner}"
+    fleet.communicator.start(schedule, bytes_of(whole), reduction_for(whole.dtype), label=label).wait()

@@ -15,6 +15,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
+from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.inner import hyperparameters
@@ -107,7 +108,7 @@ class StageUpdater:
         for bucket in gradients.buckets:
             if weight != 1.0:
                 bucket.gradients.mul_(weight)
-            works.append(self._collectives.reduce_scatter(bucket, gradients.pass_number))
+            works.append(self._collectives.start(bucket, Collective.REDUCE_SCATTER, gradients.pass_number))
         self._thread.submit(urgency, works, partial(_finish, works, then))
 
     def _update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
@@ -124,7 +125,10 @@ class StageUpdater:
             gradients.shards.append(shard)
         gradients.state = ShardState.of(gradients.shards)
         trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.pass_number)
-        works = [self._collectives.all_gather(bucket, gradients.pass_number) for bucket in gradients.buckets]
+        works = [
+            self._collectives.start(bucket, Collective.ALL_GATHER, gradients.pass_number)
+            for bucket in gradients.buckets
+        ]
         self._thread.submit(urgency, works, partial(_finish, works, then))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.topology.priorities import Priorities
-from syncline.updates.class_tuning.decision import MAX_PATIENCE, Decision
-from syncline.updates.class_tuning.meter import StepMeter, StepSample, median_of
+from syncline.priorities.decision import MAX_PATIENCE, Decision
+from syncline.priorities.meter import StepMeter, StepSample, median_of
+from syncline.priorities.terms import Priorities
 
 
 class Clock:
@@ -31,14 +31,14 @@ def measured_step(meter: StepMeter, clock: Clock, *, waits: list[float], compute
     clock.pass_(1.0)
     meter.begin_forward()
     for bucket, (wait_s, compute_s) in enumerate(zip(waits, computes, strict=True)):
-
-        def wait(_: object, bucket: int = bucket, wait_s: float = wait_s) -> None:
-            clock.pass_(wait_s)
-            meter.gather_ended(bucket)
-
-        meter.wait((bucket,), wait)
+        meter.needed((bucket,))
+        clock.pass_(wait_s)
+        meter.gather_ended(bucket)
+        meter.available((bucket,))
         clock.pass_(compute_s)
-        meter.wait((bucket,), lambda _: None)  # a second need of the same bucket ends nothing
+        for _ in range(2):  # a second need of the same bucket ends nothing
+            meter.needed((bucket,))
+            meter.available((bucket,))
     return meter.end_forward()
 
 

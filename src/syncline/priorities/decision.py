@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from syncline.schedule.class_search import search_classes
-from syncline.schedule.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
-from syncline.topology.priorities import Priorities
-from syncline.updates.class_tuning.meter import StepSample
+from syncline.priorities.class_search import search_classes
+from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
+from syncline.priorities.meter import StepSample
+from syncline.priorities.terms import Priorities
 
 MAX_PATIENCE = 64
 

@@ -2,7 +2,7 @@
 
 The settings belong to a network as much as to a program (its switches honour some marks and not others), so a topology
 file may hold them too, in its section ``priorities``. Here they are only checked; the fabric opens the connections, and
-the seams to PyTorch decide which bucket travels on which.
+the tuner decides which bucket travels on which.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ class Priorities:
     def off(cls) -> Priorities:
         """Return one class without a mark: everything goes on one connection, ordered by its sender alone."""
         return cls(num_classes=1, dscp=None)
+
+    @classmethod
+    def choose(cls, given: Priorities | bool | None, of_topology: Priorities | None) -> Priorities:
+        """Return the argument if it says something, else what the topology file says, else the defaults."""
+        if isinstance(given, Priorities):
+            return given
+        return (of_topology or cls()) if given is True else cls.off()
 
     @property
     def is_on(self) -> bool:

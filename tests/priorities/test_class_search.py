@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import ScheduleError
-from syncline.schedule.class_search import divide_by_proportions, halving_proportions, search_classes
-from syncline.schedule.forward_timing import ForwardProfile, assumed_issue_s, predict_forward
+from syncline.priorities.class_search import divide_by_proportions, search_classes
+from syncline.priorities.forward_timing import ForwardProfile, assumed_issue_s, predict_forward
+from syncline.priorities.terms import Priorities
 
 
 def profile_of(
@@ -85,7 +86,11 @@ def test_the_search_is_never_worse_than_one_class_or_fixed_proportions(
     found = search_classes(profile, num_classes)
     assert found.num_classes <= num_classes
     assert found == predict_forward(profile, found.classes)
-    for proportions in ([1.0], [1 / num_classes] * num_classes, halving_proportions(num_classes)):
+    for proportions in (
+        [1.0],
+        [1 / num_classes] * num_classes,
+        Priorities(num_classes=num_classes, search="geometric").proportions,
+    ):
         fixed = predict_forward(profile, divide_by_proportions(profile.num_bytes, proportions))
         assert found.time_s <= fixed.time_s + 1e-9
 
@@ -128,7 +133,15 @@ def test_64_layers_and_4_classes_take_less_than_a_fifth_of_a_second() -> None:
 
 def test_proportions_divide_bytes_and_not_layers() -> None:
     assert divide_by_proportions([8, 1, 1, 1, 1, 1, 1, 1, 1], [0.5, 0.5]) == (0,) + (1,) * 8
-    assert divide_by_proportions([1] * 7, halving_proportions(3)) == (0, 1, 1, 2, 2, 2, 2)
+    assert divide_by_proportions([1] * 7, Priorities(num_classes=3, search="geometric").proportions) == (
+        0,
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+    )
     assert divide_by_proportions([0, 0], [0.5, 0.5]) == (0, 0)
 
 

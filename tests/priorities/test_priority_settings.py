@@ -8,7 +8,7 @@ import pytest
 
 import syncline
 from syncline.errors import ConfigurationError
-from syncline.topology.priorities import Priorities
+from syncline.priorities.terms import Priorities
 
 
 def test_defaults_are_four_classes_that_are_searched() -> None:

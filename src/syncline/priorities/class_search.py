@@ -1,9 +1,8 @@
 """Which layers share a connection class: the cut points that make the modelled forward pass shortest.
 
-The search is exact for any number of layers and classes. In the model of
-:mod:`syncline.schedule.forward_timing` the arrival of a layer depends on where its class ends and on nothing else, and
-a forward pass that is earlier at one layer is never later at a following one. So the best time T at which k classes can
-have computed the layers before e is
+The search is exact for any number of layers and classes. In the model of :mod:`syncline.priorities.forward_timing`
+the arrival of a layer depends on where its class ends and on nothing else, and a forward pass that is earlier at one
+layer is never later at a following one. So the best time T at which k classes can have computed the layers before e is
 
     T(k, e) = min over s < e of  max( T(k-1, s) + forward(s..e),  max over l in s..e of arrival(l, e) + forward(l..e) )
 
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.forward_timing import Floats, ForwardPrediction, ForwardProfile, predict_forward, prefix_done_s
+from syncline.priorities.forward_timing import Floats, ForwardPrediction, ForwardProfile, predict_forward, prefix_done_s
 
 
 def search_classes(profile: ForwardProfile, num_classes: int) -> ForwardPrediction:
@@ -45,12 +44,6 @@ def divide_by_proportions(num_bytes: Sequence[int], proportions: Sequence[float]
     starts = np.cumsum([0, *num_bytes[:-1]])
     middles = (starts + np.asarray(num_bytes) / 2) / max(total, 1)
     return tuple(int(number) for number in np.searchsorted(ends, middles, side="right"))
-
-
-def halving_proportions(num_classes: int) -> tuple[float, ...]:
-    """Return geometric proportions: each class twice the one before."""
-    total = 2**num_classes - 1
-    return tuple(2**number / total for number in range(num_classes))
 
 
 class _Search:

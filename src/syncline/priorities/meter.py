@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -43,9 +43,9 @@ def median_of(samples: Sequence[StepSample]) -> StepSample:
 
 
 class StepMeter:
-    """Measures one step after another; all-gathers are told from any thread, the rest from the training thread.
+    """Measures one step after another; all-gathers and needs are told from any thread, all else from the training's.
 
-    ``clock`` returns seconds.
+    Only the training thread's needs count. ``clock`` returns seconds.
     """
 
     def __init__(self, num_bytes: Sequence[int], clock: Callable[[], float]) -> None:
@@ -55,6 +55,7 @@ class StepMeter:
         self._started_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = {}
         self._begin_s: float | None = None
+        self._thread = 0
         self._mark_s = 0.0
         self._forward_s: list[float] = []
         self._needed: set[int] = set()
@@ -80,22 +81,23 @@ class StepMeter:
 
     def begin_forward(self) -> None:
         """Note that the forward pass begins."""
+        self._thread = threading.get_ident()
         self._begin_s = self._mark_s = self._clock()
         self._forward_s = [0.0] * len(self._num_bytes)
         self._needed = set()
         self._current = None
 
-    def wait(self, buckets: Iterable[int], wait: Callable[[Iterable[int]], None]) -> None:
-        """Call ``wait(buckets)``, which is not computing; what follows counts for the last of them that is new."""
-        new = [] if self._begin_s is None else [bucket for bucket in buckets if bucket not in self._needed]
-        if not new:
-            wait(buckets)
-            return
-        self._count()
-        wait(buckets)
-        self._mark_s = self._clock()
-        self._needed.update(new)
-        self._current = max(new)
+    def needed(self, buckets: Collection[int]) -> None:
+        """Note that the forward pass needs these, and computes no more until :meth:`available`."""
+        if self._are_new(buckets):
+            self._count()
+
+    def available(self, buckets: Collection[int]) -> None:
+        """Note that they are there; what is computed from now on counts for the last of them that is new."""
+        if self._are_new(buckets):
+            self._mark_s = self._clock()
+            self._current = max(bucket for bucket in buckets if bucket not in self._needed)
+            self._needed.update(buckets)
 
     def end_forward(self) -> StepSample | None:
         """Return the step's sample; None if not all buckets were gathered for it, or it was measured before."""
@@ -116,6 +118,10 @@ class StepMeter:
             bytes_per_s=sum(self._num_bytes) / max(busy_s, 1e-9),
             time_s=self._clock() - begin_s,
         )
+
+    def _are_new(self, buckets: Collection[int]) -> bool:
+        is_measured = self._begin_s is not None and threading.get_ident() == self._thread
+        return is_measured and not self._needed.issuperset(buckets)
 
     def _count(self) -> None:
         """Count the computing since the last wait; before the first need it belongs to the first bucket."""

@@ -1,0 +1,199 @@
+"""The tuner of connection classes: decides, while a model trains, which of its buckets travel on which.
+
+All buckets begin in one class, with the sizes of one class, and no other connection is opened before a search finds
+that several pay. At the end of the last step that is measured each rank starts one small sum over all ranks: its median
+sample. At the following step the sum is there, equal to the bit on all ranks, so all take the same decision, and go
+over to new classes, or back to one, at the same step. Connections that are missing are opened then: that is the one
+time that the training thread waits here for other ranks. (Results do not depend on classes; that all change together
+keeps the network as modelled.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from syncline.priorities.class_search import divide_by_proportions
+from syncline.priorities.decision import Decision
+from syncline.priorities.meter import StepMeter, StepSample, median_of
+from syncline.priorities.terms import Priorities
+
+_log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """The buckets of one model, as the tuner sees them; everything here is called by all ranks alike."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What is begun and cannot be called back, at most."""
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The class of each bucket."""
+
+    def assign_classes(self, classes: Sequence[int], priorities: Priorities) -> None:
+        """Let each bucket travel on its class from the next call on; what is missing for that is opened before."""
+
+    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
+        """Open these connections; or see, as far as that can be seen, that it could be done later."""
+
+    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
+        """Begin to sum numbers over all ranks; what is returned waits for the sums."""
+
+    def note(self, what: str, **facts: object) -> None:
+        """Write an event into the trace."""
+
+
+class Watched(Protocol):
+    """Where parameters become final, and are waited for."""
+
+    def watch(self, meter: StepMeter) -> None:
+        """Tell ``meter`` of each all-gather and of each need from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunerStatistics:
+    """Which bucket is in which class, and why; times are those of the last search, None if there was none."""
+
+    classes: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+    """Size of each bucket."""
+    forward_s: tuple[float, ...] | None = None
+    """Measured computing time of each bucket's modules, the mean over ranks."""
+    arrivals_s: tuple[float, ...] | None = None
+    """When the model lets each bucket arrive, counted from the beginning of the forward pass."""
+    predicted_s: float | None = None
+    """The forward pass in the model."""
+    one_class_s: float | None = None
+    """The same with a single class."""
+    measured_s: float | None = None
+    """The forward pass as last measured."""
+    num_searches: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether several classes are used."""
+        return len(set(self.classes)) > 1
+
+
+class ClassTuner:
+    """Gives the buckets of one model, of ``num_bytes`` each, their classes: fixed ones at once, others by :meth:`tune`.
+
+    ``is_asked_for``: the user, or the topology's file, chose these priorities: connections are opened from the start,
+    and a warning says so if they do not pay.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_bytes: Sequence[int],
+        priorities: Priorities,
+        *,
+        is_asked_for: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._num_bytes = tuple(num_bytes)
+        self._priorities = priorities
+        self._is_asked_for = is_asked_for
+        self._clock = clock
+        self._meter: StepMeter | None = None
+        self._decision = Decision(priorities, self._num_bytes, backlog_bytes=model.backlog_bytes)
+        self._samples: list[StepSample] = []
+        self._num_steps = 0
+        self._wait_review: Callable[[], list[float]] | None = None
+        self._has_told = False
+        if priorities.is_on and not priorities.is_searched:
+            model.assign_classes(divide_by_proportions(self._num_bytes, priorities.proportions), priorities)
+
+    def tune(self, parameters: Watched) -> None:
+        """Measure and search from now on, if that is wanted: forward passes wait for these parameters."""
+        if not (self._priorities.is_searched and len(self._num_bytes) > 1 and self._model.world_size > 1):
+            return
+        self._model.open_classes(self._priorities, only_check=not self._is_asked_for)
+        self._meter = StepMeter(self._num_bytes, self._clock)
+        parameters.watch(self._meter)
+
+    def begin_forward(self) -> None:
+        """Begin to measure a forward pass that a step may follow."""
+        if self._meter is not None:
+            self._meter.begin_forward()
+
+    def end_forward(self) -> None:
+        """Keep what was measured."""
+        sample = None if self._meter is None else self._meter.end_forward()
+        if sample is not None:
+            self._samples.append(sample)
+
+    def begin_step(self) -> None:
+        """Take a review that is there; every rank calls this before each step."""
+        if self._meter is None:
+            return
+        self._meter.begin_step()
+        if self._wait_review is None:
+            return
+        wait_review, self._wait_review = self._wait_review, None
+        *values, num_ranks = wait_review()
+        if num_ranks:
+            self._take(StepSample.of_values([value / num_ranks for value in values], len(self._num_bytes)))
+
+    def end_step(self) -> None:
+        """Begin a review if it is time; every rank calls this after each step."""
+        self._num_steps += 1
+        if self._meter is None or self._num_steps < self._decision.num_steps:
+            return
+        self._num_steps = 0
+        width = 2 * len(self._num_bytes) + 2
+        values = [*median_of(self._samples).values(), 1.0] if self._samples else [0.0] * (width + 1)
+        self._samples = []
+        self._wait_review = self._model.start_sum(values, "review of connection classes")
+
+    def finish(self) -> None:
+        """Wait for a review that is under way: a rank that leaves must not end what others still need."""
+        if self._wait_review is not None:
+            self._wait_review()
+            self._wait_review = None
+
+    def statistics(self) -> TunerStatistics:
+        """Return the classes, and what led to them."""
+        verdict = self._decision.verdict
+        if verdict is None:
+            return TunerStatistics(classes=self._model.classes, num_bytes=self._num_bytes)
+        return TunerStatistics(
+            classes=self._model.classes,
+            num_bytes=self._num_bytes,
+            forward_s=verdict.profile.forward_s,
+            arrivals_s=verdict.chosen.arrivals_s,
+            predicted_s=verdict.chosen.time_s,
+            one_class_s=verdict.one_class_s,
+            measured_s=self._decision.measured_s,
+            num_searches=self._decision.num_searches,
+        )
+
+    def _take(self, sample: StepSample) -> None:
+        if not self._decision.review(sample):
+            return
+        verdict = self._decision.verdict
+        assert verdict is not None, "a search leaves a verdict"
+        self._model.assign_classes(verdict.chosen.classes, self._priorities)
+        self._samples = []  # the forward pass before this step was made in other classes
+        self._model.note("connection classes", classes=verdict.chosen.classes)
+        if not verdict.pays and not self._has_told and self._model.rank == 0:
+            self._has_told = True
+            _log.log(
+                logging.WARNING if self._is_asked_for else logging.INFO,
+                "Several connection classes do not pay for this model on this network: %s. All buckets go in one class",
+                self._decision.explain(),
+            )

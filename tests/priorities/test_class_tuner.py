@@ -1,0 +1,146 @@
+"""When the tuner opens connections, assigns classes and goes back: a model of two buckets, without ranks or sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from syncline.errors import ConfigurationError
+from syncline.priorities.meter import StepMeter
+from syncline.priorities.terms import Priorities
+from syncline.priorities.tuner import ClassTuner
+
+NUM_BYTES = (100, 100)
+
+
+class RecordingModel:
+    """Writes down what is asked of it; sums are those of a rank with a twin that measures the same."""
+
+    rank, world_size, backlog_bytes = 0, 2, 1000
+
+    def __init__(self) -> None:
+        self.classes: tuple[int, ...] = (0, 0)
+        self.log: list[Any] = []
+        self.error: Exception | None = None
+
+    def assign_classes(self, classes: Sequence[int], priorities: Priorities) -> None:
+        self.log.append(tuple(classes))
+        self.classes = tuple(classes)
+
+    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
+        self.log.append("check" if only_check else "open")
+        if self.error is not None:
+            raise self.error
+
+    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
+        return lambda: [2 * number for number in numbers]
+
+    def note(self, what: str, **facts: object) -> None:
+        assert facts["classes"] == self.classes, "what is told has been done"
+
+
+class Forward:
+    """Forward passes of a model whose rear bucket is gathered first; each bucket computes for a second."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.meters: list[StepMeter] = []
+
+    def watch(self, meter: StepMeter) -> None:
+        self.meters.append(meter)
+
+    def step(self, tuner: ClassTuner, *, wait_s: float) -> None:
+        """Step, and pass forward with so long a wait for the front bucket; the rear is there by then."""
+        tuner.begin_step()
+        for meter in self.meters:
+            meter.gather_began(1)
+            self.now_s += 0.1
+            meter.gather_began(0)
+        tuner.end_step()
+        tuner.begin_forward()
+        for meter in self.meters:
+            for bucket in (0, 1):
+                meter.needed((bucket,))
+                self.now_s += wait_s if bucket == 0 else 0.0
+                for arrived in (1, 0) if bucket == 0 else ():
+                    meter.gather_ended(arrived)
+                meter.available((bucket,))
+                self.now_s += 1.0
+        tuner.end_forward()
+
+
+def tuner_of(
+    model: RecordingModel,
+    forward: Forward,
+    *,
+    is_asked_for: bool = False,
+    num_bytes: Sequence[int] = NUM_BYTES,
+    **terms: Any,
+) -> ClassTuner:
+    priorities = Priorities(measure_steps=2, **terms)
+    return ClassTuner(model, num_bytes, priorities, is_asked_for=is_asked_for, clock=lambda: forward.now_s)
+
+
+def test_nothing_is_opened_before_a_search_finds_that_several_classes_pay() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner = tuner_of(model, forward)
+    tuner.tune(forward)
+    assert model.log == ["check"]
+    for _ in range(2):
+        forward.step(tuner, wait_s=4.0)
+        assert model.log == ["check"]
+    forward.step(tuner, wait_s=4.0)
+    assert model.log == ["check", (0, 1)]
+    assert tuner.statistics().is_on
+
+
+def test_classes_that_do_not_hold_what_was_promised_are_given_back() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner = tuner_of(model, forward)
+    tuner.tune(forward)
+    for _ in range(12):
+        forward.step(tuner, wait_s=4.0)  # no shorter in two classes than it was in one
+    assert model.log == ["check", (0, 1), (0, 0)]
+    assert not tuner.statistics().is_on
+
+
+def test_classes_that_do_not_pay_open_nothing() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner = tuner_of(model, forward, min_gain=10.0, research_at=100.0)
+    tuner.tune(forward)
+    for _ in range(12):
+        forward.step(tuner, wait_s=4.0)
+    assert model.log == ["check", (0, 0)]
+
+
+def test_what_a_user_asks_for_is_open_from_the_start() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner_of(model, forward, is_asked_for=True).tune(forward)
+    assert model.log == ["open"]
+
+
+def test_fixed_proportions_hold_before_anything_is_measured() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner = tuner_of(model, forward, search="equal", num_classes=2, dscp=None)
+    assert model.log == [(0, 1)]
+    tuner.tune(forward)
+    for _ in range(6):
+        forward.step(tuner, wait_s=4.0)
+    assert model.log == [(0, 1)]
+    assert not forward.meters, "there is nothing to measure"
+
+
+def test_a_model_of_one_bucket_is_left_alone() -> None:
+    model, forward = RecordingModel(), Forward()
+    tuner_of(model, forward, num_bytes=(100,)).tune(forward)
+    assert not model.log
+    assert not forward.meters
+
+
+def test_what_could_not_be_opened_later_is_told_at_the_start() -> None:
+    model, forward = RecordingModel(), Forward()
+    model.error = ConfigurationError("too few files")
+    with pytest.raises(ConfigurationError, match="too few files"):
+        tuner_of(model, forward).tune(forward)
