@@ -61,7 +61,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_STALL", "stall_s", "seconds without a call: not waited for (default: as the timeout)"),
     _of_init("SYNCLINE_TRACE", "trace", "file for this rank's trace; also `syncline run --trace`"),
     _of_init("SYNCLINE_NATIVE", "native", "0: Python moves messages; 1: compiled code or an error (default: if built)"),
-    _of_init("SYNCLINE_BOARD", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
+    _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
     _of_init("SYNCLINE_BIND_THREAD", "bind_thread", "off: the kernel places the communication thread (default: on)"),
     *(EnvironmentVariable(name=name, argument=_LAUNCHER_PLACE, meaning=meaning) for name, meaning in _LAUNCHERS),
     EnvironmentVariable(

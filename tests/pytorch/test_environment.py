@@ -33,7 +33,7 @@ def test_what_torchrun_sets() -> None:
 
 def test_shared_memory_can_be_turned_off() -> None:
     assert read_environment({}).uses_shared_memory
-    assert not read_environment({"SYNCLINE_BOARD": "off"}).uses_shared_memory
+    assert not read_environment({"SYNCLINE_SHARED_MEMORY": "off"}).uses_shared_memory
 
 
 def test_frames_are_authenticated_where_the_variable_or_the_argument_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_binding_can_be_turned_off() -> None:
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"SYNCLINE_BIND_THREAD": "no"}, "SYNCLINE_BIND_THREAD must be on or off, not 'no'"),
         ({"SYNCLINE_AUTHENTICATE_FRAMES": "1"}, "SYNCLINE_AUTHENTICATE_FRAMES must be on or off, not '1'"),
-        ({"SYNCLINE_BOARD": "0"}, "SYNCLINE_BOARD must be on or off, not '0'"),
+        ({"SYNCLINE_SHARED_MEMORY": "0"}, "SYNCLINE_SHARED_MEMORY must be on or off, not '0'"),
         ({"SYNCLINE_SECRET_FILE": "/does/not/exist"}, "cannot be read"),
     ],
 )

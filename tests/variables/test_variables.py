@@ -37,7 +37,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_SILENCE": "13",
     "SYNCLINE_STALL": "14",
     "SYNCLINE_TRACE": "of-the-variable.json",
-    "SYNCLINE_BOARD": "off",
+    "SYNCLINE_SHARED_MEMORY": "off",
     "SYNCLINE_BIND_THREAD": "off",
     **SECRETS,
 }

@@ -246,7 +246,7 @@ class TcpFabric:
         """Wait until ``condition`` holds; raise if ``peer`` is lost or leaves before, or this fabric is closed."""
         await self._wait_until(lambda: peer.is_gone or condition())
         self._check_open()
-        if peer.is_gone:
+        if not condition():
             raise self._lost[peer.rank]
 
     # --- what the peers tell (PeerEvents) ---

@@ -97,7 +97,7 @@ def read_environment(variables: Mapping[str, str] | None = None, given: Argument
         trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
         native=said.get("native"),
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.get("bind_thread")),
-        uses_shared_memory=_switch(values, "SYNCLINE_BOARD", said.get("shared_memory")),
+        uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.get("shared_memory")),
         authenticates_frames=_switch(
             values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"
         ),

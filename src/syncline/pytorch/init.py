@@ -63,9 +63,9 @@ def init(
     the timeout): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
 
     ``trace`` (``SYNCLINE_TRACE``): where this rank writes its trace. ``native`` (``SYNCLINE_NATIVE``): False moves
-    messages in Python, True insists on compiled code. ``shared_memory`` (``SYNCLINE_BOARD``): whether small collectives
-    may go through memory that the ranks of one machine share. ``bind_thread`` (``SYNCLINE_BIND_THREAD``): whether the
-    communication thread may be bound to cores.
+    messages in Python, True insists on compiled code. ``shared_memory`` (``SYNCLINE_SHARED_MEMORY``): whether small
+    collectives may go through memory that the ranks of one machine share. ``bind_thread`` (``SYNCLINE_BIND_THREAD``):
+    whether the communication thread may be bound to cores.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.

@@ -90,13 +90,15 @@ class Port:
         self._loop.stand_back()
 
     def watch_losses(self, on_lost: LossHandler) -> None:
-        """Tell ``on_lost`` of every rank that is lost or leaves from now on; of this one too, when it is closed.
+        """Tell ``on_lost`` of every rank that is lost or has left, now and later; of this one too, when it is closed.
 
         Of this one too if an exception on the loop was caught by nobody: what it cut off will never be done.
         """
         self._on_lost = on_lost
         self._relay.handlers.append(on_lost)
         self._loop.on_crash(self._crashed)
+        for peer, error in self._relay.losses():
+            on_lost(peer, error)
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` is lost, or has left."""

@@ -67,6 +67,10 @@ class Relay:
         for handler in tuple(self.handlers):
             handler(peer, error)
 
+    def losses(self) -> tuple[tuple[int, Exception], ...]:
+        """Return who is lost or has left, and what was told of it."""
+        return tuple(self._losses.items())
+
     def end(self, rank: int) -> None:
         """Tell the ports that this very rank leaves, so that nobody waits on them."""
         error = FabricClosedError(f"the communicator of rank {rank} is closed; open a new one with syncline.init()")

@@ -3,8 +3,9 @@
 The fractions come from :mod:`syncline.schedule.portions`, which solves for the whole tree and not for one level
 alone, because a leaf's link carries the sum over all levels. Where every rank owns as much as any other, portions are
 fixed, and sums meet where links have room instead (:mod:`syncline.schedule.aggregation_ranks`). What comes of it is
-compared with equal portions by predicted time, and equal portions stand unless they are beaten. Cost model and steps:
-as the tree planner's, with up to twice as many steps where sums meet on their way.
+compared with equal portions by predicted time: of those within 2 % of the fastest the one with the fewest full links is
+taken (:func:`syncline.schedule.cost.fastest`), and equal portions of those that are alike. Cost model and steps: as the
+tree planner's, with up to twice as many steps where sums meet on their way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 _COMPARED_AT_BYTES = 16 << 20
+"""A planner is not told the size: portions are compared at this one, and planners again at the size of each call."""
 _CLOSE_ENOUGH = 1e-6
 _NAME = "weighted_tree"
 
@@ -67,7 +69,7 @@ def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
 
 
 def _candidates(topology: Topology, collective: Collective, target: Target) -> list[Fractions]:
-    """Return whatever may be better than equal portions; what cannot be solved for is tried with its next of kin."""
+    """Return whatever may be better than equal portions; for what cannot be solved, what is nearest to it."""
     if collective is Collective.BROADCAST:
         return [best_fractions(topology, Collective.ALL_GATHER)]
     kin = [] if target == "balanced" or collective is Collective.ALL_REDUCE else [Collective.ALL_REDUCE]

@@ -74,9 +74,6 @@ class Driver(ABC):
     def _watch(self) -> None:
         """Hear of losses from now on, and of those before."""
         self._port.watch_losses(self._lose)
-        for peer in range(self._port.world_size):
-            if self._port.is_lost(peer):
-                self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} is lost"))
 
     def _lose(self, peer: int, error: Exception) -> None:
         """Go on without a rank, or fail; this one is lost when its fleet closes, or its loop is broken."""
