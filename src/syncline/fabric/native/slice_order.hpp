@@ -66,7 +66,8 @@ class SliceOrder {
         call->inflight_bytes = 0;
         remove(inflight_, call);
         remove(starved_, call);
-        remove(queue_, call);
+        // Calls that have begun all their slices wait here to come to the top, which they may never do after this.
+        std::erase_if(queue_, [](const SlicedPtr& each) { return !each->has_more(); });
         std::make_heap(queue_.begin(), queue_.end(), is_after);
     }
 
