@@ -69,8 +69,10 @@ def test_too_few_left_end_with_who_is_missing_and_a_checkpoint(tmp_path) -> None
     for rank in (0, 3):
         status, output = results[rank]
         assert status == 1, output
-        assert "QuorumLostError: A global gradient needs 3 of 4 workers, but 2 are left: rank 1 (" in output
-        assert " and rank 2 (" in output
+        assert "QuorumLostError: A global gradient needs 3 of 4 workers, but 2 are left: rank " in output
+    # Who ends first lost the two that died; the other may see that end before it sees both deaths.
+    dead = re.compile(r"but 2 are left: rank 1 \(.* and rank 2 \(")
+    assert any(dead.search(output) for _, output in (results[0], results[3]))
     assert f"rank 0 has written a checkpoint of what it had to {tmp_path}" in results[0][1]
     model = make_model()
     progress = syncline.load_checkpoint(tmp_path / "rescued", model, make_adam(model.parameters()))
