@@ -13,6 +13,7 @@ from torch import nn
 
 from syncline.errors import DeadlineError, MismatchError
 from syncline.pytorch.checkpoint import save_checkpoint
+from syncline.pytorch.control import clip_grad_norm_
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
@@ -20,6 +21,7 @@ from syncline.updates import AllReduce, Sharded, UpdateRule
 CALLS: dict[str, Callable[[Path, nn.Module, Any], object]] = {
     "save_checkpoint": save_checkpoint,
     "optimizer.state_dict": lambda _, __, optimizer: optimizer.state_dict(),
+    "clip_grad_norm_": lambda _, model, __: clip_grad_norm_(model, 1.0),
 }
 
 
@@ -30,8 +32,13 @@ FAILURES = (MismatchError, DeadlineError)
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("save_checkpoint", AllReduce()), ("save_checkpoint", Sharded()), ("optimizer.state_dict", Sharded())],
-    ids=["save, all-reduce", "save, sharded", "state, sharded"],
+    [
+        ("save_checkpoint", AllReduce()),
+        ("save_checkpoint", Sharded()),
+        ("optimizer.state_dict", Sharded()),
+        ("clip_grad_norm_", Sharded()),
+    ],
+    ids=["save, all-reduce", "save, sharded", "state, sharded", "norm, sharded"],
 )
 @pytest.mark.parametrize("lonely_rank", [0, 2])
 def test_the_error_on_every_rank_says_to_call_it_on_every_rank(

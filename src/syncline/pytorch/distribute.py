@@ -76,8 +76,8 @@ def distribute(
     collectives = _plan_collectives(fleet, plans, rule, control)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
-    is_asked_for = priorities is not True or fleet.topology.priorities is not None
-    tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked_for)
+    is_asked = priorities is not True or fleet.topology.priorities is not None
+    tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked)
     updater = _start_rule(rule, Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
     buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
     training = Training(model, updater, count, tuner, buffers, joins=join_control, check_every=check_every)
