@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Literal, Unpack, get_args
 
@@ -18,23 +19,26 @@ Operation = Literal["sum", "mean", "max", "min", "product"]
 
 
 class TensorWork:
-    """A collective on tensors that is under way; the result is there after :meth:`wait`."""
+    """A collective on tensors that is under way; the result is there after :meth:`wait`. Any thread may wait."""
 
     def __init__(self, works: list[Work], finish: Callable[[], None]) -> None:
-        self._works = works
+        self.works = tuple(works)
+        """What moves; when all are done, :meth:`wait` has only to put the result in place."""
         self._finish: Callable[[], None] | None = finish
+        self._finishing = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it is over, and put the result in place; raises what went wrong."""
-        for work in self._works:
+        for work in self.works:
             work.wait(timeout_s)
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        with self._finishing:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return all(work.done() for work in self._works)
+        return all(work.done() for work in self.works)
 
 
 class _Scratch:
