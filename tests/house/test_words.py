@@ -22,21 +22,19 @@ REPLACED = {
     "meeting",
     "patient",
     "piece",
-} | {
-    *(
-        "scribe",
-        "seat",
-        "shelf",
-        "sounding",
-        "steering",
-        "survey",
-        "turn",
-        "walk",
-        "walker",
-        "waypoint",
-        "wire",
-        "wiring",
-    )
+    "review",
+    "scribe",
+    "seat",
+    "shelf",
+    "sounding",
+    "steering",
+    "survey",
+    "turn",
+    "walk",
+    "walker",
+    "waypoint",
+    "wire",
+    "wiring",
 }
 """Words that meant several things, or nothing to a reader who knows the field."""
 

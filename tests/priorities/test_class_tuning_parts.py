@@ -100,7 +100,7 @@ def test_values_survive_a_sum_over_ranks() -> None:
 
 def test_classes_are_chosen_where_the_rear_holds_up_the_front() -> None:
     decision = Decision(Priorities(), (100, 100), backlog_bytes=1000)
-    assert decision.review(sample_of())
+    assert decision.retune(sample_of())
     verdict = decision.verdict
     assert verdict is not None
     assert verdict.pays
@@ -110,7 +110,7 @@ def test_classes_are_chosen_where_the_rear_holds_up_the_front() -> None:
 
 def test_one_class_is_chosen_where_several_gain_too_little() -> None:
     decision = Decision(Priorities(min_gain=0.5), (100, 100), backlog_bytes=1000)
-    assert decision.review(sample_of())
+    assert decision.retune(sample_of())
     assert decision.verdict is not None
     assert not decision.verdict.pays
     assert decision.verdict.chosen.classes == (0, 0)
@@ -118,11 +118,11 @@ def test_one_class_is_chosen_where_several_gain_too_little() -> None:
 
 def test_it_is_searched_again_when_the_step_departs_from_the_model_and_only_then() -> None:
     decision = Decision(Priorities(research_at=0.1), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(time_s=4.0))
+    decision.retune(sample_of(time_s=4.0))
     assert decision.verdict is not None
     promised_s = decision.verdict.chosen.time_s
-    assert not decision.review(sample_of(time_s=promised_s * 1.09))
-    assert decision.review(sample_of(time_s=promised_s * 1.11))
+    assert not decision.retune(sample_of(time_s=promised_s * 1.09))
+    assert decision.retune(sample_of(time_s=promised_s * 1.11))
     assert decision.num_searches == 2
     assert decision.measured_s == promised_s * 1.11
 
@@ -131,29 +131,29 @@ def test_searches_that_change_nothing_become_rare_and_one_that_does_makes_them_f
     decision = Decision(Priorities(measure_steps=3, research_at=0.0, min_gain=0.0), (100, 100), backlog_bytes=1000)
     intervals = []
     for _ in range(9):
-        decision.review(sample_of(time_s=9.0))
+        decision.retune(sample_of(time_s=9.0))
         intervals.append(decision.num_steps)
     assert intervals == [3, 6, 12, 24, 48, 96, 192, 192, 192]
     assert intervals[-1] == 3 * MAX_PATIENCE
-    decision.review(sample_of(front_s=-5.0, time_s=9.0))  # now the front is issued first
+    decision.retune(sample_of(front_s=-5.0, time_s=9.0))  # now the front is issued first
     assert decision.num_steps == 3
 
 
 def test_classes_that_make_no_forward_pass_faster_are_given_up_for_good() -> None:
     decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(time_s=4.0))
+    decision.retune(sample_of(time_s=4.0))
     assert not decision.has_failed
-    assert decision.review(sample_of(time_s=3.95))
+    assert decision.retune(sample_of(time_s=3.95))
     assert decision.has_failed
     assert decision.verdict is not None
     assert decision.verdict.chosen.classes == (0, 0)
     assert "3.95 s with them and 4 s in one" in decision.explain()
-    assert not decision.review(sample_of(time_s=9.0))
+    assert not decision.retune(sample_of(time_s=9.0))
     assert decision.num_searches == 1
 
 
 def test_classes_that_are_faster_stay() -> None:
     decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
-    decision.review(sample_of(time_s=4.0))
-    assert not decision.review(sample_of(time_s=3.1))
+    decision.retune(sample_of(time_s=4.0))
+    assert not decision.retune(sample_of(time_s=3.1))
     assert not decision.has_failed

@@ -158,7 +158,7 @@ ONE, SEVERAL, ONE_AGAIN = (1, 256 << 10), (4, 16 << 10), (4, 256 << 10)
 def test_by_default_sizes_are_those_of_one_class_and_others_last_as_long_as_a_verdict_for_several(
     rule: Sharded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def review(decision: Decision, sample: StepSample) -> bool:
+    def retune(decision: Decision, sample: StepSample) -> bool:
         """Find that the last bucket goes better by itself, and the next time that it does not."""
         several = (0,) * (len(sample.forward_s) - 1) + (1,)
         classes = several if decision.verdict is None else (0,) * len(several)
@@ -167,7 +167,7 @@ def test_by_default_sizes_are_those_of_one_class_and_others_last_as_long_as_a_ve
         decision.verdict = Verdict(chosen=chosen, one_class_s=1.0, pays=classes == several, profile=profile)
         return True
 
-    monkeypatch.setattr(Decision, "review", review)
+    monkeypatch.setattr(Decision, "retune", retune)
 
     def body(fleet: Fleet) -> tuple[list[Any], list[int]]:
         model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)))

@@ -1,9 +1,9 @@
 """From what all ranks have measured to classes: a pure state machine, which goes through the same states on all ranks.
 
-A *review* is the mean over ranks of their median samples. The first one leads to a search. At each later one the
-forward pass is compared with what the model promised; if they differ by more than ``research_at``, the search is made
-again with the new measurements. A model that is off for good (it leaves out much) would be searched at every review,
-so the number of measured steps between two doubles each time that a search changes nothing, up to 64 times the first.
+A sample is the mean over ranks of their median samples. The first one leads to a search. At each later one the forward
+pass is compared with what the model promised; if they differ by more than ``research_at``, the search is made again
+with the new measurements. A model that is off for good (it leaves out much) would be searched with every sample, so the
+number of measured steps between two doubles each time that a search changes nothing, up to 64 times the first.
 
 The last word has the measurement: if several classes were chosen and the forward pass is not ``min_gain`` faster with
 them than it was in one, all goes back into one class, for good. (The model knows nothing of what a connection costs:
@@ -45,7 +45,7 @@ class Decision:
         self._patience = 1
         self.verdict: Verdict | None = None
         self.measured_s: float | None = None
-        """The forward pass at the last review."""
+        """The forward pass at the last retuning."""
         self.measured_one_class_s = 0.0
         """The forward pass when it was last measured in one class."""
         self.has_failed = False
@@ -59,11 +59,11 @@ class Decision:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the next review is to cover."""
+        """How many steps the next sample is to cover."""
         return self._priorities.measure_steps * self._patience
 
-    def review(self, sample: StepSample) -> bool:
-        """Take a review; returns whether it led to a new verdict."""
+    def retune(self, sample: StepSample) -> bool:
+        """Take a sample that is the mean over ranks; returns whether it led to a new verdict."""
         self.measured_s = sample.time_s
         if self.has_failed:
             return False

@@ -113,7 +113,7 @@ class ClassTuner:
         self._decision = Decision(priorities, self._num_bytes, backlog_bytes=model.backlog_bytes)
         self._samples: list[StepSample] = []
         self._num_steps = 0
-        self._wait_review: Callable[[], list[float]] | None = None
+        self._wait_sample: Callable[[], list[float]] | None = None
         self._has_told = False
         if priorities.is_on and not priorities.is_searched:
             model.assign_classes(divide_by_proportions(self._num_bytes, priorities.proportions), priorities)
@@ -138,19 +138,19 @@ class ClassTuner:
             self._samples.append(sample)
 
     def begin_step(self) -> None:
-        """Take a review that is there; every rank calls this before each step."""
+        """Retune, if the sum of samples is there; every rank calls this before each step."""
         if self._meter is None:
             return
         self._meter.begin_step()
-        if self._wait_review is None:
+        if self._wait_sample is None:
             return
-        wait_review, self._wait_review = self._wait_review, None
-        *values, num_ranks = wait_review()
+        wait_sample, self._wait_sample = self._wait_sample, None
+        *values, num_ranks = wait_sample()
         if num_ranks:
             self._take(StepSample.of_values([value / num_ranks for value in values], len(self._num_bytes)))
 
     def end_step(self) -> None:
-        """Begin a review if it is time; every rank calls this after each step."""
+        """Begin the sum of samples if it is time; every rank calls this after each step."""
         self._num_steps += 1
         if self._meter is None or self._num_steps < self._decision.num_steps:
             return
@@ -158,13 +158,13 @@ class ClassTuner:
         width = 2 * len(self._num_bytes) + 2
         values = [*median_of(self._samples).values(), 1.0] if self._samples else [0.0] * (width + 1)
         self._samples = []
-        self._wait_review = self._model.start_sum(values, "review of connection classes")
+        self._wait_sample = self._model.start_sum(values, "retuning of connection classes")
 
     def finish(self) -> None:
-        """Wait for a review that is under way: a rank that leaves must not end what others still need."""
-        if self._wait_review is not None:
-            self._wait_review()
-            self._wait_review = None
+        """Wait for a sum that is under way: a rank that leaves must not end what others still need."""
+        if self._wait_sample is not None:
+            self._wait_sample()
+            self._wait_sample = None
 
     def statistics(self) -> TunerStatistics:
         """Return the classes, and what led to them."""
@@ -183,7 +183,7 @@ class ClassTuner:
         )
 
     def _take(self, sample: StepSample) -> None:
-        if not self._decision.review(sample):
+        if not self._decision.retune(sample):
             return
         verdict = self._decision.verdict
         assert verdict is not None, "a search leaves a verdict"
