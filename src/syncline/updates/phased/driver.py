@@ -284,7 +284,6 @@ class PairDriver(Driver):
         with self._changed:
             if self._failure is None:
                 self._obey(event(stage))
-                self._changed.notify_all()
 
     def _send(self, message: Message) -> None:
         """Send what was computed, which nobody changes any more; with the lock held."""
@@ -304,7 +303,6 @@ class PairDriver(Driver):
             self._message = message
             if self._failure is None:
                 self._obey(self._phases.arrived(message.phase))
-            self._changed.notify_all()
 
     def _wake(self) -> None:
         with self._changed:
@@ -326,6 +324,8 @@ class PairDriver(Driver):
         return loss.error if loss is not None and loss.has_left else None
 
     def _obey(self, instructions: list[Instruction]) -> None:
+        """Do what follows from an event; with the lock held. Who waits looks again: the machine is in another state."""
+        self._changed.notify_all()
         for instruction in instructions:
             match instruction:
                 case Load(number) | Drop(number):
