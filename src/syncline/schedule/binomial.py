@@ -25,6 +25,9 @@ def plan_binomial(
 ) -> Schedule:
     """Plan a broadcast from ``root`` along a binomial tree.
 
+    Cost: ceil(log2 N) steps, in which the root sends S log2 N bytes. O(N) transfers. Raises :class:`ScheduleError` for
+    another collective, :class:`TopologyError` for a root that does not exist.
+
     >>> plan_binomial(Topology.flat(8), Collective.BROADCAST, root=2).num_steps
     3
     """

@@ -55,6 +55,9 @@ _ABOUT_EQUAL = 0.02
 class CostModel:
     """Constants of the model; the defaults are those of CPython's event loop and of TCP on Ethernet of MTU 1500.
 
+    Seconds for each message that a rank sends or receives, the share of a link's rate that headers leave, bytes per
+    second that a rank sends, receives or adds. Raises :class:`ScheduleError` for values out of range.
+
     >>> topology = Topology.flat(2, rate=1e6)
     >>> wire = CostModel(message_overhead_s=0.0, payload_share=1.0)
     >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000, cost=wire).time_s, 2)
@@ -152,9 +155,13 @@ def predict(
     first_slice_bytes: int | None = None,
     cost: CostModel | None = None,
 ) -> Prediction:
-    """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``; the module says how.
+    """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``.
 
-    ``first_slice_bytes``: of the first slice, where it is smaller than the others.
+    A step takes as long as its busiest link, rank or processor; the first slice takes the sum of its steps, and each
+    that follows the period of whatever is busiest over all steps. ``first_slice_bytes``: of the first slice, where it
+    is smaller than the others. ``cost``: the constants (default: ``CostModel()``).
+
+    Raises :class:`ScheduleError` if ``topology`` has another number of ranks, or a size is negative or a slice empty.
 
     >>> topology = Topology.flat(2, rate=1e6)
     >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)

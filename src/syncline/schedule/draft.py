@@ -24,7 +24,8 @@ UNOWNED = -1
 class Draft:
     """A claim that these transfers bring the collective about; :func:`~syncline.schedule.verify` proves or refutes it.
 
-    ``owners`` holds for each atom the rank that owns it, or -1; ``root`` matters to a broadcast alone.
+    ``cuts`` rise from 0 to the denominator; atom i is the range [cuts[i], cuts[i + 1]) of it. ``owners`` (int32, one
+    for each atom) holds the rank that owns it, or -1; ``root`` matters to a broadcast alone. Nothing is checked here.
 
     >>> draft = PLANNERS["ring"].draft(Topology.flat(3), Collective.ALL_REDUCE)
     >>> len(draft.transfers), draft.cuts  # all in thirds of the buffer

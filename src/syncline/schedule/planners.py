@@ -28,6 +28,8 @@ _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 class Planner:
     """A way to draw schedules, and the collectives that it knows.
 
+    ``draft(topology, collective, *, target, root)`` returns a :class:`Draft`.
+
     >>> PLANNERS["binomial"].collectives == {Collective.BROADCAST}
     True
     """
@@ -39,7 +41,7 @@ class Planner:
     def plan(
         self, topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
     ) -> Schedule:
-        """Draw a schedule and prove it."""
+        """Draw a schedule and prove it; :class:`ScheduleError` for a collective that it does not know."""
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
             raise ScheduleError(f"planner {self.name!r} plans {known}, not {collective}; take another planner")
@@ -77,6 +79,8 @@ def choose(
 ) -> Schedule:
     """Return the schedule that is predicted to be the fastest for ``num_bytes``; only that one is proved.
 
+    Every planner of :data:`PLANNERS` that knows the collective draws one (rings only up to 256 ranks), and
+    :func:`predict` costs them in slices of ``slice_bytes``; ``cost`` as there.
     ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
     reduce-scatter and its all-gather.
 

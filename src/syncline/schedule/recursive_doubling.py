@@ -30,6 +30,10 @@ def plan_recursive_doubling(
 ) -> Schedule:
     """Plan a reduce-scatter, all-gather or all-reduce in about log2 N steps.
 
+    Cost: an all-reduce sends S log2 N bytes from each rank, and gives no rank a part of its own; the others send
+    (N - 1)/N S (Bruck et al., 1997). O(N log N) transfers. ``target`` as in :func:`plan_tree`; ``root`` has no effect.
+    Raises :class:`ScheduleError` for a broadcast.
+
     >>> plan_recursive_doubling(Topology.flat(4), Collective.ALL_REDUCE).num_steps
     2
     """

@@ -26,6 +26,10 @@ from syncline.topology import Topology
 def plan_ring(topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0) -> Schedule:
     """Plan a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``.
 
+    Cost: N - 1 steps and (N - 1)/N S on each rank's link in each direction, twice both for an all-reduce; a broadcast
+    is a chain from ``root``. O(N^2) transfers. After Patarasuk and Yuan, 2009. Raises :class:`TopologyError` for a root
+    that does not exist.
+
     >>> plan_ring(Topology.flat(4), Collective.ALL_REDUCE).num_steps
     6
     """

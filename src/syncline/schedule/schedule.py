@@ -26,7 +26,8 @@ class Schedule:
     Semantics of a step at a rank: (1) sends read the buffer as it is after all receives of earlier steps; (2) receives
     that add are added in rank order of their sources, the own value at its own place; (3) other receives overwrite.
     It is correct for any monotone map from cuts to element offsets, so also for sizes that do not divide, and for none.
-    ``proved`` says in words what the verifier established.
+    ``proved`` says in words what the verifier established; ``digest`` is equal where drafts are, in all processes.
+    Only :func:`verify` makes one: the constructor raises :class:`ScheduleError` for all others.
 
     >>> schedule = plan_tree(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE)
     >>> schedule.num_ranks, schedule.num_steps, len(schedule.transfers)
@@ -100,7 +101,7 @@ class Schedule:
         return self.draft.root
 
     def program(self, rank: int) -> RankProgram:
-        """Return what ``rank`` does, phase by phase (cached)."""
+        """Return what ``rank`` does, phase by phase (cached); :class:`ScheduleError` if there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise ScheduleError(f"the schedule has ranks 0 to {self.num_ranks - 1}, not {rank}; ask for one of these")
         if rank not in self._programs:

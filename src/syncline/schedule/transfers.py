@@ -32,6 +32,8 @@ class Transfer(NamedTuple):
 class Transfers:
     """Columns of equal length, ordered by step; within a step, a rank sends in the order in which its rows stand.
 
+    int32, but ``add`` is bool; each is 1-D, and read-only. The columns are those of :class:`Transfer`.
+
     >>> transfers = plan_ring(Topology.flat(3), Collective.ALL_GATHER).draft.transfers
     >>> len(transfers), transfers.src.shape
     (6, (6,))

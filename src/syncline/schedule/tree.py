@@ -34,6 +34,11 @@ def plan_tree(
     """Plan a collective along the tree; equal portions unless ``fractions`` weighs the children of some parents.
 
     ``target="rank_order"`` makes rank k own exactly [k/N, (k+1)/N). ``root`` matters to a broadcast alone.
+    ``fractions``: for the name of a parent, an integer weight for each of its children.
+
+    Cost: with the fractions f_c of R children, an all-reduce puts (1 + (R - 2) f_c) S on the link of child c in each
+    direction; as many steps as parents on the longest path, twice for an all-reduce. O(transfers). Raises
+    :class:`ScheduleError` for fractions that do not fit, :class:`TopologyError` for a root that does not exist.
 
     >>> topology = Topology.load("two-racks-5-3")
     >>> plan_tree(topology, Collective.ALL_REDUCE).num_steps

@@ -30,6 +30,8 @@ def verify(draft: Draft) -> Schedule:
     """Prove that the draft does what its collective promises, and return it as a schedule that can be run.
 
     Raises :class:`~syncline.errors.ScheduleError` that names the rule, the rank, the atom and who is counted how often.
+    Proved are the form, that no write clashes with another, that each contribution counts once, and that all ranks end
+    an all-reduce with the same bits; in time proportional to the sum over transfers of their atoms.
 
     >>> draft = plan_ring(Topology.flat(3), Collective.ALL_REDUCE).draft
     >>> verify(draft).digest == verify(draft).digest
