@@ -26,8 +26,12 @@ from syncline.updates.whole import WholeUpdater
 class AllReduce:
     """Every rank steps the whole model with the user's own optimizer, from the mean gradient.
 
-    ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
-    its way; None leaves it to the runtime.
+    When ``backward()`` has returned, each ``p.grad`` is the weighted mean over all ranks, in the parameter's shape,
+    number type and device, on every rank the same bits. ``bucket_bytes``: how much moves together, about.
+    ``slice_bytes``: size of the slices that a bucket is cut into on its way; None leaves it to the runtime.
+
+    Raises :class:`ConfigurationError` for sizes of 0 or less; ``backward()`` raises what a collective does
+    (:class:`PeerLostError`, :class:`DeadlineError`).
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce())
     >>> model(x).sum().backward()
@@ -43,14 +47,14 @@ class AllReduce:
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:
-        """By all-reduce."""
+        """Buckets move by all-reduce, whole on every rank."""
         return BucketScheduleOptions(is_divided=False, slice_bytes=self.slice_bytes)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Every optimizer is served, also those that want a closure or sparse gradients."""
 
     def start(self, setting: Setting) -> AllReduceUpdater:
-        """Begin to work on a model."""
+        """Begin to work on a model; every rank calls it, on the training thread."""
         return AllReduceUpdater(setting)
 
 

@@ -24,7 +24,18 @@ HALF = 0.5
 
 
 class QuorumLostError(UpdateError):
-    """Fewer members live, or are in reach, than it takes to go on; ``missing`` are the ranks that are lost."""
+    """Fewer members live, or are in reach, than it takes to go on; ``missing`` are the ranks that are lost.
+
+    ``step()`` raises it on the training thread, with :class:`Overlapped` and :class:`Clustered`: start again from a
+    checkpoint (``Overlapped(rescue=...)`` has written one).
+
+    >>> from syncline.updates.membership import Membership, Quorum
+    >>> membership = Membership((0, 1, 2))
+    >>> membership.lose(1), membership.lose(2)
+    (True, True)
+    >>> membership.shortage(Quorum()).missing
+    (1, 2)
+    """
 
     def __init__(self, message: str, *, missing: tuple[int, ...]) -> None:
         super().__init__(message)

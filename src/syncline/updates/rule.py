@@ -31,7 +31,10 @@ from syncline.updates.state import StateEntry, StateSource, num_state_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a rule works on.
+    """What a rule works on: the same on all ranks, but for the values in the optimizer and the tensors.
+
+    Each bucket's ``parameters`` and ``gradients`` are flat tensors of ``bucket.plan.num_elements``, of one number type
+    and on one device.
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> [bucket.plan.num_elements for bucket in optimizer.training.updater.buckets]  # what its setting had
@@ -49,6 +52,11 @@ class Setting:
 
 class Updater(ABC):
     """An update rule at work on one model.
+
+    All is called on the training thread: in a step :meth:`wait_parameters`, :meth:`carry`, :meth:`begin_backward`,
+    :meth:`reduce` for each bucket, :meth:`finish_backward`, then :meth:`step` or :meth:`discard`. What every rank calls
+    is a collective, and raises :class:`PeerLostError` or :class:`DeadlineError` where a rank does not come. Positions
+    are ``slot.position`` of the buckets' plans, bucket numbers ``bucket.index``.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce())
     >>> updater = optimizer.training.updater
@@ -94,7 +102,10 @@ class Updater(ABC):
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> None:
-        """Start to combine a bucket whose gradients, weighted by this rank's samples, are complete."""
+        """Start to combine a bucket whose gradients, weighted by this rank's samples, are complete.
+
+        Its ``gradients`` are the updater's from here to :meth:`finish_backward`. Ranks may come in other orders.
+        """
 
     @abstractmethod
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
@@ -105,10 +116,13 @@ class Updater(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Update the parameters from the combined gradients, or begin to."""
+        """Update the parameters from the combined gradients, or begin to; every rank calls it.
+
+        The values in ``optimizer.param_groups`` count as they are now. Raises what went wrong since the last step.
+        """
 
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """Step an optimizer that evaluates the model itself; only if :attr:`takes_closures`."""
+        """Step an optimizer that evaluates the model itself, and return its loss; only if :attr:`takes_closures`."""
         raise NotImplementedError
 
     def carry(self, kept: Sequence[bool]) -> None:  # noqa: B027 - where ranks have whole gradients, PyTorch adds them up
@@ -123,15 +137,19 @@ class Updater(ABC):
 
     @abstractmethod
     def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Wait until the parameters of these buckets are final."""
+        """Wait until the parameters of these buckets, by number, are final; raises what went wrong meanwhile."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all parameters are final."""
+        """Wait until all parameters are final; raises what went wrong since the last step. No other rank is needed."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scale the combined gradients to a global norm of at most ``max_norm``; return what the norm was."""
+        """Scale the combined gradients to a global norm of at most ``max_norm``; every rank calls it.
+
+        Returns what the norm was, a scalar tensor in the gradients' number type. ``norm_type`` is its p, ``inf``
+        included. With ``error_if_nonfinite`` a norm that is not finite raises.
+        """
 
     def end_period(self) -> None:  # noqa: B027 - with most rules all ranks have the same parameters after every step
         """Make the parameters of all ranks equal now, for rules that let them differ; every rank calls it."""
@@ -168,7 +186,7 @@ class Updater(ABC):
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of the optimizer state that this rank keeps."""
+        """Bytes of the optimizer state that this rank keeps."""
         return num_state_bytes(self.optimizer)
 
     @abstractmethod
@@ -187,6 +205,9 @@ class Updater(ABC):
 class UpdateRule(Protocol):
     """How parameters change from gradients: the user's choice, checked when it is made.
 
+    A frozen dataclass does; it is the same on all ranks, and may start any number of updaters, one for each model.
+    What it refuses when it is made is a :class:`ConfigurationError`.
+
     >>> def start(rule: syncline.updates.UpdateRule, setting: syncline.updates.Setting) -> syncline.updates.Updater:
     ...     rule.check(setting.optimizer)
     ...     return rule.start(setting)
@@ -194,7 +215,7 @@ class UpdateRule(Protocol):
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket, about."""
+        """Size of a bucket's parameters, about: no parameter is divided."""
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:
@@ -204,4 +225,4 @@ class UpdateRule(Protocol):
         """Raise :class:`UpdateError` if this rule cannot serve ``optimizer``; nothing was changed yet."""
 
     def start(self, setting: Setting) -> Updater:
-        """Begin to work on a model whose parameters are in buckets; every rank calls this."""
+        """Begin to work on a model whose parameters are in buckets; every rank calls this, on the training thread."""

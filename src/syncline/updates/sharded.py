@@ -46,6 +46,11 @@ class Sharded:
     Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
     ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
 
+    Parameters keep their shapes and number types, and end on all ranks with the same bits. After Rajbhandari et al.,
+    "ZeRO", 2020, stages 1 and 2. Raises :class:`ConfigurationError` for another ``align`` and for sizes of 0 or less;
+    ``distribute()`` raises :class:`UpdateError` for an optimizer that cannot step on pieces; ``step()`` and
+    ``backward()`` raise what a collective does, on the training thread, though a thread of its own steps the shard.
+
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded(bucket_bytes=1 << 20))
     >>> model(x).sum().backward(); optimizer.step()
     >>> optimizer.num_state_bytes  # of this rank's shard alone; SGD without momentum keeps nothing
@@ -69,7 +74,7 @@ class Sharded:
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:
-        """By reduce-scatter and all-gather."""
+        """Buckets move by reduce-scatter and all-gather, each range of one owned by one rank."""
         return BucketScheduleOptions(
             is_divided=True, whole_parameters=self.whole_parameters, slice_bytes=self.slice_bytes
         )
@@ -79,7 +84,7 @@ class Sharded:
         check_divisible(optimizer, whole_parameters=self.whole_parameters)
 
     def start(self, setting: Setting) -> ShardedUpdater:
-        """Begin to work on a model."""
+        """Begin to work on a model, and start the update thread; every rank calls it."""
         return ShardedUpdater(setting, whole_parameters=self.whole_parameters, overlap_forward=self.overlap_forward)
 
 

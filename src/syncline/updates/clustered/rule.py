@@ -60,6 +60,10 @@ class Clustered(ClusteredSettings):
     the period, and the term where parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or
     each cluster's, own.
 
+    Raises :class:`ConfigurationError` for values that are out of range or exclude each other, ``distribute()`` also for
+    clusters that do not name each rank once, and :class:`UpdateError` for an optimizer that wants a closure.
+    ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on.
+
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, measures=False))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
     >>> optimizer.statistics().clusters

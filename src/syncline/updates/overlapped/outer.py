@@ -22,7 +22,13 @@ VELOCITY = "outer_velocity"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nesterov:
-    """SGD with Nesterov momentum on what a period has changed.
+    """SGD with Nesterov momentum on what a period has changed (DiLoCo, Douillard et al., 2023).
+
+    With the difference d, the period's start less the average at its end, the velocity v becomes ``momentum`` v + d,
+    and the next period starts from start - ``learning_rate`` (d + ``momentum`` v). With 1.0 and 0.0 that is the
+    average. v has the shape and number type of each parameter, and is saved with the optimizer's state.
+
+    Raises :class:`ConfigurationError` unless ``learning_rate`` is above 0 and ``momentum`` in [0, 1).
 
     >>> rule = syncline.Overlapped(period=32, outer=syncline.Nesterov(learning_rate=0.7, momentum=0.9))
     >>> model, optimizer = syncline.distribute(model, optimizer, rule)
