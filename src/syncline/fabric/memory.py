@@ -1,8 +1,7 @@
 """The in-memory fabric: every rank of a job in one process, on one loop, without sockets.
 
 It keeps the promises of :class:`syncline.fabric.Fabric` and as little more than that as it can: a small message is
-copied and sent ahead, a large one stays in the sender's memory until its receive is posted, callbacks never run inside
-the call that caused them, and with a seed the messages arrive in a random order that the seed replays exactly.
+copied and sent ahead, and a large one stays in the sender's memory until its receive is posted.
 """
 
 from __future__ import annotations
@@ -31,11 +30,14 @@ CONTROL_URGENCY = -(1 << 62)
 def memory_fabrics(
     world_size: int, *, seed: int | None = None, eager_bytes: int = 16384, close_s: float = 10.0
 ) -> tuple[MemoryFabric, ...]:
-    """Connect ``world_size`` ranks in memory, on the running loop.
+    """Connect ``world_size`` ranks in memory, on the running loop, whose thread alone may use them.
 
     Without a seed, messages are delivered by urgency, then in the order in which they were sent; with one, in random
-    order (control messages of one sender to one receiver stay in order, as the protocol promises). Messages of at most
-    ``eager_bytes`` do not wait for their receive.
+    order, which the seed replays. Those of at most ``eager_bytes`` do not wait for their receive.
+
+    >>> async def connect(): return memory_fabrics(2)
+    >>> asyncio.run(connect())[0].describe_peer(1)
+    'rank 1 (host memory)'
     """
     network = _Network(seed=seed, eager_bytes=eager_bytes)
     network.fabrics = tuple(MemoryFabric(network, rank, close_s=close_s) for rank in range(world_size))

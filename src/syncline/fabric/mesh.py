@@ -48,6 +48,20 @@ async def connect_tcp(
     ``timeout_s`` is for all of it; None is ``options.connect_s``.
     Raises ``ConfigurationError`` (address, exposure without a secret, transport), ``RendezvousError`` (who did not
     come), ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
+
+    >>> class DictStore(dict):  # where all ranks are in one process
+    ...     set = dict.__setitem__
+    ...     def get(self, key, timeout_s):
+    ...         if key not in self:
+    ...             raise TimeoutError
+    ...         return self[key]
+    >>> async def connect():
+    ...     meeting = Rendezvous(DictStore(), job_id="example")
+    ...     fabric = await connect_tcp(FabricOptions(address="127.0.0.1"), rank=0, world_size=1, rendezvous=meeting)
+    ...     await fabric.close()
+    ...     return fabric.world_size
+    >>> asyncio.run(connect())
+    1
     """
     timeout_s = options.connect_s if timeout_s is None else timeout_s
     deadline_s = asyncio.get_running_loop().time() + timeout_s

@@ -20,7 +20,14 @@ MAX_VALUE = (1 << 64) - 1
 
 
 class Progress:
-    """What this rank's training threads have begun; any thread but the communication loop's may say so."""
+    """What this rank's training threads have begun; any thread but the communication loop's may say so.
+
+    >>> progress = Progress()
+    >>> progress.touch()
+    >>> with progress.waiting():
+    ...     progress.value
+    5
+    """
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -69,7 +76,12 @@ class _Wait:
 
 
 class PeerStalls(Protocol):
-    """What a rank knows of the training threads of the others."""
+    """What a rank knows of the training threads of the others.
+
+    >>> async def connect(): return memory_fabrics(2)
+    >>> asyncio.run(connect())[0].stalls.stalled
+    frozenset()
+    """
 
     @property
     def limit_s(self) -> float:

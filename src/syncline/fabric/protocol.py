@@ -55,7 +55,20 @@ class ReceiveSettings(TypedDict):
 
 
 class FabricListener(Protocol):
-    """Who is told what a fabric sees beside the messages that were asked for."""
+    """Who is told what a fabric sees beside the messages that were asked for; on the communication loop's thread.
+
+    >>> class Printer:
+    ...     def on_peer_lost(self, peer, error): print(error)
+    ...     def on_control(self, peer, payload): print(peer, payload)
+    >>> async def listen():
+    ...     first, second = memory_fabrics(2)
+    ...     second.set_listener(Printer())
+    ...     first.send_control(1, b"hello")
+    ...     await first.close(); await asyncio.sleep(0)
+    >>> asyncio.run(listen())
+    0 b'hello'
+    rank 0 (host memory) left: it closed its fabric
+    """
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """``peer`` is gone for good: no message will arrive from it. Called once for each peer.
@@ -69,7 +82,22 @@ class FabricListener(Protocol):
 
 
 class Transport(Protocol):
-    """Moves messages between ranks: all that an engine, its executor and ports know of the network."""
+    """Moves messages between ranks: all that an engine, its executor and ports know of the network.
+
+    All is called on the communication loop's thread, and returns at once. ``tag`` (up to 64 bits) is unique among the
+    messages in flight from one rank to another; ``signature`` (32 bits) is the same at both ends. A closed transport
+    raises :class:`~syncline.errors.FabricClosedError`.
+
+    >>> async def exchange():
+    ...     first, second = memory_fabrics(2)
+    ...     landed, there = bytearray(4), asyncio.Event()
+    ...     second.receive(0, 7, memoryview(landed), signature=1, urgency=0, on_received=there.set)
+    ...     first.send(1, 7, memoryview(b"four"), signature=1, urgency=0, connection_class=0)
+    ...     await there.wait()
+    ...     return bytes(landed)
+    >>> asyncio.run(exchange())
+    b'four'
+    """
 
     @property
     def rank(self) -> int:
@@ -142,7 +170,15 @@ class Transport(Protocol):
 
 
 class Fabric(Transport, Protocol):
-    """A transport from its opening to its end, as whoever owns it sees it."""
+    """A transport from its opening to its end, as whoever owns it sees it.
+
+    >>> async def open_and_close():
+    ...     fabrics = memory_fabrics(2)
+    ...     await asyncio.gather(*(fabric.close() for fabric in fabrics))
+    ...     return fabrics[0]
+    >>> asyncio.run(open_and_close())
+    <MemoryFabric rank 0 of 2: closed>
+    """
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
@@ -173,7 +209,10 @@ class Fabric(Transport, Protocol):
         """Return a frozen record of what was sent, received, queued and refused."""
 
     async def close(self) -> None:
-        """Send what is queued, say goodbye, and release every socket and task, all within the close deadline."""
+        """Send what is queued, say goodbye, and release every socket and task, all within the close deadline.
+
+        It never raises for peers that do not answer: what they did not take by then is dropped.
+        """
 
     def abort(self) -> None:
         """Release everything at once, without goodbye; peers see this rank as lost."""

@@ -11,7 +11,18 @@ MAX_RECORD_BYTES = 64 << 10
 
 
 class Store(Protocol):
-    """A key-value store that all ranks reach; the calls may block and are made in a worker thread."""
+    """A key-value store that all ranks reach; the calls may block and are made in a worker thread.
+
+    What else it raises becomes a :class:`~syncline.errors.RendezvousError`.
+
+    >>> class DictStore(dict):  # where all ranks are in one process
+    ...     set = dict.__setitem__
+    ...     def get(self, key, timeout_s):
+    ...         if key not in self:
+    ...             raise TimeoutError
+    ...         return self[key]
+    >>> rendezvous = Rendezvous(DictStore(), job_id="example")
+    """
 
     def set(self, key: str, value: bytes) -> None:
         """Write ``value``, over what was there."""

@@ -64,7 +64,7 @@ class _Hello:
 
 
 class Rendezvous:
-    """Meets the other ranks of job ``job_id`` through ``store``."""
+    """Meets the other ranks of job ``job_id`` through ``store``, once; :func:`connect_tcp` calls it."""
 
     def __init__(
         self,

@@ -62,7 +62,15 @@ Slices = tuple[tuple[Dataflow, Sequence[int]], ...]
 
 
 class Reduction(Protocol):
-    """Adds one range of bytes to another of the same length, where adding stands for :attr:`op`."""
+    """Adds one range of bytes to another of the same length, where adding stands for :attr:`op`.
+
+    Ranges are contiguous and hold whole elements. It is called on the communication loop's thread, or on threads that
+    wait for a call of theirs, and keeps nothing.
+
+    >>> reduction = numpy_reduction("float32", "max")
+    >>> reduction.dtype, reduction.op, reduction.itemsize
+    ('float32', 'max', 4)
+    """
 
     @property
     def dtype(self) -> str:

@@ -47,7 +47,15 @@ def _wanted(given: bool | None) -> tuple[bool | None, str]:
 
 
 def new_event_loop(*, native: bool | None = None) -> asyncio.AbstractEventLoop:
-    """Return a loop on which these transports do best; they run on any."""
+    """Return a loop on which these transports do best; they run on any.
+
+    ``native`` as in :class:`FabricOptions`: True raises :class:`~syncline.errors.ConfigurationError` where nothing is
+    compiled.
+
+    >>> loop = new_event_loop()
+    >>> loop.run_until_complete(asyncio.sleep(0, "ran")); loop.close()
+    'ran'
+    """
     return asyncio.SelectorEventLoop(NativeSelector()) if is_native(native) else asyncio.new_event_loop()
 
 

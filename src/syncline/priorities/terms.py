@@ -32,7 +32,8 @@ Search = Literal["auto", "equal", "geometric"] | tuple[float, ...]
 class Priorities:
     """Several connections to each peer, each with a priority, so that what the next forward pass needs first is first.
 
-    All ranks give the same. Class 0 is the most urgent. ``Priorities.off()`` is one connection without marks.
+    All ranks give the same. Class 0 is the most urgent. ``Priorities.off()`` is one connection without marks. Raises
+    :class:`~syncline.errors.ConfigurationError` for values out of range, and for another number of marks than classes.
 
     >>> syncline.Priorities(num_classes=2, search="geometric").proportions
     (0.3333333333333333, 0.6666666666666666)

@@ -42,6 +42,22 @@ class Communicator:
     ``loop`` must be running, and ``fabric`` live on it. ``planner`` decides which schedule a collective gets;
     ``slice_bytes`` and ``max_inflight_bytes`` follow the topology where they are None (see :class:`Plans`).
     ``on_close`` is called once when the communicator has released everything (it may stop the loop).
+
+    A collective takes contiguous writable bytes, which hold whole elements of its ``reduction``, alike on all ranks.
+    Its :class:`Work` ends with what went wrong, if anything did: :class:`MismatchError` if ranks call different things,
+    :class:`PeerLostError`, :class:`DeadlineError` after ``timeout_s`` seconds, :class:`FabricClosedError`.
+
+    >>> first, second = communicators_in_memory(2)
+    >>> buffers = bytearray([1, 2]), bytearray([3, 4])
+    >>> works = [
+    ...     communicator.all_reduce(memoryview(buffer), numpy_reduction("uint8"))
+    ...     for communicator, buffer in zip((first, second), buffers)
+    ... ]
+    >>> for work in works:
+    ...     work.wait()
+    >>> list(buffers[0]), buffers[0] == buffers[1]
+    ([4, 6], True)
+    >>> first.close(); second.close()
     """
 
     def __init__(

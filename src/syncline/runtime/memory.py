@@ -16,6 +16,7 @@ def communicators_in_memory(
 ) -> tuple[Communicator, ...]:
     """Return ``num_ranks`` communicators on one loop; the thread ends when the last of them is closed.
 
+    ``topology``: default one switch, one host for each rank; :class:`TopologyError` if it has another number of ranks.
     With a ``seed``, messages are delivered in a random order that the seed replays. ``options`` are those of
     :class:`Communicator`.
 

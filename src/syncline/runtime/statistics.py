@@ -13,7 +13,12 @@ from syncline.topology import DirectedLink, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatistics:
-    """All counters of one rank. Sums over ranks give the fleet's: each rank counts what it has sent itself."""
+    """All counters of one rank. Sums over ranks give the fleet's: each rank counts what it has sent itself.
+
+    >>> statistics = fleet.statistics()
+    >>> statistics.num_pending_calls, statistics.queued_bytes
+    (0, 0)
+    """
 
     fabric: FabricStatistics
     """Bytes and messages per peer and connection class."""

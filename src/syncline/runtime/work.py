@@ -17,6 +17,13 @@ class Work:
     """A collective under way, or done; any thread may wait for it.
 
     ``loop`` is where it ends and where callbacks run; ``progress`` is told of threads that wait.
+
+    >>> first, second = communicators_in_memory(2)
+    >>> work = first.barrier()
+    >>> work.done()
+    False
+    >>> second.barrier().wait(); work.wait()
+    >>> first.close(); second.close()
     """
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_progress", "_timeout_s", "label")
