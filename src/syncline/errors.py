@@ -9,23 +9,59 @@ from collections.abc import Iterable
 
 
 class SynclineError(Exception):
-    """Base of every error that Syncline raises on purpose."""
+    """Base of every error that Syncline raises on purpose.
+
+    >>> text = "{topology: pair, switch: s, children: [{host: a, uplink: 1 Gbps}]}"
+    >>> try:
+    ...     syncline.Topology.parse(text, source="net.yaml")
+    ... except syncline.SynclineError as error:
+    ...     print(error)
+    Topology 'net.yaml' line 1: link rate '1 Gbps' is not a rate; write '1 Gbit/s'
+    """
 
 
 class ConfigurationError(SynclineError, ValueError):
-    """A value that the user gave (argument, environment variable, file) cannot be used."""
+    """A value that the user gave (argument, environment variable, file) cannot be used.
+
+    Raised before anything is sent or changed.
+
+    >>> syncline.Priorities(num_classes=0)
+    Traceback (most recent call last):
+    syncline.errors.ConfigurationError: num_classes must be a whole number from 1 to 16, not 0
+    """
 
 
 class UnitError(ConfigurationError):
-    """A quantity such as ``"10 Gbit/s"`` cannot be parsed."""
+    """A quantity such as ``"10 Gbit/s"`` cannot be parsed.
+
+    >>> from syncline.units import parse_rate
+    >>> parse_rate("1 Gbps")
+    Traceback (most recent call last):
+    syncline.errors.UnitError: '1 Gbps' is not a rate; write '1 Gbit/s'
+    """
 
 
 class TopologyError(ConfigurationError):
-    """A topology is malformed, or does not fit the job."""
+    """A topology is malformed, or does not fit the job.
+
+    Of a file, the message names the line.
+
+    >>> syncline.Topology.flat(2).host_of(7)
+    Traceback (most recent call last):
+    syncline.errors.TopologyError: Topology 'flat-2' has no rank 7; its ranks are 0 to 1
+    """
 
 
 class ScheduleError(SynclineError):
-    """A draft of a schedule does not do what its collective promises, so it cannot be run."""
+    """A draft of a schedule does not do what its collective promises, so it cannot be run.
+
+    Also raised by a planner that does not know the collective.
+
+    >>> from syncline.schedule import Collective, plan_binomial
+    >>> plan_binomial(syncline.Topology.flat(2), Collective.ALL_REDUCE)
+    Traceback (most recent call last):
+    syncline.errors.ScheduleError: binomial plans broadcasts, not all_reduce; take plan_recursive_doubling, or plan_tree
+    """
 
 
 class FabricError(SynclineError):
@@ -43,7 +79,18 @@ class HandshakeError(FabricError):
 class PeerLostError(FabricError):
     """A peer is dead, silent for too long, or left.
 
-    ``rank`` is the lost peer, ``host`` its host's name.
+    ``rank`` is the lost peer, ``host`` its host's name. All calls that need the peer end with it, now and later.
+
+    >>> from syncline.runtime import communicators_in_memory
+    >>> first, second = communicators_in_memory(2)
+    >>> second.abort()
+    >>> first.barrier().wait()
+    Traceback (most recent call last):
+    syncline.errors.PeerLostError: rank 1 (host memory) is lost: its fabric was aborted, during barrier; rank 0 waits
+        for it
+    >>> first.failure.rank
+    1
+    >>> first.abort()
     """
 
     def __init__(self, message: str, *, rank: int, host: str) -> None:
@@ -53,43 +100,119 @@ class PeerLostError(FabricError):
 
 
 class FabricClosedError(FabricError):
-    """The fabric was closed while the operation was under way, or before it began."""
+    """The fabric was closed while the operation was under way, or before it began.
+
+    >>> from syncline.runtime import communicators_in_memory
+    >>> (alone,) = communicators_in_memory(1)
+    >>> alone.close(); alone.barrier()
+    Traceback (most recent call last):
+    syncline.errors.FabricClosedError: The communication loop 'syncline memory' is stopped; start a new communicator
+    """
 
 
 class DeadlineError(SynclineError, TimeoutError):
-    """An operation was not finished at its deadline; the message names whom it waited for."""
+    """An operation was not finished at its deadline; the message names whom it waited for.
+
+    >>> from syncline.runtime import communicators_in_memory
+    >>> first, second = communicators_in_memory(2)
+    >>> try:
+    ...     first.barrier(timeout_s=0.1).wait()  # the second makes no call
+    ... except syncline.DeadlineError as error:
+    ...     print(str(error).partition(" for ")[0])
+    rank 1 (host memory) sent nothing of barrier
+    >>> first.abort(); second.abort()
+    """
 
 
 class MismatchError(SynclineError):
-    """Ranks called different collectives; the message names both calls."""
+    """Ranks called different collectives; the message names both calls.
+
+    Every rank gets it, and no call succeeds on this fleet any more.
+
+    >>> from syncline.runtime import communicators_in_memory
+    >>> first, second = communicators_in_memory(2)
+    >>> calls = first.barrier(), second.broadcast(memoryview(bytearray(8)))
+    >>> try:
+    ...     calls[0].wait()
+    ... except syncline.MismatchError as error:
+    ...     print(str(error).partition(";")[0])
+    All ranks must make the same calls in the same order
+    >>> first.abort(); second.abort()
+    """
 
 
 class UpdateError(SynclineError):
-    """An update rule cannot do what the model, the optimizer or the training loop asks of it."""
+    """An update rule cannot do what the model, the optimizer or the training loop asks of it.
+
+    >>> syncline.distribute(model, torch.optim.LBFGS(model.parameters()), syncline.Sharded())
+    Traceback (most recent call last):
+    syncline.errors.UpdateError: LBFGS evaluates the model inside step(), for which every rank needs all gradients;
+        use update=AllReduce(), or another optimizer
+    """
 
 
 class CheckpointError(SynclineError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint cannot be written or read.
+
+    What was there before is whole.
+
+    >>> try:
+    ...     syncline.load_checkpoint("run1", model)
+    ... except syncline.CheckpointError as error:
+    ...     print("(no syncline.json in it)" in str(error))
+    True
+    """
 
 
 class StorageError(SynclineError):
-    """A stage of a phased model cannot be written to its storage, or read from it."""
+    """A stage of a phased model cannot be written to its storage, or read from it.
+
+    >>> from syncline.updates.phased.storage import Folder
+    >>> Folder("/dev/null/stages")
+    Traceback (most recent call last):
+    syncline.errors.StorageError: The folder /dev/null/stages cannot be made for stages: [Errno 20] Not a directory:
+        '/dev/null/stages'
+    """
 
 
 class LaunchError(SynclineError):
-    """A rank's process failed, or could not be started."""
+    """A rank's process failed, or could not be started.
+
+    The message has the rank and its traceback.
+
+    >>> try:
+    ...     syncline.launch(int, ("three",), ranks=1)
+    ... except syncline.LaunchError as error:
+    ...     print(str(error).splitlines()[-1])
+    ValueError: invalid literal for int() with base 10: 'three'
+    """
 
 
 class LabError(SynclineError):
-    """The emulated cluster cannot be built, used or removed on this machine."""
+    """The emulated cluster cannot be built, used or removed on this machine.
+
+    >>> from syncline.lab import Lab
+    >>> Lab("two-racks-5-3").link_bytes()
+    Traceback (most recent call last):
+    syncline.errors.LabError: the lab is not up; call up(), or use it in a with statement
+    """
 
 
 class SynclineWarning(UserWarning):
-    """Training goes on, but what it computes is probably not what was meant."""
+    """Training goes on, but what it computes is probably not what was meant.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", syncline.SynclineWarning)  # stop at the first
+    """
 
 
 def escape_text(text: str | bytes, *, max_chars: int = 1000) -> str:
-    """Return what another process said as errors and logs may show it: in one line, printable, and bounded."""
+    """Return what another process said as errors and logs may show it: in one line, printable, and bounded.
+
+    >>> from syncline.errors import escape_text
+    >>> escape_text("a long story", max_chars=9)
+    'a long...'
+    """
     known = text.decode(errors="replace") if isinstance(text, bytes) else text
     shown = "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -99,7 +222,12 @@ def escape_text(text: str | bytes, *, max_chars: int = 1000) -> str:
 
 
 def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:
-    """``"ranks 1, 5 and 6"``; of many, the first few."""
+    """``"ranks 1, 5 and 6"``; of many, the first few.
+
+    >>> from syncline.errors import name_ranks
+    >>> name_ranks({5, 1, 6})
+    'ranks 1, 5 and 6'
+    """
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:
         return f"rank {names[0]}"
