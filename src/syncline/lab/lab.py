@@ -35,7 +35,10 @@ class Lab:
 
     ``priorities=True`` gives every port strict-priority queues for the DSCP values 46, 34, 18 and 8 (a sequence of DSCP
     values, the most urgent first, replaces these). ``is_kept`` leaves the lab when this process ends, for
-    :meth:`attach`.
+    :meth:`attach`. Raises :class:`LabError` for what this machine lacks, and where the lab must be up and is not.
+
+    >>> Lab("two-racks-5-3")
+    <Lab two-racks-5-3, down>
     """
 
     def __init__(

@@ -15,7 +15,11 @@ def draw_line_plot(
 ) -> str:
     """Draw ``y`` over ascending ``x``; ``width`` and ``height`` are in characters, without the axes.
 
-    Several points that fall on one column are averaged, so a noisy curve stays readable.
+    Several points that fall on one column are averaged, so a noisy curve stays readable. Raises ``ValueError`` where
+    ``x`` and ``y`` differ in length.
+
+    >>> len(draw_line_plot([0.0, 1.0, 2.0], [3.0, 1.0, 2.0], width=20, height=4).splitlines())
+    5
     """
     if not x:
         return "(nothing to plot)"

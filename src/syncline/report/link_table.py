@@ -12,7 +12,11 @@ from syncline.units import format_rate, format_size
 
 
 def network_links(topology: Topology) -> list[tuple[str, Link, int]]:
-    """List the links above switches and hosts, with their names and depth; those of ranks are inside a machine."""
+    """List the links above switches and hosts, with their names and depth; those of ranks are inside a machine.
+
+    >>> [(name, depth) for name, _, depth in network_links(Topology.flat(2))]
+    [('h0', 0), ('h1', 0)]
+    """
     found: list[tuple[str, Link, int]] = []
 
     def visit(node: Node, depth: int) -> None:
@@ -28,13 +32,23 @@ def network_links(topology: Topology) -> list[tuple[str, Link, int]]:
 
 
 def format_rates(link: Link) -> str:
-    """Spell a link's rate, or both where up and down differ."""
+    """Spell a link's rate in bits per second, or both where up and down differ.
+
+    >>> from syncline.topology import Link
+    >>> format_rates(Link(up_bytes_per_s=125e6, down_bytes_per_s=12.5e6))
+    '1 Gbit/s / 100 Mbit/s'
+    """
     up, down = format_rate(link.up_bytes_per_s), format_rate(link.down_bytes_per_s)
     return up if up == down else f"{up} / {down}"
 
 
 def link_table(topology: Topology, amounts: Mapping[DirectedLink, int], *, title: str) -> Table:
-    """Lay out ``amounts`` (bytes) for rich, a row for each link; the one that its bytes keep busy longest is marked."""
+    """Lay out ``amounts`` (bytes) for rich, a row for each link; the one that its bytes keep busy longest is marked.
+
+    >>> from syncline.topology import DirectedLink
+    >>> link_table(Topology.flat(2, rate=1e6), {DirectedLink("h0", "up"): 4096}, title="links").row_count
+    2
+    """
     links = network_links(topology)
     seconds = {name: _busy_s(name, link, amounts) for name, link, _ in links}
     busiest_s = max(seconds.values(), default=0.0)
