@@ -28,23 +28,57 @@ def _of_init(name: str, argument: str, meaning: str) -> EnvironmentVariable:
 
 _LAUNCHER_PLACE = "init(rank=, world_size=)"
 _LAUNCHERS = (
+    ("LOCAL_RANK", "its number among the processes of its host, as torchrun sets it"),
+    ("LOCAL_WORLD_SIZE", "their number"),
+    ("NODE_RANK", "set by Ray Train beside torchrun's"),
+    ("GROUP_RANK", "torchrun's number of the host"),
     ("OMPI_COMM_WORLD_RANK", "Open MPI's number of this process"),
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's number of processes"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "its number on its host"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "their number on its host: where it is that of all, rank 0 is on loopback"),
+    ("PMIX_RANK", "a number without a size: refused, if nothing else tells it"),
+    ("PMIX_NAMESPACE", "name of Open MPI's job, for the port"),
+    ("OMPI_MCA_ess_base_jobid", "the same, of Open MPI 4"),
+    ("OMPI_MCA_orte_ess_jobid", "the same, before that"),
+    ("PMIX_HOSTNAME", "Open MPI's name of this host"),
     ("PMI_RANK", "another MPI's number of this process"),
     ("PMI_SIZE", "another MPI's number of processes"),
+    ("PMI_JOBID", "name of its job, for the port"),
+    ("MPI_LOCALRANKID", "its number on its host"),
+    ("MPI_LOCALNRANKS", "their number on its host"),
     ("SLURM_PROCID", "Slurm's number of this process"),
-    ("SLURM_STEP_NUM_TASKS", "Slurm's number of processes"),
-    ("SLURM_NTASKS", "the same, where the step does not say it"),
-    ("PET_NNODES", "torchrun's setting of machines: more than one, without WORLD_SIZE, is refused"),
-    ("PET_NPROC_PER_NODE", "torchrun's setting of processes of a machine: likewise"),
-    ("SKYPILOT_NUM_NODES", "SkyPilot's number of machines: likewise"),
-    ("DSTACK_NODES_NUM", "dstack's number of machines: likewise"),
-    ("PMIX_RANK", "a number without a size, so it is refused without WORLD_SIZE"),
-    ("JOB_COMPLETION_INDEX", "Kubernetes' number without a size: likewise"),
+    ("SLURM_STEP_NUM_TASKS", "Slurm's number of processes in the step"),
+    ("SLURM_LOCALID", "its number on its host"),
+    ("SLURM_NODEID", "the host's number in the step"),
+    ("SLURM_STEP_TASKS_PER_NODE", "processes of each host"),
+    ("SLURM_STEP_NODELIST", "hosts of the step, of which the first runs rank 0"),
+    ("SLURM_DISTRIBUTION", "how tasks are placed: if arbitrary, MASTER_ADDR must be set"),
+    ("SLURM_STEP_RESV_PORTS", "ports that Slurm keeps free for the step, of which the first is taken"),
+    ("SLURM_JOB_ID", "the job's number, for the port"),
+    ("SLURM_STEP_ID", "the step's, likewise"),
+    ("SLURMD_NODENAME", "Slurm's name of this host"),
+    ("SLURM_NTASKS", "tasks of the allocation: more than one, outside a step, is refused"),
+    ("SLURM_NNODES", "nodes of the allocation: likewise"),
+    ("PET_NNODES", "a TrainJob's number of pods"),
+    ("PET_NPROC_PER_NODE", "processes of a pod: more than one is refused, as torchrun is to start them"),
+    ("PET_NODE_RANK", "the pod's number"),
+    ("PET_MASTER_ADDR", "host of the first pod"),
+    ("PET_MASTER_PORT", "port there"),
+    ("JOB_COMPLETION_INDEX", "a pod's number without a size: refused without WORLD_SIZE"),
+    ("SKYPILOT_NUM_NODES", "SkyPilot's number of nodes"),
+    ("SKYPILOT_NODE_RANK", "the node's number"),
+    ("SKYPILOT_NODE_IPS", "addresses of the nodes, the first is rank 0's"),
+    ("SKYPILOT_NUM_GPUS_PER_NODE", "more than one is refused, as torchrun is to start a process for each"),
+    ("SKYPILOT_TASK_ID", "name of the task, for the port"),
+    ("DSTACK_NODES_NUM", "dstack's number of nodes"),
+    ("DSTACK_NODE_RANK", "the node's number"),
+    ("DSTACK_MASTER_NODE_IP", "address of rank 0's node"),
+    ("DSTACK_GPUS_PER_NODE", "more than one is refused: likewise"),
+    ("DSTACK_RUN_NAME", "name of the run, for the port"),
 )
 
 VARIABLES: tuple[EnvironmentVariable, ...] = (
-    _of_init("RANK", "rank", "this process's rank; without RANK and WORLD_SIZE, what MPI or Slurm say"),
+    _of_init("RANK", "rank", "this process's rank; without RANK and WORLD_SIZE, what the launcher says"),
     _of_init("WORLD_SIZE", "world_size", "number of ranks (default: 1)"),
     _of_init("MASTER_ADDR", "master", "host of rank 0, as the others reach it; also `syncline run --master`"),
     _of_init("MASTER_PORT", "master", "port on which rank 0 serves the store"),
@@ -55,6 +89,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_SECRET", "secret", "the secret itself, where there is no file"),
     _of_init("SYNCLINE_AUTHENTICATE_FRAMES", "authenticate_frames", "on: a keyed code on each frame (default: off)"),
     _of_init("SYNCLINE_INTERFACE", "interface", "address, or name of the interface, that other ranks reach"),
+    _of_init("SYNCLINE_HOST", "host", "the topology's name of this rank's host; also `syncline run --host`"),
     _of_init("SYNCLINE_TIMEOUT", "timeout_s", "seconds that a collective may take (default: 300)"),
     _of_init("SYNCLINE_CONNECT_TIMEOUT", "connect_timeout_s", "seconds that init() waits for others (default: 60)"),
     _of_init("SYNCLINE_SILENCE", "silence_s", "seconds without a sign of life: lost (default: 10)"),
@@ -64,16 +99,13 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
     _of_init("SYNCLINE_BIND_THREAD", "bind_thread", "off: the kernel places the communication thread (default: on)"),
     *(EnvironmentVariable(name=name, argument=_LAUNCHER_PLACE, meaning=meaning) for name, meaning in _LAUNCHERS),
-    EnvironmentVariable(
-        name="SYNCLINE_HOST", argument="syncline run --host", meaning="the topology's host whose ranks start here"
-    ),
     EnvironmentVariable(name="NO_COLOR", argument="syncline --color", meaning="if set, commands print without colour"),
     EnvironmentVariable(
         name="FORCE_COLOR", argument="syncline --no-color", meaning="if set, they print with it into a file too"
     ),
 )
-"""Those that users set. Beside them ``SYNCLINE_LAB`` tells what the lab starts that it runs there, and ``LOCAL_RANK``
-and ``CUDA_VISIBLE_DEVICES`` say which GPU is measured, where nobody names one."""
+"""Those that users and launchers set. Beside them ``SYNCLINE_LAB`` tells what the lab starts that it runs there, and
+``CUDA_VISIBLE_DEVICES`` says, with ``LOCAL_RANK``, which GPU is measured, where nobody names one."""
 
 
 def process_variables() -> Mapping[str, str]:

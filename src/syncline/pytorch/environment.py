@@ -15,14 +15,11 @@ from typing import TypedDict
 from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
-from syncline.pytorch.launchers import Place, find_place, whole_number
+from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
 from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.secret import read_secret
 from syncline.topology import Topology
 from syncline.variables import process_variables
-
-DEFAULT_MASTER_PORT = 29500
-"""What torchrun listens on, so that habits and firewalls fit."""
 
 
 class Arguments(TypedDict, total=False):
@@ -37,6 +34,7 @@ class Arguments(TypedDict, total=False):
     insecure: bool
     authenticate_frames: bool | None
     interface: str | None
+    host: str | None
     timeout_s: float | None
     connect_timeout_s: float | None
     silence_s: float | None
@@ -61,6 +59,8 @@ class Environment:
     topology: str | Path | Topology | None
     interface: str | None
     """Address or name of the interface that other ranks reach."""
+    host: str
+    """What this rank calls its host: the topology is matched by it."""
     secret: bytes | None
     insecure: bool
     """Whether strangers may join where there is no secret."""
@@ -92,6 +92,7 @@ def read_environment(variables: Mapping[str, str] | None = None, given: Argument
         job_id=said.get("job_id") or values.get("TORCHELASTIC_RUN_ID") or "syncline",
         topology=topology if topology is not None else values.get("SYNCLINE_TOPOLOGY") or None,
         interface=said.get("interface") or values.get("SYNCLINE_INTERFACE") or None,
+        host=said.get("host") or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
         secret=_choose_secret(values, said),
         insecure=said.get("insecure", False),
         trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
@@ -129,16 +130,15 @@ def _choose_master(values: Mapping[str, str], said: Arguments, place: Place) -> 
     master = said.get("master")
     if master:
         return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
-    address, text = without_brackets(values.get("MASTER_ADDR", "")) or None, values.get("MASTER_PORT")
-    if place.world_size > 1 and not (address and text):
+    address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
+    port = whole_number(values, "MASTER_PORT", place.master_port or 0)
+    if place.world_size > 1 and not (address and (port or values.get("MASTER_PORT"))):
         raise ConfigurationError(
-            f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; set both, alike for all "
-            "ranks, to the host of rank 0 and a free port there, or give init(master=), or use `syncline run`"
+            f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; {place.remedy}"
         )
-    port = whole_number(values, "MASTER_PORT", 0) if text else None
-    if place.world_size > 1 and port is not None and not 0 < port <= MAX_PORT:
+    if place.world_size > 1 and not 0 < port <= MAX_PORT:
         raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {port}")
-    return address, port
+    return address, port or None
 
 
 def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:

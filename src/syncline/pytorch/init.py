@@ -6,7 +6,7 @@ import time
 from ipaddress import ip_address
 from pathlib import Path
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
@@ -14,7 +14,7 @@ from syncline.pytorch.environment import Arguments, Environment, own_address, re
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.stores import LocalStore, TorchStore, open_store
 from syncline.pytorch.told_once import tell_once
-from syncline.runtime import CommunicationLoop, Communicator
+from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.topology import Topology
 
 HANDSHAKE_S = 5.0
@@ -33,6 +33,7 @@ def init(
     insecure: bool = False,
     authenticate_frames: bool | None = None,
     interface: str | None = None,
+    host: str | None = None,
     timeout_s: float | None = None,
     connect_timeout_s: float | None = None,
     silence_s: float | None = None,
@@ -46,9 +47,10 @@ def init(
 
     Each argument that is given goes before its variable, which stands in brackets; then comes the default. ``topology``
     (``SYNCLINE_TOPOLOGY``): a file, the name of a shipped topology, or a :class:`Topology`; default: one switch for
-    all. ``rank`` and ``world_size``, both or neither (``RANK`` and ``WORLD_SIZE``, as torchrun sets them; MPI's and
-    Slurm's; default: a job of one rank). ``master`` (``MASTER_ADDR`` and ``MASTER_PORT``): ``"host:port"`` of rank 0.
-    ``job_id`` (``TORCHELASTIC_RUN_ID``): ranks of another job are refused.
+    all. ``host`` (``SYNCLINE_HOST``, the machine's name): what the topology calls the host of this rank; ranks take
+    their places in the topology by it. ``rank`` and ``world_size``, both or neither (``RANK`` and ``WORLD_SIZE``, or
+    what another launcher says; default: a job of one rank). ``master`` (``MASTER_ADDR`` and ``MASTER_PORT``, or from
+    the launcher): ``"host:port"`` of rank 0. ``job_id`` (``TORCHELASTIC_RUN_ID``): ranks of another job are refused.
 
     ``secret`` (``SYNCLINE_SECRET_FILE``, ``SYNCLINE_SECRET``): at least 32 bytes that all ranks share; without one only
     loopback is used, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
@@ -85,6 +87,7 @@ def init(
         insecure=insecure,
         authenticate_frames=authenticate_frames,
         interface=interface,
+        host=host,
         timeout_s=timeout_s,
         connect_timeout_s=connect_timeout_s,
         silence_s=silence_s,
@@ -98,9 +101,9 @@ def init(
 
 
 def _open_fleet(environment: Environment) -> Fleet:
-    shape = _topology(environment)
+    topology = _load_topology(environment)
     options = _fabric_options(environment)
-    communicator = _connect(environment, shape, options, _trace(environment, shape))
+    communicator = _connect(environment, topology, options)
     fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
@@ -113,10 +116,10 @@ def _open_fleet(environment: Environment) -> Fleet:
     return fleet
 
 
-def _topology(environment: Environment) -> Topology:
+def _load_topology(environment: Environment) -> Topology | None:
     chosen = environment.topology
     if chosen is None:
-        return Topology.flat(environment.world_size)
+        return None
     topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
     topology.check_world_size(environment.world_size)
     return topology
@@ -167,12 +170,17 @@ def _trace(environment: Environment, topology: Topology) -> Trace | None:
     return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)
 
 
-def _connect(environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None) -> Communicator:
-    """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
+def _connect(environment: Environment, topology: Topology | None, options: FabricOptions) -> Communicator:
+    """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
     began_s = time.monotonic()
+
+    def left_s() -> float:
+        return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
+
     assert options.address is not None, "resolved when the options were made"
     store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
-    left_s = max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
+    shape = _match(environment, topology, options, store, timeout_s=left_s())
+    trace = _trace(environment, shape)
     loop = CommunicationLoop(native=environment.native)
     loop.start()
     try:
@@ -181,14 +189,39 @@ def _connect(environment: Environment, topology: Topology, options: FabricOption
             rank=environment.rank,
             world_size=environment.world_size,
             rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=topology,
+            topology=shape,
             trace=trace,
-            timeout_s=left_s,
+            timeout_s=left_s(),
         )
-        fabric = loop.run(connecting, left_s + CONNECT_MARGIN_S)
+        fabric = loop.run(connecting, left_s() + CONNECT_MARGIN_S)
         return Communicator(
-            loop, fabric, topology, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
+            loop, fabric, shape, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
         )
     except BaseException:
         loop.stop()
+        raise
+
+
+def _match(
+    environment: Environment,
+    topology: Topology | None,
+    options: FabricOptions,
+    store: TorchStore | LocalStore,
+    *,
+    timeout_s: float,
+) -> Topology:
+    """Return the topology as this job numbers it."""
+    try:
+        return match_topology(
+            topology,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            store=store,
+            host=environment.host,
+            timeout_s=timeout_s,
+            job_id=options.job_id,
+            silence_s=options.dead_s,
+        )
+    except TopologyError as error:
+        tell_once(error, rank=environment.rank)
         raise

@@ -3,6 +3,7 @@
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.engine import Engine
+from syncline.runtime.host_names import match_topology
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.memory import communicators_in_memory
 from syncline.runtime.reduction import Reduction, numpy_reduction
@@ -18,5 +19,6 @@ __all__ = [
     "numpy_reduction",
     "CommunicationLoop",
     "Engine",
+    "match_topology",
     "FleetStatistics",
 ]

@@ -63,6 +63,17 @@ class Topology:
         return cls(name=f"flat-{num_hosts}", root=Switch(name="switch", link=None, children=hosts))
 
     @classmethod
+    def flat_on(cls, hosts: Sequence[str]) -> Topology:
+        """Build one switch, without rates, with the hosts of a job; ``hosts[k]`` is the name of rank k's.
+
+        >>> syncline.Topology.flat_on(["a.example", "b.example", "a.example"]).ranks_of("a")
+        (0, 2)
+        """
+        from syncline.topology.host_matching import flat_root
+
+        return cls(name=f"flat-{len(hosts)}", root=flat_root(hosts))
+
+    @classmethod
     def load(cls, path: str | Path) -> Topology:
         """Read a topology file, or a shipped topology by its name (``"two-racks-5-3"``)."""
         from syncline.topology.shipped import find_topology_text
@@ -199,6 +210,23 @@ class Topology:
         root = _renumber(self.root, number)
         assert not isinstance(root, Rank)
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
+
+    def matched(self, hosts: Sequence[str]) -> Topology:
+        """Return the tree with its ranks numbered as a job numbers them: ``hosts[k]`` is the host of the job's rank k.
+
+        Names are compared whole, or up to the first dot. Where all are alike and none is the topology's, one machine
+        stands for all hosts, and nothing changes. :class:`TopologyError` shows both lists if hosts, or the numbers of
+        ranks on them, differ.
+
+        >>> pair = syncline.Topology.parse("{switch: s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s}]}")
+        >>> pair.matched(["h1.example", "h0.example"]).host_of(0).name
+        'h1'
+        """
+        from syncline.topology.host_matching import match_ranks
+
+        self.check_world_size(len(hosts))
+        order = match_ranks(self.hosts, hosts, label=self._label())
+        return self if order == list(range(self.num_ranks)) else self.permuted(order)
 
     def restricted(self, ranks: Sequence[int]) -> Topology:
         """Return the tree of some ranks alone; the new rank k is ``ranks[k]``. What has no rank left is left out.

@@ -1,0 +1,69 @@
+"""Which rank this process is, of how many, and where they meet: from the variables of whatever started it.
+
+Each launcher has one pure function from the variables to a :class:`Place`, or to None. ``RANK`` and ``WORLD_SIZE``
+(torchrun, ``syncline run``, Ray Train, a user) go before everything else. Without ``WORLD_SIZE`` the job has one rank
+only if no launcher says, or may mean, more: a rank that believes itself alone trains a model of its own, in silence. So
+a launcher that says more than one is used or refused.
+
+Launchers may be nested: the one that is asked first is the one that usually stands inside. ``mpirun`` in a Slurm
+allocation leaves each process the variables of the daemon that started it, and SkyPilot may run on Slurm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from syncline.errors import ConfigurationError
+from syncline.pytorch.launchers.clouds import dstack, skypilot
+from syncline.pytorch.launchers.kubernetes import job_set, train_job
+from syncline.pytorch.launchers.mpi import mpich, open_mpi
+from syncline.pytorch.launchers.place import (
+    DEFAULT_MASTER_PORT,
+    START_RANKS,
+    Launcher,
+    Place,
+    check_place,
+    whole_number,
+)
+from syncline.pytorch.launchers.slurm import srun
+from syncline.pytorch.launchers.torchrun import ray_train, torchrun
+
+__all__ = ["DEFAULT_MASTER_PORT", "LAUNCHERS", "Launcher", "Place", "find_place", "whole_number"]
+
+_NAMED: tuple[Launcher, ...] = (ray_train, torchrun)
+_OTHERS: tuple[Launcher, ...] = (open_mpi, mpich, skypilot, dstack, train_job, srun, job_set)
+LAUNCHERS = _NAMED + _OTHERS
+"""In the order in which they are asked."""
+
+
+def find_place(values: Mapping[str, str]) -> Place:
+    """Return the process's place; :class:`ConfigurationError` names the variable that is wrong or leaves it open."""
+    for launcher in _NAMED:
+        named = launcher(values)
+        if named is not None:
+            return named
+    given = whole_number(values, "WORLD_SIZE", 1) if values.get("WORLD_SIZE") else None
+    if given is None or given > 1:
+        for launcher in _OTHERS:
+            found = launcher(values)
+            if found is not None and found.world_size > 1 and given in (None, found.world_size):
+                return _with_master(found, values)
+    if given is not None and given > 1:
+        raise ConfigurationError(f"WORLD_SIZE is {given}, but RANK is not set; {START_RANKS}")
+    return check_place(Place(rank=whole_number(values, "RANK", 0), world_size=1, source="WORLD_SIZE"), "RANK")
+
+
+def _with_master(place: Place, values: Mapping[str, str]) -> Place:
+    """Return ``place`` with the master of another launcher that says the same, if it does not know one itself.
+
+    With ``srun --mpi=pmi2`` the rank is PMI's as well as Slurm's, and Slurm alone tells where rank 0 runs.
+    """
+    for launcher in _OTHERS if place.master_port is None else ():
+        try:
+            other = launcher(values)
+        except ConfigurationError:
+            continue
+        if other is not None and (other.rank, other.world_size) == (place.rank, place.world_size) and other.master_port:
+            return replace(other, source=place.source)
+    return place
