@@ -44,6 +44,8 @@ _LAUNCHERS = (
     ("PMI_RANK", "another MPI's number of this process"),
     ("PMI_SIZE", "another MPI's number of processes"),
     ("PMI_JOBID", "name of its job, for the port"),
+    ("PMI_PORT", "the same, of Hydra with -pmi-port"),
+    ("PMI_HOSTNAME", "its name of this host"),
     ("MPI_LOCALRANKID", "its number on its host"),
     ("MPI_LOCALNRANKS", "their number on its host"),
     ("SLURM_PROCID", "Slurm's number of this process"),

@@ -32,6 +32,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_TOPOLOGY": "flat-8",
     "SYNCLINE_AUTHENTICATE_FRAMES": "on",
     "SYNCLINE_INTERFACE": "10.0.0.1",
+    "SYNCLINE_HOST": "host-of-the-variable",
     "SYNCLINE_TIMEOUT": "11",
     "SYNCLINE_CONNECT_TIMEOUT": "12",
     "SYNCLINE_SILENCE": "13",
@@ -51,6 +52,7 @@ GIVEN = Arguments(
     secret="a" * 32,
     authenticate_frames=False,
     interface="10.0.0.2",
+    host="host-of-the-user",
     timeout_s=21,
     connect_timeout_s=22,
     silence_s=23,
@@ -64,7 +66,7 @@ LAUNCHERS = {
     for variable in VARIABLES
     if variable.argument == "init(rank=, world_size=)"
 }
-APART = {"SYNCLINE_NATIVE", "SYNCLINE_HOST", "NO_COLOR", "FORCE_COLOR"}
+APART = {"SYNCLINE_NATIVE", "NO_COLOR", "FORCE_COLOR"}
 """Those with a test of their own."""
 
 

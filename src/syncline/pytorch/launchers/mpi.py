@@ -7,9 +7,11 @@ otherwise the user says it, and the error shows how.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
 from syncline.pytorch.launchers.place import (
+    DEFAULT_MASTER_PORT,
     LOOPBACK,
     START_RANKS,
     Place,
@@ -19,12 +21,40 @@ from syncline.pytorch.launchers.place import (
     whole_number,
 )
 
-_TELL = (
-    "MPI does not tell where rank 0 runs: `{command}`, HOST being that of rank 0, or give init(master=), or use "
-    "`syncline run`"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """The variables of one kind of MPI, and how its launcher passes variables on."""
+
+    size: str
+    rank: str
+    local_size: str
+    local_rank: str
+    host: str
+    jobs: tuple[str, ...]
+    """Of the job's name, the first that is set counts."""
+    passing: str
+    """Of a name and a value, as :meth:`str.format` fills them in."""
+
+
+_OPEN_MPI = _Names(
+    size="OMPI_COMM_WORLD_SIZE",
+    rank="OMPI_COMM_WORLD_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    host="PMIX_HOSTNAME",
+    jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+    passing="-x {}={}",
 )
-_TELL_OPEN_MPI = _TELL.format(command="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...")
-_TELL_MPICH = _TELL.format(command="mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...")
+_MPICH = _Names(
+    size="PMI_SIZE",
+    rank="PMI_RANK",
+    local_size="MPI_LOCALNRANKS",
+    local_rank="MPI_LOCALRANKID",
+    host="PMI_HOSTNAME",
+    jobs=("PMI_JOBID", "PMI_PORT"),
+    passing="-genv {} {}",
+)
 
 
 def open_mpi(values: Mapping[str, str]) -> Place | None:
@@ -36,15 +66,7 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
     >>> place.rank, place.world_size, place.master_address
     (1, 4, '127.0.0.1')
     """
-    place = _numbered(
-        values,
-        size="OMPI_COMM_WORLD_SIZE",
-        rank="OMPI_COMM_WORLD_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-        remedy=_TELL_OPEN_MPI,
-    )
+    place = _numbered(values, _OPEN_MPI)
     if place is None and values.get("PMIX_RANK") and not _is_counted(values):
         raise ConfigurationError(
             f"PMIX_RANK is {values['PMIX_RANK']!r}, so this may be one process of several, but WORLD_SIZE is not set; "
@@ -54,53 +76,48 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
 
 
 def mpich(values: Mapping[str, str]) -> Place | None:
-    """Read ``PMI_SIZE``, ``PMI_RANK``, ``MPI_LOCALRANKID`` and ``MPI_LOCALNRANKS``."""
-    return _numbered(
-        values,
-        size="PMI_SIZE",
-        rank="PMI_RANK",
-        local_size="MPI_LOCALNRANKS",
-        local_rank="MPI_LOCALRANKID",
-        jobs=("PMI_JOBID",),
-        remedy=_TELL_MPICH,
-    )
+    """Read ``PMI_SIZE``, ``PMI_RANK``, ``MPI_LOCALRANKID`` and ``MPI_LOCALNRANKS``.
+
+    Hydra names its job to no process but with ``mpiexec -pmi-port``, so even on one host the user gives a port.
+    """
+    return _numbered(values, _MPICH)
 
 
-def _numbered(
-    values: Mapping[str, str],
-    *,
-    size: str,
-    rank: str,
-    local_size: str,
-    local_rank: str,
-    jobs: tuple[str, ...],
-    remedy: str,
-) -> Place | None:
-    if not values.get(size):
+def _numbered(values: Mapping[str, str], names: _Names) -> Place | None:
+    if not values.get(names.size):
         return None
-    world_size = whole_number(values, size, 1)
-    if world_size > 1 and not values.get(rank):
+    world_size = whole_number(values, names.size, 1)
+    if world_size > 1 and not values.get(names.rank):
         raise ConfigurationError(
-            f"{size} is {world_size}, but {rank} is not set, so MPI did not start this process as one of them; "
-            f"start it with mpirun, or {START_RANKS}"
+            f"{names.size} is {world_size}, but {names.rank} is not set, so MPI did not start this process as one of "
+            f"them; start it with mpirun, or {START_RANKS}"
         )
-    num_local = optional_number(values, local_size)
-    job = next((values[name] for name in jobs if values.get(name)), None)
+    num_local = optional_number(values, names.local_size)
+    job = next((values[name] for name in names.jobs if values.get(name)), None)
     is_one_host = num_local == world_size
     place = Place(
-        rank=whole_number(values, rank, 0) if world_size > 1 else 0,
+        rank=whole_number(values, names.rank, 0) if world_size > 1 else 0,
         world_size=world_size,
-        source=size,
-        local_rank=optional_number(values, local_rank),
+        source=names.size,
+        local_rank=optional_number(values, names.local_rank),
         local_world_size=num_local,
-        host=values.get("PMIX_HOSTNAME") or None,
+        host=values.get(names.host) or None,
         master_address=LOOPBACK if is_one_host else None,
         master_port=derive_port(job) if is_one_host and job else None,
-        remedy=remedy.replace("HOST", LOOPBACK, 1).replace(", HOST being that of rank 0", "")
-        if is_one_host
-        else remedy,
+        remedy=_remedy(names.passing, is_one_host=is_one_host),
     )
-    return check_place(place, rank)
+    return check_place(place, names.rank)
+
+
+def _remedy(passing: str, *, is_one_host: bool) -> str:
+    port = passing.format("MASTER_PORT", DEFAULT_MASTER_PORT)
+    if is_one_host:
+        return f"start with `mpirun {port} ...` and a free port, or use `syncline run`"
+    host = passing.format("MASTER_ADDR", "HOST")
+    return (
+        f"MPI does not tell where rank 0 runs: start with `mpirun {host} {port} ...`, HOST being that of rank 0, or "
+        "give init(master=), or use `syncline run`"
+    )
 
 
 def _is_counted(values: Mapping[str, str]) -> bool:

@@ -1,0 +1,92 @@
+"""All ranks number the topology by the names of their hosts, or all say why that cannot be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from meeting_stores import DictStore
+from syncline.errors import RendezvousError, TopologyError
+from syncline.runtime import match_topology
+from syncline.topology import Topology
+
+TIMEOUT_S = 60.0
+
+
+def match_all(topology: Topology | None, hosts: Sequence[str], store: DictStore | None = None) -> list[object]:
+    """What each rank of a job on ``hosts`` gets, or the error that it ends with."""
+    store = store or DictStore()
+    results: list[object] = [None] * len(hosts)
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = match_topology(
+                topology, rank=rank, world_size=len(hosts), store=store, host=hosts[rank], timeout_s=TIMEOUT_S
+            )
+        except (RendezvousError, TopologyError) as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    return results
+
+
+def pair() -> Topology:
+    return Topology.parse("{topology: pair, switch: s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s}]}")
+
+
+def test_ranks_in_another_order_get_one_topology() -> None:
+    found = match_all(pair(), ["h1.example", "h0.example"])
+    assert found[0] == found[1] == pair().permuted([1, 0])
+
+
+def test_an_earlier_attempt_in_the_same_store_is_not_believed() -> None:
+    store = DictStore()
+    match_all(pair(), ["h1", "h0"], store)
+    assert match_all(pair(), ["h0", "h1"], store) == [pair(), pair()]
+
+
+def test_one_machine_stands_for_all_hosts() -> None:
+    assert match_all(pair(), ["laptop", "laptop"]) == [pair(), pair()]
+
+
+def test_every_rank_shows_both_lists() -> None:
+    for error in match_all(pair(), ["n0", "n1"]):
+        assert isinstance(error, TopologyError)
+        assert "The topology has h0 (rank 0), h1 (rank 1). The job has n0 (rank 0), n1 (rank 1)" in str(error)
+
+
+def test_without_a_topology_hosts_have_their_names_and_ranks() -> None:
+    found = match_all(None, ["n0", "n1", "n0"])
+    assert found[0] == found[1] == found[2] == Topology.flat_on(["n0", "n1", "n0"])
+
+
+def test_without_a_topology_one_machine_is_one_switch() -> None:
+    assert match_all(None, ["n0", "n0"]) == [Topology.flat(2)] * 2
+
+
+def test_a_name_that_cannot_be_told_is_told_as_far_as_it_can() -> None:
+    assert match_all(pair(), ["h1\n", "h0"]) == [pair().permuted([1, 0])] * 2
+    assert match_all(pair(), ["", ""]) == [pair(), pair()]
+
+
+def test_a_job_of_one_rank_meets_nobody() -> None:
+    alone = Topology.flat(1)
+    for topology in (alone, None):
+        found = match_topology(topology, rank=0, world_size=1, store=DictStore(), host="laptop", timeout_s=1.0)
+        assert found == alone
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(RendezvousError, match="rank 1 did not come"):
+        match_topology(pair(), rank=0, world_size=2, store=DictStore(), host="h0", timeout_s=0.2)
+
+
+def test_a_topology_of_another_size_is_refused_at_once() -> None:
+    with pytest.raises(TopologyError, match="has 2 ranks but the job has 3"):
+        match_topology(pair(), rank=0, world_size=3, store=DictStore(), host="h0", timeout_s=TIMEOUT_S)
