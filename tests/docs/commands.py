@@ -40,18 +40,22 @@ def read(words: Sequence[str], folder: Path) -> Any:
         "torchrun": lambda: _check_launcher(words, folder),
         "srun": lambda: _check_launcher(words, folder),
         "mpirun": lambda: _check_launcher(words, folder),
+        "mpiexec": lambda: _check_launcher(words, folder),
+        "kubectl": lambda: _check_kubectl(words),
         "python": lambda: _check_program(words[1:], folder),
         ".venv/bin/python": lambda: _check_pytest(words[1:]),
         ".venv/bin/pre-commit": lambda: _check_pre_commit(words[1:]),
     }
+    while "=" in words[0] and "/" not in words[0].partition("=")[0]:  # a variable for the command
+        words = words[1:]
     assert words[0] in rules, f"no rule for {words[0]!r}: add one to tests/docs/commands.py"
     return rules[words[0]]()
 
 
-def check_names(words: Sequence[str]) -> None:
+def check_names(words: Sequence[str], folder: Path = ROOT) -> None:
     """Check a command that a sentence mentions, which may leave arguments out: subcommands and options must exist."""
     if words[0] in {"make", "python"}:
-        read(words, ROOT)
+        read(words, folder)
         return
     command: Any = None
     for word in words[1:]:
@@ -107,6 +111,12 @@ def _check_launcher(words: Sequence[str], folder: Path) -> None:
     scripts = [word for word in words if word.endswith(".py")]
     assert scripts, f"{words[0]} starts no script"
     assert all((folder / script).exists() for script in scripts), f"no block of the page is called {scripts}"
+
+
+def _check_kubectl(words: Sequence[str]) -> None:
+    files = [words[place + 1] for place, word in enumerate(words) if word == "-f"]
+    assert all((ROOT / file).exists() for file in files), f"{files} does not exist"
+    assert files or words[1:3] == ["create", "secret"], f"no rule for {words}"
 
 
 def _check_pytest(words: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """A page's code as a story: its blocks in order, in one folder, as a reader would follow it.
 
-Every block has a rule: one with a title becomes a file of that name; Python without a title is a program of its own;
-``bash`` is commands, line by line, each read by :mod:`commands`. A block of another kind is an error. What happens
-beside reading them:
+Every block has a rule: one with a title becomes a file of that name; Python without a title is a program of its own,
+YAML without one a part of somebody else's file; ``bash`` is commands, line by line, each read by :mod:`commands`. A
+block of another kind is an error. What happens beside reading them:
 
 - ``syncline run`` of the page's own script on this machine: it runs on as many ranks, forked from one process;
 - ``syncline plan``, ``cluster`` and ``doctor``: executed;
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import yaml
 from markdown_pages import Block
 
 from rank_scripts import run_script, script_environment
@@ -53,6 +54,8 @@ class Story:
             path = self.folder / "untitled.py"
             path.write_text(block.text)
             self._execute([sys.executable, str(path)])
+        elif block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.text), dict), f"{block.place}: a part of a file is keys and values"
         else:
             assert block.language == "bash", f"{block.place}: no rule for a block of {block.language or 'no language'}"
             for line in block.text.splitlines():

@@ -8,6 +8,8 @@ from markdown_pages import ROOT, Block, blocks, inline_code
 from story import Story
 
 PAGES = {name: ROOT / name for name in ("README.md", "docs/guide.md", "docs/contributing.md", "docs/benchmarks.md")}
+LAUNCHERS = {f"docs/launchers/{path.name}": path for path in sorted((ROOT / "docs/launchers").glob("*.md"))}
+"""They start the guide's script; what they show of launchers is read, and what is Python runs."""
 PROGRAMS = ("syncline ", "make ", "python ")
 
 
@@ -25,12 +27,31 @@ def test_the_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     story.end()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_in_sentences_exist(page: str) -> None:
-    for place, text in inline_code(PAGES[page]):
+def write_script_of_guide(folder: Path) -> None:
+    (script,) = (block for block in blocks(PAGES["docs/guide.md"]) if block.title == "train.py")
+    (folder / "train.py").write_text(script.text)
+
+
+@pytest.mark.parametrize("page", LAUNCHERS)
+def test_the_blocks_of_a_launchers_page_can_be_followed(page: str, tmp_path: Path) -> None:
+    write_script_of_guide(tmp_path)
+    story = Story(tmp_path)
+    for block in blocks(LAUNCHERS[page]):
+        try:
+            story.follow(block)
+        except BaseException as error:
+            error.add_note(f"{block.place}: as a reader would follow it")
+            raise
+    story.end()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS])
+def test_commands_in_sentences_exist(page: str, tmp_path: Path) -> None:
+    write_script_of_guide(tmp_path)
+    for place, text in inline_code((PAGES | LAUNCHERS)[page]):
         if text.startswith(PROGRAMS):
             try:
-                commands.check_names(commands.split(text))
+                commands.check_names(commands.split(text), tmp_path)
             except (AssertionError, KeyError) as error:
                 pytest.fail(f"{place}: `{text}`: {error}")
 
@@ -47,6 +68,8 @@ def test_commands_in_sentences_exist(page: str) -> None:
         "curl example.org",
         ".venv/bin/python -m pytest tests/missing.py",
         "torchrun --nproc-per-node 4 missing.py",
+        "SYNCLINE_SECRET_FILE=secret srun python missing.py",
+        "kubectl apply -f examples/missing.yaml",
     ],
 )
 def test_a_wrong_command_is_noticed(line: str, tmp_path: Path) -> None:
