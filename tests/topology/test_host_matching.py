@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError
+from syncline.schedule.collective import Collective
+from syncline.schedule.planners import choose
 from syncline.topology import Topology
 
 NET = """
@@ -143,3 +145,14 @@ def test_a_flat_job_keeps_ranks_of_one_host_together() -> None:
 )
 def test_a_flat_jobs_hosts_have_names_that_a_topology_can_have(names: list[str], hosts: list[str]) -> None:
     assert [host.name for host in Topology.flat_on(names).hosts] == hosts
+
+
+@pytest.mark.parametrize("names", [["n0", "n1"] * 4, ["n0"] * 4 + ["n1"] * 4])
+def test_a_flat_job_that_knows_its_hosts_sends_a_quarter_between_them(names: list[str]) -> None:
+    sent = []
+    for topology in (Topology.flat(8), Topology.flat_on(names)):
+        draft = choose(topology, Collective.ALL_REDUCE, 1 << 20).draft
+        between = [transfer for transfer in draft.transfers if names[transfer.src] != names[transfer.dst]]
+        size = sum(draft.cuts[transfer.last] - draft.cuts[transfer.first] for transfer in between)
+        sent.append(size / draft.cuts[-1])
+    assert sent[1] == sent[0] / 4
