@@ -44,7 +44,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "another MPI's number of this process"),
     ("PMI_SIZE", "another MPI's number of processes"),
     ("PMI_JOBID", "name of its job, for the port"),
-    ("PMI_PORT", "the same, of Hydra with -pmi-port"),
+    ("PMI_ID", "a number without a size, of Hydra with -pmi-port: refused likewise"),
     ("PMI_HOSTNAME", "its name of this host"),
     ("MPI_LOCALRANKID", "its number on its host"),
     ("MPI_LOCALNRANKS", "their number on its host"),

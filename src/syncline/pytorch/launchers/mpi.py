@@ -52,7 +52,7 @@ _MPICH = _Names(
     local_size="MPI_LOCALNRANKS",
     local_rank="MPI_LOCALRANKID",
     host="PMI_HOSTNAME",
-    jobs=("PMI_JOBID", "PMI_PORT"),
+    jobs=("PMI_JOBID",),
     passing="-genv {} {}",
 )
 
@@ -67,20 +67,20 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
     (1, 4, '127.0.0.1')
     """
     place = _numbered(values, _OPEN_MPI)
-    if place is None and values.get("PMIX_RANK") and not _is_counted(values):
-        raise ConfigurationError(
-            f"PMIX_RANK is {values['PMIX_RANK']!r}, so this may be one process of several, but WORLD_SIZE is not set; "
-            f"{START_RANKS}"
-        )
+    if place is None:
+        _refuse_number(values, "PMIX_RANK", others=("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     return place
 
 
 def mpich(values: Mapping[str, str]) -> Place | None:
     """Read ``PMI_SIZE``, ``PMI_RANK``, ``MPI_LOCALRANKID`` and ``MPI_LOCALNRANKS``.
 
-    Hydra names its job to no process but with ``mpiexec -pmi-port``, so even on one host the user gives a port.
+    Hydra tells no process the name of its job, so even on one host the user gives a port.
     """
-    return _numbered(values, _MPICH)
+    place = _numbered(values, _MPICH)
+    if place is None:
+        _refuse_number(values, "PMI_ID", others=("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return place
 
 
 def _numbered(values: Mapping[str, str], names: _Names) -> Place | None:
@@ -120,5 +120,10 @@ def _remedy(passing: str, *, is_one_host: bool) -> str:
     )
 
 
-def _is_counted(values: Mapping[str, str]) -> bool:
-    return any(values.get(name) for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+def _refuse_number(values: Mapping[str, str], name: str, *, others: tuple[str, ...]) -> None:
+    """Raise if there is a number without a size, and no other launcher has one: ``mpiexec -pmi-port`` tells no size."""
+    if values.get(name) and not any(values.get(size) for size in others):
+        raise ConfigurationError(
+            f"{name} is {values[name]!r}, so this may be one process of several, but WORLD_SIZE is not set; "
+            f"{START_RANKS}"
+        )
