@@ -276,7 +276,7 @@ def test_a_ticket_for_something_else_opens_nothing(tmp_path):
 
     file = SegmentFile(2)
     ticket = file.ticket
-    assert "sealed" not in repr(open_segment(ticket, rank=0, world_size=2))
+    assert open_segment(ticket, rank=0, world_size=2).world_size == 2
     with pytest.raises(OSError, match="another job"):
         open_segment(ticket[:-1] + bytes([ticket[-1] ^ 1]), rank=0, world_size=2)
     with pytest.raises(OSError, match="is not the segment of 3 ranks"):
