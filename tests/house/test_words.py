@@ -84,6 +84,16 @@ def test_the_noun_of_a_class_is_in_the_glossary(name: str) -> None:
     )
 
 
+def test_no_row_of_the_glossary_is_dead() -> None:
+    """Each of its nouns stands in the code: in a name, a comment or a text."""
+    files = [path for pattern in ("*.py", "*.[ch]pp") for path in SOURCE.rglob(pattern)]
+    used = f" {' '.join(singular(word) for path in files for word in words_of(path.read_text()))} "
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line[:1] == "|"]
+    nouns = [" ".join(map(singular, words_of(noun))) for row in rows if "--" not in row for noun in row.split(",")]
+    assert len(nouns) > 100
+    assert not [noun for noun in nouns if f" {noun} " not in used]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_replaced_words_stay_away_from_names(path: Path) -> None:
     tree = ast.parse(path.read_text())
