@@ -61,7 +61,7 @@ def build(kind: str, folder: Path) -> Path:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, tree / name)
-    flags = f"{FLAGS[kind]} -O1 -g -fno-omit-frame-pointer"
+    flags = f"{FLAGS[kind]} -g -fno-omit-frame-pointer"
     environment = os.environ | {
         "CFLAGS": flags,
         "CXXFLAGS": flags,
