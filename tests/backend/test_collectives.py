@@ -19,7 +19,7 @@ SIGNED = [torch.int64, torch.int32, torch.int16, torch.int8]
 UNSIGNED = [torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 INTEGERS = SIGNED + UNSIGNED
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2]
-EVERY_KIND = FLOATS + COMPLEX + INTEGERS + BYTES + [torch.bool]
+EVERY_KIND = [*FLOATS, *COMPLEX, *INTEGERS, *BYTES, torch.bool]
 SHAPES = [(), (0,), (1,), (5, 3)]
 
 
@@ -35,8 +35,14 @@ def reduced(tensors: Tensors, op: str) -> torch.Tensor:
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
     result = tensors[0].to(wide)
     functions: dict[str, Callable[..., torch.Tensor]] = {
-        **{"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum},
-        **{"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor},
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
     }
     for tensor in tensors[1:]:
         result = functions[op](result, tensor.to(wide))
@@ -48,7 +54,7 @@ CASES = [
     *(("AVG", dtype) for dtype in FLOATS + COMPLEX),
     *(("PRODUCT", dtype) for dtype in FLOATS + COMPLEX + INTEGERS + [torch.bool]),
     *((op, dtype) for op in ("MIN", "MAX") for dtype in FLOATS + INTEGERS + [torch.bool]),
-    *((op, dtype) for op in ("BAND", "BOR", "BXOR") for dtype in INTEGERS + [torch.bool]),
+    *((op, dtype) for op in ("BAND", "BOR", "BXOR") for dtype in [*INTEGERS, torch.bool]),
 ]
 
 

@@ -11,7 +11,7 @@ from syncline.backend.direct import DirectCollectives
 from syncline.backend.reductions import ReduceOp, reduction_of
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorCollectives, TensorReduction, TensorWork
-from syncline.pytorch.host_memory import Scratch, host_memory_of, joined, put_back
+from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, put_back
 from syncline.runtime.call import BasicSettings
 from syncline.runtime.communicator import Communicator
 
@@ -40,7 +40,7 @@ class GroupCollectives:
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
         self._tensors = TensorCollectives(communicator)
         self._direct = DirectCollectives(communicator)
-        self._scratch = Scratch()
+        self._scratch = ScratchPool()
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False

@@ -10,7 +10,14 @@ from typing import Literal, Unpack, get_args
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.pytorch.host_memory import Scratch, host_memory_of, is_plain, landing_memory_of, put_back, shares_memory
+from syncline.pytorch.host_memory import (
+    ScratchPool,
+    host_memory_of,
+    is_plain,
+    landing_memory_of,
+    put_back,
+    shares_memory,
+)
 from syncline.runtime.call import BasicSettings, CallSettings
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.reduction import Reduction
@@ -83,7 +90,7 @@ class TensorCollectives:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._scratch = Scratch()
+        self._scratch = ScratchPool()
 
     def all_reduce(
         self,

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 
-class Scratch:
+class ScratchPool:
     """One tensor of memory that is kept from call to call: fresh pages cost more than the copy into them.
 
     Any thread may borrow; of two at once, one gets fresh memory.
