@@ -188,9 +188,10 @@ def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
             lambda c: c.all_reduce(other, dist._make_nccl_premul_sum(2.0)),
             "ReduceOp.PREMUL_SUM of torch.int32.*convert",
         ),
+        "no factor": (lambda c: c.all_reduce(some, dist.ReduceOp.PREMUL_SUM), "needs a factor"),
         "bits of floats": (lambda c: c.all_reduce(some, dist.ReduceOp.BAND), "no band of torch.float32"),
         "order of complex": (lambda c: c.all_reduce(some + 1j, dist.ReduceOp.MAX), "no order"),
-        "no op": (lambda c: c.all_reduce(some, "sum"), "must be a torch.distributed.ReduceOp, not 'sum'"),  # type: ignore[arg-type]
+        "no op": (lambda c: c.all_reduce(some, "sum"), "must be a torch.distributed.ReduceOp: SUM, .*, not 'sum'"),  # type: ignore[arg-type]
         "one list short": (lambda c: c.all_gather([some], some), "one tensor for each of 2 ranks, not 1"),
         "no list": (lambda c: c.gather(None, some, 0), "one tensor for each of 2 ranks, not 0"),
         "own part": (lambda c: c.all_gather([torch.ones(3), torch.ones(3)], some), "one size, not of 2, 3 elements"),

@@ -30,6 +30,9 @@ _NAMES = MappingProxyType(
         "BXOR": "bxor",
     }
 )
+_KINDS: MappingProxyType[dist.ReduceOp.RedOpType, str] = MappingProxyType(
+    {getattr(dist.ReduceOp, name): name for name in _NAMES}
+)
 _OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product": "band"})
 """What becomes of truth values, as with gloo and NCCL: a sum says whether any is true, a product whether all are."""
 
@@ -60,15 +63,17 @@ def _without_factor(kind: str, dtype: torch.dtype, num_ranks: int) -> TensorRedu
 
 
 def _parse(op: ReduceOp) -> tuple[str, Any]:
-    """Return the name of an operation and its factor; an object of either class holds both in its pickled state."""
-    whole: Any = dist.ReduceOp(op) if isinstance(op, dist.ReduceOp.RedOpType) else op
-    try:
-        kind, factor = whole.__getstate__()
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"op must be a torch.distributed.ReduceOp, not {op!r}") from error
-    if kind.name not in _NAMES:
-        raise ConfigurationError(f"op must be one of ReduceOp.{', '.join(_NAMES)}, not {kind.name}")
-    return str(kind.name), factor
+    """Return the name of an operation, and the factor of a PREMUL_SUM, which its pickled state alone tells."""
+    kind: Any = getattr(op, "op", op)
+    name = _KINDS.get(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else None
+    if name is None:
+        raise ConfigurationError(f"op must be a torch.distributed.ReduceOp: {', '.join(_NAMES)}, not {op!r}")
+    if name != "PREMUL_SUM":
+        return name, None
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        raise ConfigurationError("ReduceOp.PREMUL_SUM needs a factor; make it with dist._make_nccl_premul_sum(factor)")
+    state: Any = op.__getstate__()
+    return name, state[1]
 
 
 def _multiply_by(factor: Any) -> Callable[[torch.Tensor], None]:
