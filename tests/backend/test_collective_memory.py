@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_group_collectives import check_moves, check_reductions
 
+from syncline.backend import collectives as group_collectives
+from syncline.backend import direct
 from syncline.backend.collectives import GroupCollectives
 from syncline.errors import ConfigurationError
+from syncline.pytorch import collectives as tensor_collectives
+from syncline.pytorch import host_memory
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM
@@ -169,6 +174,42 @@ def test_conjugates_are_what_they_stand_for(run_ranks: Any) -> None:
         collectives.broadcast(memory.imag.neg() if communicator.rank else memory.conj().imag, 0).wait()
 
     run_ranks(WORLD, body)
+
+
+class FakeDevice:
+    """Stands in for tensors on a device: none can be sent or written as it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_copied = 0
+        for module in (host_memory, tensor_collectives):
+            monkeypatch.setattr(module, "is_plain", lambda _: False)
+        for module in (host_memory, tensor_collectives, group_collectives, direct):
+            monkeypatch.setattr(module, "host_memory_of", self.copy)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_copied += 1
+        return tensor.detach().clone().contiguous()
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_tensors_on_a_device_go_through_host_memory(
+    is_awaited: bool, monkeypatch: pytest.MonkeyPatch, run_ranks: Any
+) -> None:
+    device = FakeDevice(monkeypatch)
+
+    def body(collectives: GroupCollectives, communicator: Any) -> None:
+        rank = communicator.rank
+        check_moves(collectives, rank, torch.float32, (2, 3))
+        check_reductions(collectives, rank, "AVG", torch.float64)
+        source, output = torch.arange(3.0) + 10 * rank, torch.empty(3)
+        collectives.all_to_all_single(output, source, is_awaited=is_awaited).wait()
+        assert output.tolist() == [rank, 10 + rank, 20 + rank]
+        whole = torch.empty(9)
+        collectives.all_gather_single(whole, source, is_awaited=is_awaited).wait()
+        assert whole.tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+
+    run_ranks(WORLD, body)
+    assert device.num_copied > 0
 
 
 def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
