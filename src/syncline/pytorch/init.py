@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from ipaddress import ip_address
+from functools import partial
 from pathlib import Path
 
-from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
-from syncline.pytorch.environment import Arguments, Environment, own_address, read_environment
+from syncline.pytorch.connecting import choose_fabric_options, choose_topology, connect, is_exposed, open_trace
+from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
-from syncline.pytorch.stores import LocalStore, TorchStore, open_store
-from syncline.pytorch.told_once import tell_once
-from syncline.runtime import CommunicationLoop, Communicator
+from syncline.pytorch.stores import open_store
 from syncline.topology import Topology
-
-HANDSHAKE_S = 5.0
-CONNECT_MARGIN_S = 30.0
-"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 
 def init(
@@ -98,10 +89,12 @@ def init(
 
 
 def _open_fleet(environment: Environment) -> Fleet:
-    shape = _topology(environment)
-    options = _fabric_options(environment)
-    communicator = _connect(environment, shape, options, _trace(environment, shape))
-    fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
+    topology = choose_topology(environment)
+    options = choose_fabric_options(environment)
+    assert options.address is not None, "resolved when the options were made"
+    open_its_store = partial(open_store, environment, options, address=options.address)
+    communicator = connect(environment, topology, options, open_trace(environment, topology), open_its_store)
+    fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
@@ -111,84 +104,3 @@ def _open_fleet(environment: Environment) -> Fleet:
         raise
     fleet.close_at_exit()
     return fleet
-
-
-def _topology(environment: Environment) -> Topology:
-    chosen = environment.topology
-    if chosen is None:
-        return Topology.flat(environment.world_size)
-    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
-    topology.check_world_size(environment.world_size)
-    return topology
-
-
-def _fabric_options(environment: Environment) -> FabricOptions:
-    address, limits = environment.interface, environment.limits
-    if address is None and environment.world_size > 1:
-        address = own_address(environment.master_address)
-    options = FabricOptions(
-        job_id=environment.job_id,
-        secret=environment.secret,
-        insecure=environment.insecure,
-        authenticate_frames=environment.authenticates_frames,
-        native=environment.native,
-        address=resolve_address(address),
-        binds_thread=environment.binds_thread,
-        heartbeat_s=limits.heartbeat_s,
-        suspect_s=0.3 * limits.silence_s,
-        dead_s=limits.silence_s,
-        stall_s=limits.stall_s,
-        held_s=limits.timeout_s,
-        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
-        connect_s=limits.connect_timeout_s,
-    )
-    try:
-        options.check_exposure(options.address or "127.0.0.1")
-    except ConfigurationError as error:
-        tell_once(error, rank=environment.rank)
-        raise
-    return options
-
-
-def _is_exposed(options: FabricOptions) -> bool:
-    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    if not options.insecure or options.address is None:
-        return False
-    try:
-        return not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface or host, which may be any
-        return True
-
-
-def _trace(environment: Environment, topology: Topology) -> Trace | None:
-    given = environment.trace
-    if given is None or isinstance(given, Trace):
-        return given
-    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)
-
-
-def _connect(environment: Environment, topology: Topology, options: FabricOptions, trace: Trace | None) -> Communicator:
-    """Start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    began_s = time.monotonic()
-    assert options.address is not None, "resolved when the options were made"
-    store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
-    left_s = max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
-    loop = CommunicationLoop(native=environment.native)
-    loop.start()
-    try:
-        connecting = connect_tcp(
-            options,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=topology,
-            trace=trace,
-            timeout_s=left_s,
-        )
-        fabric = loop.run(connecting, left_s + CONNECT_MARGIN_S)
-        return Communicator(
-            loop, fabric, topology, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
-        )
-    except BaseException:
-        loop.stop()
-        raise
