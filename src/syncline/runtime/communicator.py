@@ -149,6 +149,10 @@ class Communicator:
         """The error that every call ends with from now on; None as long as all is well."""
         return self._engine.failure_error()
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether ``rank`` is lost, or has left; from any thread."""
+        return self._fabric.is_lost(rank)
+
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
