@@ -85,13 +85,12 @@ class TensorReduction:
 class TensorCollectives:
     """Collectives on the tensors of one rank; they match by the order in which each rank calls them.
 
-    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return. What is
-    kept in ``scratch`` from call to call may be shared with others.
+    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return.
     """
 
-    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._scratch = scratch or ScratchPool()
+        self._scratch = ScratchPool()
 
     def all_reduce(
         self,
@@ -214,8 +213,7 @@ class TensorCollectives:
         host = host_memory_of(tensor)
         settings["elements"] = dtype_name(host.dtype)
         work = self._communicator.broadcast(bytes_of(host), root=root, **settings)
-        is_result = root != self._communicator.rank
-        return TensorWork([work], lambda: put_back(host, tensor) if is_result else None)
+        return TensorWork([work], lambda: put_back(host, tensor))
 
     def _weigh(
         self, host: torch.Tensor, op: Operation | TensorReduction, weight: float | None, settings: BasicSettings
