@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState
 from syncline.backend.name import NAME
+from syncline.updates.private_torch import failing_backend
 
 
 class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # the binding types nothing
@@ -25,9 +23,10 @@ class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]  # one for subclasses
         self.state = state
         self._name = self._description = ""
+        # A mesh asks the group for a backend of each device; the calls come to the group itself.
         kind = dist.ProcessGroup.BackendType.CUSTOM
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            self._register_backend(torch.device(device), kind, _stand_in(self.rank(), self.size()))
+            self._register_backend(torch.device(device), kind, failing_backend(self.rank(), self.size()))
 
     def __repr__(self) -> str:
         return f"<SynclineProcessGroup {self._name!r}: {self.state.communicator!r}>"
@@ -60,10 +59,3 @@ class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         """Return the user's description."""
         return self._description
 
-
-def _stand_in(rank: int, size: int) -> Any:
-    """Return the backend that a mesh asks a group for: it has no sockets, and a call that reached it would fail."""
-    c10d: Any = _distributed_c10d  # it declares neither the options nor that they are taken
-    options = c10d.FakeProcessGroup.Options()
-    options.error_on_collective = True
-    return c10d.FakeProcessGroup._create_internal(rank, size, options)
