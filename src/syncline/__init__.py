@@ -10,10 +10,15 @@ Names are loaded when they are first used, so that ``import syncline`` alone doe
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+if "torch" in sys.modules:  # else torch does it by the entry point, when it is imported
+    import_module("syncline.backend.registration").register()
+
 if TYPE_CHECKING:
+    from syncline.backend.options import BackendOptions
     from syncline.cli.launcher.function import launch
     from syncline.errors import (
         CheckpointError,
@@ -68,6 +73,7 @@ _HOMES = {
     "clip_grad_norm_": "syncline.pytorch.control",
     "save_checkpoint": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
+    "BackendOptions": "syncline.backend.options",
     "Fleet": "syncline.pytorch.fleet",
     "DistributedOptimizer": "syncline.pytorch.optimizer",
     "Topology": "syncline.topology",
@@ -115,6 +121,7 @@ __all__ = [
     "clip_grad_norm_",
     "save_checkpoint",
     "load_checkpoint",
+    "BackendOptions",
     "Fleet",
     "DistributedOptimizer",
     "Topology",

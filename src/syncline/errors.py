@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class SynclineError(Exception):
+class SynclineError(RuntimeError):
     """Base of every error that Syncline raises on purpose.
+
+    It is a RuntimeError because that is what programs written for ``torch.distributed`` catch.
 
     >>> text = "{topology: pair, switch: s, children: [{host: a, uplink: 1 Gbps}]}"
     >>> try:

@@ -11,8 +11,8 @@ import torch
 
 from syncline.errors import ConfigurationError, MismatchError
 from syncline.fabric import FabricOptions
+from syncline.pytorch.connecting import is_exposed
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.init import _is_exposed
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def test_strangers_pickles_are_refused(run_fleets: Any) -> None:
 
 
 def test_who_is_a_stranger() -> None:
-    assert not _is_exposed(FabricOptions(address="10.0.0.1"))  # the fabric will refuse that
-    assert not _is_exposed(FabricOptions(insecure=True))
-    assert not _is_exposed(FabricOptions(insecure=True, address="127.0.0.1"))
-    assert _is_exposed(FabricOptions(insecure=True, address="10.0.0.1"))
-    assert _is_exposed(FabricOptions(insecure=True, address="eth0"))
+    assert not is_exposed(FabricOptions(address="10.0.0.1"))  # the fabric will refuse that
+    assert not is_exposed(FabricOptions(insecure=True))
+    assert not is_exposed(FabricOptions(insecure=True, address="127.0.0.1"))
+    assert is_exposed(FabricOptions(insecure=True, address="10.0.0.1"))
+    assert is_exposed(FabricOptions(insecure=True, address="eth0"))

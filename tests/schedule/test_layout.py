@@ -89,6 +89,28 @@ def test_slices_cover_the_buffer_once(topology, num_elements, slice_elements, co
     reference.check(schedule, layout)
 
 
+@effort(max_examples=40)
+@given(
+    trees(max_ranks=8),
+    st.sampled_from([Collective.REDUCE_SCATTER, Collective.ALL_GATHER]),
+    st.lists(st.sampled_from([0, 1, 2, 7, 40]), min_size=8, max_size=8),
+    st.integers(10, 60),
+)
+def test_each_rank_owns_a_part_of_the_size_that_it_was_given(topology, collective, sizes, slice_elements):
+    parts = sizes[: topology.num_ranks]
+    schedule = plan_tree(topology, collective, target="rank_order")
+    layout = Layout.uneven(schedule, parts, slice_elements)
+    for rank, size in enumerate(parts):
+        start = sum(parts[:rank])
+        assert layout.owned_ranges(schedule, rank) == (((start, start + size),) if size else ())
+    reference.check(schedule, layout)
+
+
+def test_equal_parts_are_the_contiguous_layout():
+    schedule = plan_ring(Topology.flat(4), Collective.ALL_GATHER)
+    assert Layout.uneven(schedule, [5] * 4, 8) == Layout.contiguous(schedule, 20, 8)
+
+
 def test_digest_tells_layouts_apart():
     digests = {Layout.build(FLAT, 20, size).digest for size in (5, 10, 20)}
     assert len(digests | {Layout.build(FLAT, 20, 5).digest}) == 3
@@ -99,6 +121,9 @@ def test_impossible_sizes_are_refused():
         Layout.build(FLAT, -1, 4)
     with pytest.raises(ScheduleError, match="not 4 and 0"):
         Layout.contiguous(FLAT, 4, 0)
+    for parts in ([1, 2, 3], [1, 2, 3, -1]):
+        with pytest.raises(ScheduleError, match="each of 4 ranks has a part of 0 or more elements"):
+            Layout.uneven(FLAT, parts, 4)
     for boundaries in ([], [1, 2], [0, 3, 2]):
         with pytest.raises(ScheduleError, match="boundaries must rise from 0"):
             Layout.aligned(FLAT, boundaries, 4)

@@ -104,3 +104,11 @@ def test_a_scaler_asks_a_subclass_by_the_name_that_is_known() -> None:
 def test_checkpoint_place_has_what_the_reader_asks_for() -> None:
     place = private_torch.checkpoint_place("part", start=3, length=4)
     assert (place.relative_path, place.offset, place.length) == ("part", 3, 4)
+
+
+def test_failing_backend_does_no_collective() -> None:
+    backend = private_torch.failing_backend(1, 3)
+    assert (backend.rank(), backend.size()) == (1, 3)
+    for call in (backend.allreduce, backend.broadcast):
+        with pytest.raises(RuntimeError, match="error_on_collective"):
+            call([torch.ones(1)])

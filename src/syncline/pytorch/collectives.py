@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.runtime.call import CallSettings
+from syncline.pytorch.host_memory import (
+    ScratchPool,
+    host_memory_of,
+    is_plain,
+    landing_memory_of,
+    put_back,
+    shares_memory,
+)
+from syncline.runtime.call import BasicSettings, CallSettings
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.reduction import Reduction
 from syncline.runtime.work import Work
@@ -21,7 +30,7 @@ Operation = Literal["sum", "mean", "max", "min", "product"]
 class TensorWork:
     """A collective on tensors that is under way; the result is there after :meth:`wait`. Any thread may wait."""
 
-    def __init__(self, works: list[Work], finish: Callable[[], None]) -> None:
+    def __init__(self, works: Iterable[Work], finish: Callable[[], None]) -> None:
         self.works = tuple(works)
         """What moves; when all are done, :meth:`wait` has only to put the result in place."""
         self._finish: Callable[[], None] | None = finish
@@ -40,25 +49,37 @@ class TensorWork:
         """Whether :meth:`wait` would return at once."""
         return all(work.done() for work in self.works)
 
+    def then(self, finish: Callable[[], None]) -> TensorWork:
+        """Return a work that is this one, and ``finish`` at the end of its first wait."""
 
-class _Scratch:
-    """One tensor of memory that is kept from call to call: fresh pages cost more than the copy into them."""
+        def finish_both() -> None:
+            self.wait()
+            finish()
 
-    MAX_BYTES = 256 << 20
+        return TensorWork(self.works, finish_both)
 
-    def __init__(self) -> None:
-        self._kept: torch.Tensor | None = None
+    @classmethod
+    def together(cls, parts: Sequence[TensorWork]) -> TensorWork:
+        """Return a work that is over when all ``parts`` are."""
 
-    def borrow(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``source`` in memory of its own."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.dtype == source.dtype and kept.numel() == source.numel():
-            return kept.view(source.shape).copy_(source)
-        return source.clone()
+        def finish_all() -> None:
+            for part in parts:
+                part.wait()
 
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Keep ``tensor`` for the next call, unless it is very large."""
-        self._kept = tensor if tensor.nbytes <= self.MAX_BYTES else None
+        return cls([work for part in parts for work in part.works], finish_all)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReduction:
+    """How the tensors of all ranks become one, where no :data:`Operation` says it."""
+
+    reduction: Reduction
+    meaning: str
+    """What other ranks must mean too, such as "mean"."""
+    prepare: Callable[[torch.Tensor], object] | None = None
+    """Changes what this rank brings, in place."""
+    finish: Callable[[torch.Tensor], object] | None = None
+    """Changes the result, in place."""
 
 
 class TensorCollectives:
@@ -69,44 +90,53 @@ class TensorCollectives:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._scratch = _Scratch()
+        self._scratch = ScratchPool()
 
     def all_reduce(
-        self, tensor: torch.Tensor, *, op: Operation, weight: float | None, is_awaited: bool = False
+        self,
+        tensor: torch.Tensor,
+        *,
+        op: Operation | TensorReduction,
+        weight: float | None = None,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``tensor`` the sum, mean, ... of those of all ranks."""
         reduction = _reduction(tensor.dtype, op)
-        host = _host(tensor)
-        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
-        meaning = _meaning(op, weight)
-        work = self._communicator.all_reduce(bytes_of(host), reduction, is_awaited=is_awaited, op=meaning)
+        host = host_memory_of(tensor)
+        divide = self._weigh(host, op, weight, settings)
+        work = self._communicator.all_reduce(bytes_of(host), reduction, **settings, op=_meaning(op, weight))
 
         def finish() -> None:
             divide(host)
-            _put(host, tensor)
+            put_back(host, tensor)
 
         return TensorWork([work], finish)
 
     def reduce(
-        self, tensor: torch.Tensor, *, dst: int, op: Operation, weight: float | None, is_awaited: bool = False
+        self,
+        tensor: torch.Tensor,
+        *,
+        dst: int,
+        op: Operation | TensorReduction,
+        weight: float | None = None,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``tensor`` of rank ``dst`` the sum, mean, ... of those of all ranks; the others keep theirs."""
-        self._check_rank(dst, "dst")
+        self.check_rank(dst, "dst")
         reduction = _reduction(tensor.dtype, op)
         is_result = dst == self._communicator.rank
-        host = _host(tensor)
-        if not is_result and _shares(host, tensor):
+        host = host_memory_of(tensor)
+        if not is_result and shares_memory(host, tensor):
             host = host.clone()
-        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
+        divide = self._weigh(host, op, weight, settings)
+        settings["label"] = "reduce"
         meaning = f"{_meaning(op, weight)} for rank {dst}"
-        work = self._communicator.all_reduce(
-            bytes_of(host), reduction, is_awaited=is_awaited, op=meaning, label="reduce"
-        )
+        work = self._communicator.all_reduce(bytes_of(host), reduction, **settings, op=meaning)
 
         def finish() -> None:
             divide(host)
             if is_result:
-                _put(host, tensor)
+                put_back(host, tensor)
 
         return TensorWork([work], finish)
 
@@ -115,45 +145,63 @@ class TensorCollectives:
         output: torch.Tensor,
         source: torch.Tensor,
         *,
-        op: Operation,
-        weight: float | None,
-        is_awaited: bool = False,
+        op: Operation | TensorReduction,
+        weight: float | None = None,
+        parts: Sequence[int] = (),
+        may_overwrite: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
-        """Make rank k's ``output`` part k of the sum, mean, ... of ``source`` over all ranks."""
-        self._check_parts(output, source, "reduce_scatter")
+        """Make rank k's ``output`` part k of the sum, mean, ... of ``source`` over all ranks.
+
+        ``parts`` are the elements of each rank's part, where they are not equal. Only with ``may_overwrite`` does
+        ``source`` hold something else afterwards.
+        """
+        self._check_parts(output, source, parts, "reduce_scatter")
         reduction = _reduction(source.dtype, op)
-        host = _host(source)
-        scratch = self._scratch.borrow(host) if _shares(host, source) else None  # the input stays as it is
+        host = host_memory_of(source)
+        is_kept = shares_memory(host, source) and not may_overwrite
+        scratch = self._scratch.borrow(host) if is_kept else None
         host = host if scratch is None else scratch
-        divide = self._weigh(host, op, weight, is_awaited=is_awaited)
+        divide = self._weigh(host, op, weight, settings)
         meaning = _meaning(op, weight)
-        work = self._communicator.reduce_scatter(bytes_of(host), reduction, is_awaited=is_awaited, op=meaning)
+        work = self._communicator.reduce_scatter(bytes_of(host), reduction, parts=parts, **settings, op=meaning)
 
         def finish() -> None:
-            part = self._part(host, output)
+            part = self._part(host, output, parts)
             divide(part)
-            output.detach().copy_(part)
+            put_back(part, output)
             if scratch is not None:
                 self._scratch.give_back(scratch)
 
         return TensorWork([work], finish)
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, **settings: Unpack[CallSettings]) -> TensorWork:
-        """Make ``output`` the parts of all ranks, rank k's ``source`` being part k."""
-        self._check_parts(source, output, "all_gather")
-        host = output.detach() if _is_plain(output) else torch.empty(output.shape, dtype=output.dtype)
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        parts: Sequence[int] = (),
+        **settings: Unpack[CallSettings],
+    ) -> TensorWork:
+        """Make ``output`` the parts of all ranks, rank k's ``source`` being part k.
+
+        ``parts`` are the elements of each rank's part, where they are not equal.
+        """
+        self._check_parts(source, output, parts, "all_gather")
+        host = landing_memory_of(output)
         own_part = None
-        if settings.get("is_awaited") and _is_plain(source):
+        if settings.get("is_awaited") and is_plain(source):
             own_part = bytes_of(source.detach())
         else:
-            self._part(host, source).copy_(source.detach())
+            self._part(host, source, parts).copy_(source.detach())
         settings["elements"] = dtype_name(host.dtype)
-        work = self._communicator.all_gather(bytes_of(host), own_part=own_part, **settings)
-        return TensorWork([work], lambda: _put(host, output))
+        sizes = [part * host.itemsize for part in parts]
+        work = self._communicator.all_gather(bytes_of(host), parts=sizes, own_part=own_part, **settings)
+        return TensorWork([work], lambda: put_back(host, output))
 
     def gather(self, tensor: torch.Tensor, *, dst: int) -> list[torch.Tensor] | None:
         """Return the ``tensor`` of every rank on rank ``dst``, in rank order, and None on the others."""
-        self._check_rank(dst, "dst")
+        self.check_rank(dst, "dst")
         size = self._communicator.world_size
         whole = torch.empty((size, *tensor.shape), dtype=tensor.dtype)
         self.all_gather(whole, tensor, is_awaited=True, op=f"for rank {dst}", label="gather").wait()
@@ -161,16 +209,20 @@ class TensorCollectives:
 
     def broadcast(self, tensor: torch.Tensor, *, root: int, **settings: Unpack[CallSettings]) -> TensorWork:
         """Give every rank the ``tensor`` of ``root``."""
-        self._check_rank(root, "root")
-        host = _host(tensor)
+        self.check_rank(root, "root")
+        host = host_memory_of(tensor)
         settings["elements"] = dtype_name(host.dtype)
         work = self._communicator.broadcast(bytes_of(host), root=root, **settings)
-        return TensorWork([work], lambda: _put(host, tensor))
+        return TensorWork([work], lambda: put_back(host, tensor))
 
     def _weigh(
-        self, host: torch.Tensor, op: Operation, weight: float | None, *, is_awaited: bool
-    ) -> Callable[[torch.Tensor], None]:
+        self, host: torch.Tensor, op: Operation | TensorReduction, weight: float | None, settings: BasicSettings
+    ) -> Callable[[torch.Tensor], object]:
         """Multiply by this rank's weight; return what divides the sum by that of all."""
+        if isinstance(op, TensorReduction):
+            if op.prepare is not None:
+                op.prepare(host)
+            return op.finish or _leave
         if weight is not None:
             _check_weight(host.dtype, op, weight)
         if op != "mean":
@@ -182,9 +234,8 @@ class TensorCollectives:
         weights = torch.tensor([weight], dtype=torch.float64)
         adds = reduction_for(weights.dtype)
         label = f"weight of {host.numel()} x {dtype_name(host.dtype)}"
-        total_weight = self._communicator.all_reduce(
-            bytes_of(weights), adds, is_awaited=is_awaited, op="total weight of a mean", label=label
-        )
+        settings = {**settings, "label": label}
+        total_weight = self._communicator.all_reduce(bytes_of(weights), adds, **settings, op="total weight of a mean")
         host.mul_(weight)
 
         def divide(total: torch.Tensor) -> None:
@@ -193,28 +244,37 @@ class TensorCollectives:
 
         return divide
 
-    def _check_rank(self, rank: int, name: str) -> None:
+    def check_rank(self, rank: int, name: str) -> None:
+        """Raise :class:`ConfigurationError` if there is no such rank; ``name`` is the argument's."""
         if not 0 <= rank < self._communicator.world_size:
             raise ConfigurationError(f"{name} must be a rank, 0 to {self._communicator.world_size - 1}, not {rank}")
 
     def _divide_by_ranks(self, total: torch.Tensor) -> None:
         total.div_(self._communicator.world_size)
 
-    def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        start = self._communicator.rank * like.numel()
+    def _part(self, whole: torch.Tensor, like: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+        rank = self._communicator.rank
+        start = sum(parts[:rank]) if parts else rank * like.numel()
         return whole.reshape(-1)[start : start + like.numel()].view(like.shape)
 
-    def _check_parts(self, part: torch.Tensor, whole: torch.Tensor, call: str) -> None:
+    def _check_parts(self, part: torch.Tensor, whole: torch.Tensor, parts: Sequence[int], call: str) -> None:
         size = self._communicator.world_size
-        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        if parts and (len(parts) != size or parts[self._communicator.rank] != part.numel()):
+            raise ConfigurationError(
+                f"{call} needs as many parts as ranks, {size}, and that of this rank to be of {part.numel()} elements, "
+                f"not {list(parts)}"
+            )
+        if whole.numel() != (sum(parts) if parts else size * part.numel()) or whole.dtype != part.dtype:
             raise ConfigurationError(
                 f"{call} needs a whole of {size} (ranks) times the part's elements and the same type, not "
                 f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}; pad it"
             )
 
 
-def _reduction(dtype: torch.dtype, op: Operation) -> Reduction:
+def _reduction(dtype: torch.dtype, op: Operation | TensorReduction) -> Reduction:
     """Return how ``op`` makes one number of two; a mean is a sum that is divided in the end."""
+    if isinstance(op, TensorReduction):
+        return op.reduction
     if op not in get_args(Operation):
         raise ConfigurationError(f"op must be one of {', '.join(get_args(Operation))}, not {op!r}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -222,7 +282,9 @@ def _reduction(dtype: torch.dtype, op: Operation) -> Reduction:
     return reduction_for(dtype, "sum" if op == "mean" else op)
 
 
-def _meaning(op: Operation, weight: float | None) -> str:
+def _meaning(op: Operation | TensorReduction, weight: float | None) -> str:
+    if isinstance(op, TensorReduction):
+        return op.meaning
     return op if weight is None else f"weighted {op}"
 
 
@@ -235,21 +297,3 @@ def _check_weight(dtype: torch.dtype, op: Operation, weight: float) -> None:
 
 def _leave(_: torch.Tensor) -> None:
     """Do nothing to a sum."""
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if it can be sent as it is, else a copy in host memory."""
-    return tensor.detach() if _is_plain(tensor) else tensor.detach().cpu().contiguous()
-
-
-def _shares(host: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return host.data_ptr() == tensor.data_ptr()
-
-
-def _put(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    if not _shares(host, tensor):
-        tensor.detach().copy_(host)

@@ -76,12 +76,17 @@ class Environment:
     limits: Limits
 
 
-def read_environment(variables: Mapping[str, str] | None = None, given: Arguments | None = None) -> Environment:
-    """Choose and check every setting; :class:`ConfigurationError` names the argument or variable that is wrong."""
+def read_environment(
+    variables: Mapping[str, str] | None = None, given: Arguments | None = None, *, has_store: bool = False
+) -> Environment:
+    """Choose and check every setting; :class:`ConfigurationError` names the argument or variable that is wrong.
+
+    With ``has_store`` the ranks meet in a store that they have already, and no master is asked for.
+    """
     values = process_variables() if variables is None else variables
     said: Arguments = given or {}
     place = _choose_place(values, said)
-    address, port = _choose_master(values, said, place)
+    address, port = (None, None) if has_store else _choose_master(values, said, place)
     topology, trace = said.get("topology"), said.get("trace") or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from ipaddress import ip_address
+from functools import partial
 from pathlib import Path
 
-from syncline.errors import ConfigurationError, TopologyError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
-from syncline.pytorch.environment import Arguments, Environment, own_address, read_environment
+from syncline.pytorch.connecting import choose_fabric_options, connect, is_exposed
+from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
-from syncline.pytorch.stores import LocalStore, TorchStore, open_store
-from syncline.pytorch.told_once import tell_once
-from syncline.runtime import CommunicationLoop, Communicator, match_topology
+from syncline.pytorch.stores import open_store
 from syncline.topology import Topology
-
-HANDSHAKE_S = 5.0
-CONNECT_MARGIN_S = 30.0
-"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 
 def init(
@@ -101,10 +92,10 @@ def init(
 
 
 def _open_fleet(environment: Environment) -> Fleet:
-    topology = _load_topology(environment)
-    options = _fabric_options(environment)
-    communicator = _connect(environment, topology, options)
-    fleet = Fleet(communicator, is_trusted=options.secret is not None or not _is_exposed(options))
+    options = choose_fabric_options(environment)
+    assert options.address is not None, "resolved when the options were made"
+    communicator = connect(environment, options, partial(open_store, environment, options, address=options.address))
+    fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
     try:
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
@@ -114,114 +105,3 @@ def _open_fleet(environment: Environment) -> Fleet:
         raise
     fleet.close_at_exit()
     return fleet
-
-
-def _load_topology(environment: Environment) -> Topology | None:
-    chosen = environment.topology
-    if chosen is None:
-        return None
-    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
-    topology.check_world_size(environment.world_size)
-    return topology
-
-
-def _fabric_options(environment: Environment) -> FabricOptions:
-    address, limits = environment.interface, environment.limits
-    if address is None and environment.world_size > 1:
-        address = own_address(environment.master_address)
-    options = FabricOptions(
-        job_id=environment.job_id,
-        secret=environment.secret,
-        insecure=environment.insecure,
-        authenticate_frames=environment.authenticates_frames,
-        native=environment.native,
-        address=resolve_address(address),
-        binds_thread=environment.binds_thread,
-        heartbeat_s=limits.heartbeat_s,
-        suspect_s=0.3 * limits.silence_s,
-        dead_s=limits.silence_s,
-        stall_s=limits.stall_s,
-        held_s=limits.timeout_s,
-        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
-        connect_s=limits.connect_timeout_s,
-    )
-    try:
-        options.check_exposure(options.address or "127.0.0.1")
-    except ConfigurationError as error:
-        tell_once(error, rank=environment.rank)
-        raise
-    return options
-
-
-def _is_exposed(options: FabricOptions) -> bool:
-    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    if not options.insecure or options.address is None:
-        return False
-    try:
-        return not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface or host, which may be any
-        return True
-
-
-def _trace(environment: Environment, topology: Topology) -> Trace | None:
-    given = environment.trace
-    if given is None or isinstance(given, Trace):
-        return given
-    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)
-
-
-def _connect(environment: Environment, topology: Topology | None, options: FabricOptions) -> Communicator:
-    """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    began_s = time.monotonic()
-
-    def left_s() -> float:
-        return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
-
-    assert options.address is not None, "resolved when the options were made"
-    store: TorchStore | LocalStore = open_store(environment, options, address=options.address)
-    shape = _match(environment, topology, options, store, timeout_s=left_s())
-    trace = _trace(environment, shape)
-    loop = CommunicationLoop(native=environment.native)
-    loop.start()
-    try:
-        connecting = connect_tcp(
-            options,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=shape,
-            trace=trace,
-            timeout_s=left_s(),
-        )
-        fabric = loop.run(connecting, left_s() + CONNECT_MARGIN_S)
-        return Communicator(
-            loop, fabric, shape, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
-        )
-    except BaseException:
-        loop.stop()
-        raise
-
-
-def _match(
-    environment: Environment,
-    topology: Topology | None,
-    options: FabricOptions,
-    store: TorchStore | LocalStore,
-    *,
-    timeout_s: float,
-) -> Topology:
-    """Return the topology as this job numbers it."""
-    try:
-        return match_topology(
-            topology,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            store=store,
-            host=environment.host,
-            timeout_s=timeout_s,
-            job_id=options.job_id,
-            silence_s=options.dead_s,
-        )
-    except TopologyError as error:
-        tell_once(error, rank=environment.rank)
-        raise

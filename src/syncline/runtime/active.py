@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from syncline.fabric.slice_executor import Execution
-from syncline.runtime.call import CollectiveCall, Description
+from syncline.runtime.call import Call, Description
 from syncline.runtime.clock import Timer
 from syncline.runtime.work import Work
 
@@ -14,7 +14,7 @@ from syncline.runtime.work import Work
 class ActiveCall:
     """What the engine knows of one call. ``number`` is its running number in its stream."""
 
-    call: CollectiveCall
+    call: Call
     number: int
     peers: frozenset[int]
     """All ranks that this one exchanges messages with."""
@@ -25,7 +25,7 @@ class ActiveCall:
     is_agreed: bool
     """Whether the rank before is known to have made the same call."""
     execution: Execution | None = None
-    """Its slices; None if there is nothing to move."""
+    """Its slices or messages; None if there is nothing to move."""
     timer: Timer | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
     """For each rank that said so, whom it waits for."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
+
+import numpy as np
 
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace, Trace
@@ -12,8 +16,8 @@ from syncline.runtime.reduction import Reduction
 from syncline.schedule import Collective, Layout, Schedule
 
 
-class CallSettings(TypedDict, total=False):
-    """What a caller may say of any collective: how it is called in errors and traces, and how it is treated."""
+class BasicSettings(TypedDict, total=False):
+    """What a caller may say of any call: how it is called in errors and traces, and how it is treated."""
 
     stream: int
     """Calls match by their running number in it; the communicator's own if it is not given."""
@@ -27,19 +31,36 @@ class CallSettings(TypedDict, total=False):
     """None: the communicator's."""
     is_awaited: bool
     """The caller does nothing else until the call ends, so it may end before the method returns."""
+
+
+class CallSettings(BasicSettings, total=False):
+    """What a caller may say of any collective."""
+
     op: str
     """What the caller makes of the numbers, such as "weighted mean"; the reduction's if it is not given."""
     elements: str
     """The caller's number type, where the reduction is of plain bytes."""
 
 
+def common_settings(settings: BasicSettings, *, label: str, stream: int, timeout_s: float) -> dict[str, Any]:
+    """Return what any :class:`Call` is made with: what ``settings`` say, else what is given beside them."""
+    asked_s = settings.get("timeout_s")
+    return {
+        "stream": settings.get("stream", stream),
+        "label": settings.get("label", label),
+        "step": settings.get("step"),
+        "urgency": settings.get("urgency", 0),
+        "connection_class": settings.get("connection_class", 0),
+        "timeout_s": timeout_s if asked_s is None else asked_s,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCall:
-    """One collective on one buffer, in place.
+class Call(ABC):
+    """What all ranks do together, once.
 
     Ranks match their calls by (``stream``, running number in that stream), so calls of different streams may be made in
-    different orders on different ranks. Stream 0 is the user's. ``buffer`` holds ``layout.num_elements`` elements as
-    writable bytes and is the engine's until the call ends. A lower ``urgency`` goes first; ``urgency``,
+    different orders on different ranks. Stream 0 is the user's. A lower ``urgency`` goes first; ``urgency``,
     ``connection_class`` and ``timeout_s`` are each rank's own affair, all else must agree.
 
     >>> from syncline.schedule import Collective
@@ -53,15 +74,58 @@ class CollectiveCall:
     """
 
     stream: int
-    schedule: Schedule
-    layout: Layout
-    buffer: memoryview
-    reduction: Reduction
     label: str
     timeout_s: float
     urgency: int = 0
     connection_class: int = 0
     step: int | None = None
+
+    @property
+    def what(self) -> str:
+        """``"all_gather of bucket 4, step 118"``."""
+        return self.label if self.step is None else f"{self.label}, step {self.step}"
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """``"all_gather"``: calls are counted by it."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size of this rank's memory that takes part."""
+
+    @abstractmethod
+    def needed_by(self, rank: int) -> Collection[int]:
+        """Return who cannot end the call without ``rank``."""
+
+    @abstractmethod
+    def place_own_part(self, rank: int) -> None:
+        """Put what ``rank`` brings where it belongs; nothing happens if it is there."""
+
+    @abstractmethod
+    def describe(self, digest: Callable[[Layout], str]) -> Description:
+        """Describe it to the other ranks; ``digest`` is that of a layout."""
+
+    def check_deadline(self) -> None:
+        """Raise :class:`ConfigurationError` if it could never be done in time."""
+        if self.timeout_s <= 0:
+            raise ConfigurationError(f"{self.what}: a deadline lies in the future, not {self.timeout_s} s away")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall(Call):
+    """One collective on one buffer, in place.
+
+    ``buffer`` holds ``layout.num_elements`` elements as writable bytes and is the engine's until the call ends.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    buffer: memoryview
+    reduction: Reduction
+    parts: tuple[int, ...] = ()
+    """The elements of each rank's part, where parts are in rank order and not equal; empty: as equal as can be."""
     own_part: memoryview | None = None
     """What this rank brings to an all-gather, if it is not in the buffer yet; unchanged until the call ends."""
     op: str = ""
@@ -77,17 +141,29 @@ class CollectiveCall:
                 f"{self.reduction.dtype}), not {self.buffer.nbytes} {'read-only ' * self.buffer.readonly}bytes of "
                 f"format {self.buffer.format!r}; give memoryview(array).cast('B')"
             )
-        if self.timeout_s <= 0:
-            raise ConfigurationError(f"{self.what}: a deadline lies in the future, not {self.timeout_s} s away")
+        self.check_deadline()
 
     @property
-    def what(self) -> str:
-        """``"all_gather of bucket 4, step 118"``."""
-        return self.label if self.step is None else f"{self.label}, step {self.step}"
+    def kind(self) -> str:
+        """The collective's name."""
+        return self.schedule.collective.value
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self.buffer.nbytes
+
+    def needed_by(self, rank: int) -> Collection[int]:
+        """Return the ranks that receive something from ``rank`` in the schedule."""
+        transfers = self.schedule.transfers
+        return [int(peer) for peer in np.unique(transfers.dst[transfers.src == rank])]
 
     def own_range(self, rank: int) -> tuple[int, int]:
         """Return the bytes of the buffer that are the part of ``rank``, where parts are in rank order."""
         num_ranks, itemsize = self.schedule.num_ranks, self.reduction.itemsize
+        if self.parts:
+            start = sum(self.parts[:rank])
+            return start * itemsize, (start + self.parts[rank]) * itemsize
         start, stop = (place * self.layout.num_elements // num_ranks * itemsize for place in (rank, rank + 1))
         return start, stop
 
@@ -115,6 +191,16 @@ class CollectiveCall:
         """Number of slices; none if there is nothing to move."""
         return len(self.layout.slices) if self.layout.num_elements else 0
 
+    def describe(self, digest: Callable[[Layout], str]) -> Description:
+        """Describe it by what is moved, what becomes of it, and on which ways."""
+        layout = digest(self.layout)
+        meaning = f"{self.meaning}; " if self.meaning and self.meaning != self.label else ""
+        return Description(
+            identity=f"{self.kind} {self.numbers} {self.meaning} {self.schedule.digest} {layout}",
+            text=f"{self.kind} of {self.numbers} ({meaning}{self.what[:200]}; "
+            f"schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {layout})",
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -129,10 +215,10 @@ class Description:
         return zlib.crc32(self.identity.encode())
 
 
-def trace_call(trace: Trace | NullTrace, call: CollectiveCall, start_ns: int, **args: object) -> None:
+def trace_call(trace: Trace | NullTrace, call: Call, start_ns: int, **args: object) -> None:
     """Record that ``call`` went on from ``start_ns`` until now."""
     if trace.enabled:
-        about = {"bytes": call.buffer.nbytes, "connection_class": call.connection_class}
+        about = {"bytes": call.num_bytes, "connection_class": call.connection_class}
         step = {} if call.step is None else {"step": call.step}
         trace.span(call.label, "communication", start_ns, trace.now_ns(), **about, **step, **args)
 
@@ -144,16 +230,9 @@ class Describer:
         self._max_layouts = max_layouts
         self._digests: dict[int, tuple[Layout, str]] = {}
 
-    def describe(self, call: CollectiveCall) -> Description:
+    def describe(self, call: Call) -> Description:
         """Describe ``call`` to the other ranks."""
-        kind = call.schedule.collective.value
-        layout = self._digest(call.layout)
-        meaning = f"{call.meaning}; " if call.meaning and call.meaning != call.label else ""
-        return Description(
-            identity=f"{kind} {call.numbers} {call.meaning} {call.schedule.digest} {layout}",
-            text=f"{kind} of {call.numbers} ({meaning}{call.what[:200]}; "
-            f"schedule {call.schedule.planner} {call.schedule.digest[:8]}, layout {layout})",
-        )
+        return call.describe(self._digest)
 
     def _digest(self, layout: Layout) -> str:
         known = self._digests.get(id(layout))

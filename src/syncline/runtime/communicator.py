@@ -14,8 +14,9 @@ from syncline.errors import SynclineError
 from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
-from syncline.runtime.call import CallSettings, CollectiveCall
+from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
+from syncline.runtime.direct import DirectCall, DirectKind, Messages
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -148,6 +149,10 @@ class Communicator:
         """The error that every call ends with from now on; None as long as all is well."""
         return self._engine.failure_error()
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether ``rank`` is lost, or has left; from any thread."""
+        return self._fabric.is_lost(rank)
+
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
@@ -166,7 +171,7 @@ class Communicator:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
         return self._plans.layout(schedule, num_elements, itemsize)
 
-    def submit(self, call: CollectiveCall, *, is_awaited: bool = False) -> Work:
+    def submit(self, call: Call, *, is_awaited: bool = False) -> Work:
         """Begin ``call``; from any thread. Its buffer must not be touched until the work is done.
 
         With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
@@ -191,13 +196,14 @@ class Communicator:
         reduction: Reduction,
         *,
         layout: Layout | None = None,
+        parts: Sequence[int] = (),
         own_part: memoryview | None = None,
         **settings: Unpack[CallSettings],
     ) -> Work:
         """Begin the collective that ``schedule`` makes of ``buffer`` (writable bytes, until the work is done).
 
         ``layout`` says where its slices lie; by default as :meth:`layout` cuts them, and each rank's part in one range
-        where parts are in rank order.
+        where parts are in rank order; ``parts`` are their elements, where they are not equal.
         """
         if layout is None:
             layout = self._plans.layout(
@@ -205,19 +211,15 @@ class Communicator:
                 buffer.nbytes // reduction.itemsize,
                 reduction.itemsize,
                 is_contiguous=schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
+                parts=tuple(parts),
             )
-        timeout_s = settings.get("timeout_s")
         call = CollectiveCall(
-            stream=settings.get("stream", self.user_stream),
+            **self._common(schedule.collective.value, settings),
             schedule=schedule,
             layout=layout,
             buffer=buffer,
             reduction=reduction,
-            urgency=settings.get("urgency", 0),
-            connection_class=settings.get("connection_class", 0),
-            label=settings.get("label", schedule.collective.value),
-            step=settings.get("step"),
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            parts=tuple(parts),
             own_part=own_part,
             op=settings.get("op", ""),
             elements=settings.get("elements", ""),
@@ -228,33 +230,61 @@ class Communicator:
         """Sum ``buffer`` (or what ``reduction`` does) over all ranks, in place and on every rank."""
         return self.start(self.plan(Collective.ALL_REDUCE, buffer.nbytes), buffer, reduction, **settings)
 
-    def reduce_scatter(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
+    def reduce_scatter(
+        self, buffer: memoryview, reduction: Reduction, *, parts: Sequence[int] = (), **settings: Unpack[CallSettings]
+    ) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
 
-        The rest of the buffer holds partial sums afterwards.
+        The rest of the buffer holds partial sums afterwards. ``parts`` are the elements of each rank's part, in rank
+        order, where they are not equal.
         """
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
-        return self.start(schedule, buffer, reduction, **settings)
+        return self.start(schedule, buffer, reduction, parts=parts, **settings)
 
     def all_gather(
         self,
         buffer: memoryview,
         reduction: Reduction | None = None,
         *,
+        parts: Sequence[int] = (),
         own_part: memoryview | None = None,
         **settings: Unpack[CallSettings],
     ) -> Work:
         """Give every rank the whole of ``buffer``, of which rank k holds the elements [k n / N, (k + 1) n / N).
 
-        ``reduction`` says what an element is (default: a byte); ``own_part`` is this rank's, if it is not there yet.
+        ``reduction`` says what an element is (default: a byte); ``parts`` are the elements of each rank's part, where
+        they are not equal; ``own_part`` is this rank's, if it is not there yet.
         """
         schedule = self.plan(Collective.ALL_GATHER, buffer.nbytes, target="rank_order")
-        return self.start(schedule, buffer, reduction or numpy_reduction("uint8"), own_part=own_part, **settings)
+        kind = reduction or numpy_reduction("uint8")
+        return self.start(schedule, buffer, kind, parts=parts, own_part=own_part, **settings)
 
     def broadcast(self, buffer: memoryview, *, root: int = 0, **settings: Unpack[CallSettings]) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
         return self.start(schedule, buffer, numpy_reduction("uint8"), **settings)
+
+    def start_direct(
+        self,
+        direction: DirectKind,
+        *,
+        sends: Messages,
+        receives: Messages,
+        about: str,
+        root: int | None = None,
+        **settings: Unpack[BasicSettings],
+    ) -> Work:
+        """Begin a call of direct messages (see :class:`~syncline.runtime.direct.DirectCall`)."""
+        call = DirectCall(
+            **self._common(direction, settings),
+            direction=direction,
+            root=root,
+            num_ranks=self.world_size,
+            about=about,
+            sends=sends,
+            receives=receives,
+        )
+        return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
@@ -326,6 +356,9 @@ class Communicator:
                 self._loop.run(self._break_off(), CLOSE_S)
         finally:
             self._released()
+
+    def _common(self, label: str, settings: BasicSettings) -> dict[str, Any]:
+        return common_settings(settings, label=label, stream=self.user_stream, timeout_s=self.timeout_s)
 
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(

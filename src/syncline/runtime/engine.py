@@ -12,24 +12,23 @@ done. No failed call leaves a posted receive behind that could write to its buff
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from syncline.errors import ConfigurationError, FabricError, SynclineError
+from syncline.errors import FabricError, SynclineError
 from syncline.fabric import PeerLeftError, Transport
-from syncline.fabric.slice_executor import SlicedCall
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall
 from syncline.runtime.agreement import Agreement, Disagreement
-from syncline.runtime.call import CollectiveCall, Describer, trace_call
+from syncline.runtime.call import Call, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure
-from syncline.runtime.dataflows import Dataflows
+from syncline.runtime.direct import DirectCall
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
+from syncline.runtime.executions import Executions
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.stalls import find_overdue
-from syncline.runtime.tags import NUMBER_MASK, check_tags_fit, first_tag
+from syncline.runtime.tags import NUMBER_MASK
 from syncline.runtime.work import Work
 from syncline.topology import Topology
 
@@ -62,13 +61,12 @@ class Engine:
         self._agreement = Agreement(self._predecessor, quota)
         self._early_waits = EarlyWaits(quota)
         self._describer = Describer()
-        self._dataflows = Dataflows(fabric.rank)
         self._executor = fabric.open_executor(
             PythonSliceExecutor(fabric, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash)
         )
+        self._executions = Executions(fabric, self._executor, on_over=self._end, on_mismatch=self._mismatched)
         self._calls: dict[CallKey, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
-        self._num_sliced = 0
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
         self.num_calls: dict[str, int] = {}
@@ -111,7 +109,7 @@ class Engine:
         """Bytes of temporaries, in use or kept, now."""
         return self._executor.temporary_bytes
 
-    def submit(self, call: CollectiveCall, work: Work, num_skipped: int = 0) -> None:
+    def submit(self, call: Call, work: Work, num_skipped: int = 0) -> None:
         """Begin ``call``; ``work`` ends with it, or with what went wrong.
 
         ``num_skipped`` calls of its stream were made elsewhere since the last one here.
@@ -189,6 +187,12 @@ class Engine:
 
     def _mismatched(self, active: ActiveCall, peer: int, tag: int, received: int) -> None:
         """Tell ``peer`` what was called here: it made another call, so it will find out and tell everyone."""
+        if received == active.description.signature and isinstance(active.call, DirectCall):
+            ranks = f"{self._fabric.describe_peer(peer)} and {self._fabric.describe_peer(self._rank)}"
+            text = f"{ranks} disagree on how many bytes the first sends the second in {active.call.what}"
+            reason = f"{text}; what a rank sends must be what its receiver expects"
+            self._fail(Failure(reason=failures.MISMATCH, text=reason, rank=peer, host=self._host(peer)))
+            return
         if received == active.description.signature:
             self.crash(AssertionError(f"message {tag:#x} of rank {peer} has another size than its receive"))
             return
@@ -219,25 +223,12 @@ class Engine:
                 return failure
         return None
 
-    def _check(self, call: CollectiveCall) -> None:
-        if call.schedule.num_ranks != self._world_size:
-            raise ConfigurationError(
-                f"{call.what}: the schedule is for {call.schedule.num_ranks} ranks but the job has {self._world_size}; "
-                "plan on the job's own topology"
-            )
-        check_tags_fit(
-            label=call.what,
-            stream=call.stream,
-            num_slices=call.num_slices,
-            num_messages=self._dataflows.facts(call.schedule).num_indices,
-        )
-
-    def _activate(self, call: CollectiveCall, work: Work, num_skipped: int) -> ActiveCall | None:
+    def _activate(self, call: Call, work: Work, num_skipped: int) -> ActiveCall | None:
         """Give a call its number; None if it cannot be done, and then ``work`` says why."""
         number = self._next_numbers.get(call.stream, 0) + num_skipped
         self._next_numbers[call.stream] = number + 1
         try:
-            self._check(call)
+            self._executions.check(call)
         except SynclineError as error:
             work.finish(error)
             return None
@@ -250,32 +241,15 @@ class Engine:
         active = ActiveCall(
             call=call,
             number=number,
-            peers=self._dataflows.facts(call.schedule).peers,
+            peers=self._executions.peers(call),
             description=self._describer.describe(call),
             work=work,
             started_s=self._clock.time(),
             started_ns=self._trace.now_ns(),
             is_agreed=self._world_size == 1,
         )
-        if active.peers and call.num_slices:
-            active.execution = self._executor.open(self._sliced(active))
+        active.execution = self._executions.open(active)
         return active
-
-    def _sliced(self, active: ActiveCall) -> SlicedCall:
-        call = active.call
-        self._num_sliced += 1
-        return SlicedCall(
-            slices=self._dataflows.slices(call.schedule, call.layout),
-            buffer=call.buffer,
-            reduction=call.reduction,
-            urgency=call.urgency,
-            connection_class=call.connection_class,
-            number=self._num_sliced,
-            tag=first_tag(call.stream, active.number, 0),
-            signature=active.description.signature,
-            on_over=partial(self._end, active),
-            on_mismatch=partial(self._mismatched, active),
-        )
 
     def _announce(self, active: ActiveCall) -> bool:
         """Tell the next rank of a call, and hear what the one before told; return whether there is more to do."""
@@ -302,9 +276,8 @@ class Engine:
         self._agreement.ended(key)
         if active.timer is not None:
             active.timer.cancel()
-        kind = call.schedule.collective.value
-        self.num_calls[kind] = self.num_calls.get(kind, 0) + 1
-        self.call_bytes[kind] = self.call_bytes.get(kind, 0) + call.buffer.nbytes
+        self.num_calls[call.kind] = self.num_calls.get(call.kind, 0) + 1
+        self.call_bytes[call.kind] = self.call_bytes.get(call.kind, 0) + call.num_bytes
         trace_call(self._trace, call, active.started_ns)
         active.work.finish(None)
 
@@ -385,7 +358,7 @@ class Engine:
         for active in calls:
             active.work.finish(self._error(failure, active.call))
 
-    def _error(self, failure: Failure, call: CollectiveCall | None) -> SynclineError:
+    def _error(self, failure: Failure, call: Call | None) -> SynclineError:
         error = failures.error_for(failure, call, self._members)
         error.__cause__ = self._cause
         return error

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from syncline.errors import (
     DeadlineError,
     FabricClosedError,
@@ -24,15 +22,14 @@ from syncline.fabric.standstill import describe_absence
 from syncline.runtime.control import Failure
 
 if TYPE_CHECKING:
-    from syncline.runtime.call import CollectiveCall
-    from syncline.schedule import Schedule
+    from syncline.runtime.call import Call
 
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
 
 
-def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[int]) -> SynclineError:
+def error_for(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
     """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself.
 
     ``members`` are the job's numbers of the ranks that make the call.
@@ -49,7 +46,7 @@ def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[i
         return FabricError(f"{what} cannot be done: {failure.text}")
     text = failure.text
     if call is not None:
-        waiters = [members[rank] for rank in ranks_that_need(call.schedule, failure.rank)]
+        waiters = [members[rank] for rank in call.needed_by(failure.rank)]
         text += f", during {what}; {wait_for(waiters, 'it')}"
     return PeerLostError(text, rank=members[failure.rank], host=failure.host)
 
@@ -57,7 +54,7 @@ def error_for(failure: Failure, call: CollectiveCall | None, members: Sequence[i
 def accuse(
     whom: str,
     silent_s: float,
-    call: CollectiveCall,
+    call: Call,
     waiters: Collection[int],
     elsewhere: Sequence[str] = (),
     *,
@@ -81,12 +78,12 @@ def accuse(
     return f"{text}, and it waits in {elsewhere[0]}, which was not called here" if elsewhere else text
 
 
-def was_away(whom: str, late_s: float, call: CollectiveCall) -> str:
+def was_away(whom: str, late_s: float, call: Call) -> str:
     """Say that this rank itself did not look at its clock when the time of ``call`` was over."""
     return f"{whom} {describe_absence(late_s)}, and {call.what} (deadline {call.timeout_s:g} s) was not done before"
 
 
-def late(call: CollectiveCall, accused: list[str], *, rank: int, host: str) -> Failure:
+def late(call: Call, accused: list[str], *, rank: int, host: str) -> Failure:
     """Return the failure of a ``call`` whose time is over; ``rank`` is one of those that are accused."""
     text = "; ".join(accused[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
     return Failure(reason=DEADLINE, text=text, rank=rank, host=host)
@@ -99,12 +96,6 @@ def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], ho
     if failure.reason == DEADLINE:
         return Failure(reason=DEADLINE, text=failure.text, rank=failure.rank, host=failure.host)
     return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller, host=host)
-
-
-def ranks_that_need(schedule: Schedule, rank: int) -> list[int]:
-    """Return the ranks that receive something from ``rank`` in the schedule."""
-    transfers = schedule.transfers
-    return [int(peer) for peer in np.unique(transfers.dst[transfers.src == rank])]
 
 
 def wait_for(ranks: Collection[int], whom: str) -> str:

@@ -96,8 +96,9 @@ class CommunicationLoop:
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         """Run ``function(*args)`` on the loop's thread, after what was asked for before; from any thread."""
+        clock = self.clock
         try:
-            self.clock.call_soon_threadsafe(function, *args)
+            clock.call_soon_threadsafe(function, *args)
         except RuntimeError as error:  # asyncio's way to say that it was closed between two lines
             raise FabricClosedError(f"The communication loop {self._name!r} is stopped: {error}") from error
 

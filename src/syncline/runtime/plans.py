@@ -60,7 +60,7 @@ class Plans:
         self._num_ramp = NUM_RAMP if _has_rates(topology) else 0
         self._max_layouts = max_layouts
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
-        self._layouts: OrderedDict[tuple[str, str, int, int], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[str, str, int, int, tuple[int, ...]], Layout] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -85,15 +85,28 @@ class Plans:
                 self._schedules[key] = self.planner(self._topology, collective, 1 << size_class, target, root)
             return self._schedules[key]
 
-    def layout(self, schedule: Schedule, num_elements: int, itemsize: int, *, is_contiguous: bool = False) -> Layout:
-        """Return how ``num_elements`` are cut; ``is_contiguous`` keeps each rank's part in one piece."""
+    def layout(
+        self,
+        schedule: Schedule,
+        num_elements: int,
+        itemsize: int,
+        *,
+        is_contiguous: bool = False,
+        parts: tuple[int, ...] = (),
+    ) -> Layout:
+        """Return how ``num_elements`` are cut; ``is_contiguous`` keeps each rank's part in one range.
+
+        ``parts`` are the elements of each rank's part, where they are not equal.
+        """
         within_machine = min(num_elements * itemsize // NUM_SLICES_WITHIN_MACHINE, self._largest_slice_bytes)
         slice_elements = max(1, max(self.slice_bytes, within_machine) // itemsize)
-        key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements)
+        key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements, parts)
         with self._lock:
             layout = self._layouts.get(key)
             if layout is None:
-                if is_contiguous:
+                if parts:
+                    layout = Layout.uneven(schedule, parts, slice_elements)
+                elif is_contiguous:
                     layout = Layout.contiguous(schedule, num_elements, slice_elements)
                 else:
                     layout = Layout.build(schedule, num_elements, slice_elements, num_ramp=self._num_ramp)

@@ -16,6 +16,7 @@ from syncline.fabric import Fabric, PeerStalls, StallHandler
 from syncline.priorities.terms import MAX_CLASSES
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import LossHandler, Relay
+from syncline.runtime.work import Work
 
 T = TypeVar("T")
 
@@ -54,6 +55,10 @@ class Port:
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._awaited) + len(self._posted)} receives"
         return f"<Port of rank {self.rank}: {state}>"
+
+    def work(self, label: str, *, timeout_s: float) -> Work:
+        """Return a work that its owner ends on the loop's thread, at the latest after ``timeout_s``."""
+        return Work(label, timeout_s=timeout_s, loop=self._loop, progress=self._fabric.progress)
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Run ``function`` on the loop's thread, in the order of the calls; from any thread."""
@@ -136,10 +141,20 @@ class Port:
         )
 
     def receive(
-        self, peer: int, tag: int, destination: memoryview, *, urgency: int, on_received: Callable[[], None]
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        urgency: int,
+        on_received: Callable[[], None],
+        even_if_lost: bool = False,
     ) -> None:
-        """Let the message ``tag`` of ``peer`` land in ``destination``; from a lost rank nothing comes."""
-        if self._is_closed or self.is_lost(peer):
+        """Let the message ``tag`` of ``peer`` land in ``destination``; from a lost rank nothing comes.
+
+        With ``even_if_lost``, what had arrived before its loss is still delivered.
+        """
+        if self._is_closed or (self.is_lost(peer) and not even_if_lost):
             return
         if peer == self.rank:
             self._posted[tag] = _Posted(destination=destination, on_received=on_received)

@@ -1,7 +1,7 @@
 """How two pieces of a buffer become one: the one thing that the engine has to know about numbers.
 
-Mostly they are added; maxima, minima and products take the same way. That happens on the communication loop's thread,
-and numpy releases the interpreter lock meanwhile.
+Mostly they are added; maxima, minima, products and bits take the same way. That happens on the communication loop's
+thread, and numpy releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ import numpy as np
 from syncline.errors import ConfigurationError
 from syncline.fabric.slice_executor import Reduction
 
-__all__ = ["DTYPES", "OPS", "Reduction", "numpy_reduction"]
+__all__ = ["BITWISE_OPS", "DTYPES", "OPS", "Reduction", "numpy_reduction"]
 
 DTYPES = (
     *("float64", "float32", "float16"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
 )
 
-_UFUNCS = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply})
+BITWISE_OPS = ("band", "bor", "bxor")
+"""Of integers alone: their bits by and, or, exclusive or."""
+
+_UFUNCS: MappingProxyType[str, np.ufunc] = MappingProxyType(
+    {
+        "sum": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "product": np.multiply,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }
+)
 OPS = tuple(_UFUNCS)
 
 
@@ -64,5 +77,7 @@ def numpy_reduction(dtype: str, op: str = "sum") -> Reduction:
     if dtype not in DTYPES:
         raise ConfigurationError(f"numpy can sum {', '.join(DTYPES)} here, not {dtype!r}; convert the buffer first")
     numbers = np.dtype(dtype)
+    if op in BITWISE_OPS and numbers.kind == "f":
+        raise ConfigurationError(f"There is no {op} of {dtype}, only of integers; give the buffer an integer type")
     kind = _Floats if numbers.kind == "f" else _Integers
     return kind(dtype, numbers.itemsize, op)

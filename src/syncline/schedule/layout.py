@@ -3,7 +3,8 @@
 A schedule is correct for any monotone map from its cuts to element offsets, so a layout may choose: even slices that
 each look like a small copy of the whole (:meth:`Layout.build`); slices that keep every rank's part in one piece
 (:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; the same with cuts moved to given
-boundaries (:meth:`Layout.aligned`), so that no parameter has two owners.
+boundaries (:meth:`Layout.aligned`), so that no parameter has two owners; ranges of any length for each rank
+(:meth:`Layout.uneven`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,21 @@ class Layout:
         """
         _check_sizes(num_elements, slice_elements)
         return cls._windows(schedule, schedule.offsets(num_elements), slice_elements)
+
+    @classmethod
+    def uneven(cls, schedule: Schedule, parts: Sequence[int], slice_elements: int) -> Layout:
+        """Cut the buffer so that rank k owns ``parts[k]`` elements, one rank's after the other's, in one range each.
+
+        For schedules of target "rank_order": their cuts within the part of a rank move in proportion to its size, so
+        each element takes the way that one in its place takes where all parts are equal.
+        """
+        if len(parts) != schedule.num_ranks or min(parts) < 0:
+            raise ScheduleError(f"each of {schedule.num_ranks} ranks has a part of 0 or more elements, not {parts[:8]}")
+        _check_sizes(sum(parts), slice_elements)
+        starts = tuple(accumulate(parts, initial=0))
+        places = [divmod(cut * schedule.num_ranks, schedule.denominator) for cut in schedule.cuts[:-1]]
+        offsets = [starts[rank] + rest * parts[rank] // schedule.denominator for rank, rest in places]
+        return cls._windows(schedule, (*offsets, starts[-1]), slice_elements)
 
     @classmethod
     def aligned(cls, schedule: Schedule, boundaries: Sequence[int], slice_elements: int) -> Layout:

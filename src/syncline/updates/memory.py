@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.runtime.reduction import DTYPES, Reduction, numpy_reduction
+from syncline.runtime.reduction import BITWISE_OPS, DTYPES, Reduction, numpy_reduction
 
 _TORCH_SUMS = {
     torch.bfloat16: "bfloat16",
@@ -17,7 +17,15 @@ _TORCH_SUMS = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
-_FUNCTIONS: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_FUNCTIONS: dict[str, Any] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 _NUMPY_KINDS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
 
@@ -56,11 +64,15 @@ class TorchReduction:
 
 @cache
 def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
-    """Return how elements of ``dtype`` are added, or what ``op`` ("max", "min", "product") says.
+    """Return how elements of ``dtype`` are added, or what ``op`` ("max", "min", "product", "band", ...) says.
 
     Raises :class:`ConfigurationError` for what has no such result of its own: sums of bool, maxima of complex numbers,
-    anything of the 8-bit floats.
+    bits of floats, anything of the 8-bit floats.
     """
+    if op in BITWISE_OPS and (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(
+            f"There is no {op} of {dtype}, only of integers and bool; reduce tensor.view() of an integer type"
+        )
     if dtype.is_complex and op in {"max", "min"}:
         raise ConfigurationError(f"Complex numbers have no order, so there is no {op} of {dtype}; reduce their abs()")
     if dtype in _TORCH_SUMS:

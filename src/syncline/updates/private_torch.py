@@ -91,3 +91,15 @@ def checkpoint_place(file: str, *, start: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # loads much, and only checkpoints need it
 
     return _StorageInfo(file, start, length)
+
+
+def failing_backend(rank: int, size: int) -> Any:
+    """Return a backend of ``torch.distributed`` without sockets, on which every collective raises RuntimeError.
+
+    A device mesh wants a group to have a backend for its device, and none can be written in Python before PyTorch 2.14;
+    ``torch.testing`` uses this one, which would else say that all went well.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    options = c10d.FakeProcessGroup.Options()
+    options.error_on_collective = True
+    return c10d.FakeProcessGroup._create_internal(rank, size, options)

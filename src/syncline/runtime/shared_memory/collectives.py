@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import failures
-from syncline.runtime.call import CollectiveCall, trace_call
+from syncline.runtime.call import Call, CollectiveCall, trace_call
 from syncline.runtime.control import Failure
 from syncline.runtime.shared_memory.barrier import Outcome, meet, missing
 from syncline.runtime.shared_memory.operation import Operation, Part, Parts
@@ -22,7 +22,7 @@ from syncline.runtime.work import Work
 class EngineLinks:
     """What the collectives need from around it; all may be called from any thread."""
 
-    start: Callable[[CollectiveCall, Work, int], None]
+    start: Callable[[Call, Work, int], None]
     """Hand a call to the engine, after what it was handed before; so many were made here since."""
     has_failed: Callable[[], bool]
     give_up: Callable[[Failure], None]
@@ -53,7 +53,7 @@ class SharedMemoryCollectives:
         self._num_skipped = 0
         """Calls made here since the last one that was handed over."""
         self._is_meeting = False
-        self._put_off: list[tuple[CollectiveCall, Work]] = []
+        self._put_off: list[tuple[Call, Work]] = []
         self._has_lost = False
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
@@ -72,9 +72,9 @@ class SharedMemoryCollectives:
         num_calls = sum(self.num_calls.values())
         return {rank: (num_calls, self._sent_bytes[rank], self._received_bytes[rank]) for rank in self._others}
 
-    def submit(self, call: CollectiveCall, work: Work, *, is_awaited: bool) -> None:
+    def submit(self, call: Call, work: Work, *, is_awaited: bool) -> None:
         """Make ``call`` here if its caller waits for it (``is_awaited``) and all ranks agree, else with the engine."""
-        part = self._parts.of(call) if is_awaited else None
+        part = self._parts.of(call) if is_awaited and isinstance(call, CollectiveCall) else None
         with self._lock:
             if self._is_meeting:
                 self._put_off.append((call, work))
@@ -84,6 +84,7 @@ class SharedMemoryCollectives:
         if part is None:
             self._hand_over(call, work)
             return
+        assert isinstance(call, CollectiveCall), "no other call has a part"
         try:
             self._meet(number, call, work, part)
         finally:
@@ -135,7 +136,7 @@ class SharedMemoryCollectives:
             return False
         return True
 
-    def _hand_over(self, call: CollectiveCall, work: Work) -> None:
+    def _hand_over(self, call: Call, work: Work) -> None:
         call.place_own_part(self._segment.rank)
         num_skipped, self._num_skipped = self._num_skipped, 0
         self._links.start(call, work, num_skipped)

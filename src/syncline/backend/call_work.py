@@ -1,0 +1,119 @@
+"""What ``torch.distributed`` holds of a call: a ``Work`` with a future that fails as C++ expects it to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from syncline.backend.completions import CompletionThreads
+from syncline.pytorch.collectives import TensorWork
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class CallWork(dist.Work):
+    """A call under way, or over. Whoever waits ends it on the own thread; a future is made only if one is asked for.
+
+    ``result`` is what the future holds in the end: a list of tensors.
+    """
+
+    def __init__(
+        self,
+        work: TensorWork,
+        result: Sequence[torch.Tensor],
+        completions: CompletionThreads,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._result = list(result)
+        self._completions = completions
+        self._timeout_s = timeout_s
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when it is over; raise what went wrong, also :class:`DeadlineError` after ``timeout``, if any."""
+        limit_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIMEOUT else None
+        try:
+            self._work.wait(limit_s)
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over; then the results are in place."""
+        if not self._work.done():
+            return False
+        self._settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it is over and went well."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong; None as long as nothing has."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that hold the result."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Wait: results are in place when it is over, on a GPU in the order of the current stream."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait: what comes after it on the current stream finds the results."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the group's rank from which a message came; RuntimeError for what is no receive, or not over."""
+        source: int | None = getattr(self._work, "source", None)
+        if source is None:
+            raise RuntimeError("only a receive that is over has a source")
+        return source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the tensors, completed on a thread that may run callbacks."""
+        with self._lock:
+            if self._future is None:
+                devices = {tensor.device for tensor in self._result if tensor.device.type != "cpu"}
+                root: Future[Any] = Future(devices=sorted(devices, key=str))
+                # A future that is told of an exception in Python is a success to C++; one whose callback raises is not.
+                self._future = root.then(_unwrap)
+                self._completions.submit(self._work.works, partial(self._complete, root))
+            return self._future
+
+    def _settle(self) -> None:
+        """Put the results in place, once they can be."""
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._error = error
+
+    def _complete(self, root: Future[Any]) -> None:
+        self._settle()
+        root.set_result((None, self._error) if self._error is not None else (self._result, None))
+
+
+def _unwrap(root: Future[Any]) -> list[torch.Tensor]:
+    result, error = root.value()
+    if error is not None:
+        raise error
+    assert isinstance(result, list), "a call that went well has its tensors"
+    return result

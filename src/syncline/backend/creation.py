@@ -1,0 +1,128 @@
+"""How a group comes about: a world connects through the store that it is given; a group of a world shares that."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from syncline.backend.calls import GroupCalls
+from syncline.backend.group_state import GroupState
+from syncline.backend.group_streams import GroupStreams
+from syncline.backend.machines import LOOPBACK, reachable_address, share_a_machine
+from syncline.backend.options import BackendOptions, choose_options, read_options
+from syncline.errors import ConfigurationError
+from syncline.pytorch.connecting import choose_fabric_options, connect
+from syncline.pytorch.environment import Environment
+from syncline.pytorch.stores import LocalStore, TorchStore
+from syncline.runtime import Communicator
+from syncline.runtime.tags import NUM_STREAMS
+from syncline.topology import Topology
+
+TOKEN_BYTES = 8
+
+
+def create_group(distributed: Any, pg_options: object = None) -> Any:
+    """Return this rank's part in the group that ``distributed`` describes; all of its ranks call it.
+
+    A group of a world that is Syncline's uses the world's connections; any other is a world of its own. Raises what
+    :func:`syncline.init` raises.
+    """
+    state = create_state(distributed, choose_options(pg_options))
+    if hasattr(dist, "PyBackend"):
+        from syncline.backend.py_backend import SynclineBackend
+
+        return SynclineBackend(state)
+    from syncline.backend.process_group import SynclineProcessGroup
+
+    return SynclineProcessGroup(state)
+
+
+def create_state(distributed: Any, options: BackendOptions) -> GroupState:
+    """Return what is behind a new group."""
+    timeout_s = distributed.timeout.total_seconds()
+    ranks = list(distributed.global_ranks_in_group)
+    world = find_world() if ranks else None
+    if world is None:
+        return _open_world(distributed, options, ranks, timeout_s)
+    if options != BackendOptions():
+        raise ConfigurationError(
+            "A group of a world that is Syncline's uses the world's connections and their options; leave pg_options "
+            "out of new_group()"
+        )
+    return _open_part(world, ranks, timeout_s)
+
+
+def find_world() -> GroupState | None:
+    """Return what is behind the default group; None if that is another backend's."""
+    if not dist.is_initialized():
+        return None
+    default: Any = dist.group.WORLD
+    if isinstance(default, GroupCalls):
+        return default.state
+    for device in getattr(default, "_device_types", ()):
+        backend = default._get_backend(torch.device(device))
+        if isinstance(backend, GroupCalls):
+            return backend.state
+    return None
+
+
+def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], timeout_s: float) -> GroupState:
+    rank, size = distributed.group_rank, distributed.group_size
+    environment = read_options(options, rank=rank, world_size=size, timeout_s=timeout_s)
+    environment = _restrict(environment, ranks)
+    communicator = _connect(environment, distributed.store)
+    try:
+        # All meet here, so whoever goes on knows that the store is not needed for the meeting any more.
+        communicator.open_segment(is_wanted=environment.uses_shared_memory)
+        token = bytearray(secrets.token_bytes(TOKEN_BYTES))
+        communicator.broadcast(memoryview(token), label="token of the world").wait()
+    except BaseException:
+        communicator.abort()
+        raise
+    return GroupState(
+        communicator,
+        message_stream=NUM_STREAMS - 1,
+        timeout_s=timeout_s,
+        streams=GroupStreams(distributed.store, token=token.hex()),
+    )
+
+
+def _open_part(world: GroupState, ranks: list[int], timeout_s: float) -> GroupState:
+    assert world.streams is not None, "a world gives out streams"
+    own = world.communicator
+    streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
+    communicator = own.open_group(ranks, streams=streams)
+    communicator.timeout_s = timeout_s
+    return GroupState(communicator, message_stream=streams[-1], timeout_s=timeout_s, world=world)
+
+
+def _restrict(environment: Environment, ranks: list[int]) -> Environment:
+    """Let a topology of all of the job's ranks serve for a group of some, where another backend has the world."""
+    chosen = environment.topology
+    if chosen is None or not ranks:
+        return environment
+    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
+    if topology.num_ranks != environment.world_size and topology.num_ranks > max(ranks):
+        topology = topology.restricted(ranks)
+    return replace(environment, topology=topology)
+
+
+def _connect(environment: Environment, torch_store: Any) -> Communicator:
+    store: TorchStore | LocalStore = LocalStore()
+    if environment.world_size > 1:
+        store = TorchStore(PrefixStore("syncline", torch_store))
+        together = share_a_machine(
+            store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            job_id=environment.job_id,
+            timeout_s=environment.limits.connect_timeout_s,
+        )
+        if environment.interface is None:
+            environment = replace(environment, interface=LOOPBACK if together else reachable_address(torch_store))
+    return connect(environment, choose_fabric_options(environment), lambda: store)

@@ -1,0 +1,126 @@
+"""What is behind the calls on one group: its communicator, its messages, the threads that complete futures."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from datetime import timedelta
+
+import torch
+
+from syncline.backend.collectives import GroupCollectives
+from syncline.backend.completions import CompletionThreads
+from syncline.backend.group_streams import GroupStreams
+from syncline.backend.point_to_point import PointToPoint
+from syncline.pytorch.collectives import TensorWork
+from syncline.runtime import Communicator
+from syncline.updates.memory import bytes_of
+
+
+class ReceiveWork(TensorWork):
+    """A receive under way; :attr:`source` is the rank of the group that it is from, once that is known."""
+
+    source: int | None = None
+
+
+class GroupState:
+    """One rank's part in a group, from its creation until it is closed; ``world`` is that of the group it is part of.
+
+    A group without a world owns its connections, and ``streams`` tell its own groups apart.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        message_stream: int,
+        timeout_s: float,
+        streams: GroupStreams | None = None,
+        world: GroupState | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self.collectives = GroupCollectives(communicator)
+        self.completions = CompletionThreads("syncline-futures")
+        self.timeout_s = timeout_s
+        """How long a call may take that names no timeout of its own."""
+        self.num_calls = 0
+        self.coalesced: list[TensorWork] | None = None
+        self.streams = streams
+        self._message_stream = message_stream
+        self._messages: PointToPoint | None = None
+        self._parts: weakref.WeakSet[GroupState] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        if world is None:
+            atexit.register(self._close_at_exit)
+        else:
+            world._parts.add(self)
+
+    @property
+    def messages(self) -> PointToPoint:
+        """The group's point-to-point messages, opened when this rank first sends or receives one."""
+        with self._lock:
+            if self._messages is None:
+                self._messages = PointToPoint(self.communicator, stream=self._message_stream)
+            return self._messages
+
+    def choose_timeout_s(self, given: timedelta) -> float:
+        """Return how long a call may take: what it says, else what the group says."""
+        return given.total_seconds() if given > timedelta(0) else self.timeout_s
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> TensorWork:
+        """Send ``tensor`` to a rank of the group."""
+        host = _host(tensor)
+        work = self.messages.send(bytes_of(host), peer, tag, timeout_s=self.timeout_s)
+        return TensorWork([work], lambda: None)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
+        """Receive ``tensor`` from a rank of the group, or from anyone."""
+        host = _host(tensor)
+        received = self.messages.receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
+        work: ReceiveWork
+
+        def finish() -> None:
+            work.source = received.source
+            if host.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(host)
+
+        work = ReceiveWork([received.work], finish)
+        return work
+
+    def close(self) -> None:
+        """Say goodbye and release everything; those of a world close all of its groups. A second call does nothing."""
+        self._end(is_failing=False)
+
+    def abort(self) -> None:
+        """Release everything at once."""
+        self._end(is_failing=True)
+
+    def _end(self, *, is_failing: bool) -> None:
+        with self._lock:
+            if self._is_closed or self.communicator.is_of_parent:
+                return
+            self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        for part in tuple(self._parts):
+            part._end(is_failing=is_failing)
+        try:
+            if is_failing:
+                self.communicator.abort()
+            else:
+                self.communicator.close()
+        finally:
+            self.completions.close()
+
+    def _close_at_exit(self) -> None:
+        """After an exception, others must not wait for this rank, nor it for them."""
+        self._end(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_sparse:
+        raise TypeError("send and receive take dense tensors; send indices and values of a sparse one")
+    plain = tensor.detach()
+    return plain if plain.device.type == "cpu" and plain.is_contiguous() else plain.cpu().contiguous()

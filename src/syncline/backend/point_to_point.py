@@ -1,0 +1,354 @@
+"""Send and receive between two ranks of a group: matched by (source, tag), in order; a receive may be from anyone.
+
+A *head* goes ahead of each message: tag, size, number. It carries the message itself if that is small. Else the
+message follows: it is announced to the receiver, and moves only where a receive waits for it, straight into the
+tensor; one of middling size, which senders send unasked, is taken into memory of its own meanwhile, within a budget.
+A sender of a large message hears of its receiver whether the sizes agree. So neither waits for ever if they do not,
+and a rank that leaves after its sends has left nothing behind that is still to be asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from syncline.backend.matching import MessageHead, MessageMatcher
+from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError
+from syncline.fabric import PeerLeftError
+from syncline.runtime import Communicator
+from syncline.runtime.tags import NUMBER_MASK, first_tag
+from syncline.runtime.work import Work
+
+HEAD_BYTES = 512
+_HEAD = struct.Struct("<BxxxxxxxqqqQ")
+"""Kind, tag, bytes of the message, bytes of it that are in the head (-1: none), number."""
+INLINE_BYTES = HEAD_BYTES - _HEAD.size
+MESSAGE, ACCEPTED, REFUSED = range(3)
+FETCH_BYTES = 64 << 10
+"""Up to here a sender does not wait for a receiver: what nobody asked for yet is fetched."""
+FETCH_BUDGET_BYTES = 4 << 20
+"""How much of each rank's messages is fetched before somebody asks."""
+LAST_WORDS_S = 0.1
+"""What a rank sent before it left is delivered meanwhile."""
+URGENCY = 0
+_HEADS, _BODIES = range(2)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Send:
+    peer: int
+    tag: int
+    payload: memoryview
+    work: Work
+    timeout_s: float
+    needs_answer: bool = False
+    is_sent: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Receive:
+    """A receive, asked for or over."""
+
+    source: int | None
+    """The rank that it is from; None as long as that may be anyone."""
+    tag: int
+    destination: memoryview
+    work: Work
+    timeout_s: float
+    awaited: int | None = None
+    """The source as it was asked for."""
+
+
+class PointToPoint:
+    """The messages of one rank of a group. ``stream`` is this object's alone, with the same number on all ranks."""
+
+    def __init__(self, communicator: Communicator, *, stream: int) -> None:
+        self._rank, self._world_size = communicator.rank, communicator.world_size
+        self._stream = stream
+        self._port = communicator.open_port("messages of torch.distributed")
+        self._matcher: MessageMatcher[Receive] = MessageMatcher()
+        self._sends: dict[tuple[int, int], _Send] = {}
+        self._receives: dict[int, Receive] = {}  # all that are not over, by id
+        self._num_sent: Counter[int] = Counter()
+        self._num_heads_sent: Counter[int] = Counter()
+        self._num_heads: Counter[int] = Counter()
+        self._fetching_bytes: Counter[int] = Counter()
+        self._gone: dict[int, Exception] = {}
+        self._port.call_soon(self._begin)
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether ``peer`` is lost, or has left; from any thread."""
+        return self._port.is_lost(peer)
+
+    def send(self, payload: memoryview, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Send ``payload``, unchanged until the work is over; from any thread.
+
+        It is over when the memory is free again; that of more than 64 KiB when the receiver took it.
+        """
+        self._check_peer(peer)
+        work = self._port.work(f"send to rank {peer} (tag {tag})", timeout_s=timeout_s)
+        send = _Send(peer=peer, tag=tag, payload=payload, work=work, timeout_s=timeout_s)
+        self._port.call_soon(self._send, send)
+        return work
+
+    def receive(self, destination: memoryview, source: int | None, tag: int, *, timeout_s: float) -> Receive:
+        """Receive the next message of ``source`` (None: of anyone) with ``tag``, of exactly this size; any thread."""
+        if source is not None:
+            self._check_peer(source)
+        whom = "any rank" if source is None else f"rank {source}"
+        work = self._port.work(f"receive from {whom} (tag {tag})", timeout_s=timeout_s)
+        receive = Receive(
+            source=source, tag=tag, destination=destination, work=work, timeout_s=timeout_s, awaited=source
+        )
+        self._port.call_soon(self._ask, receive)
+        return receive
+
+    # Everything below is called on the communication loop's thread.
+
+    def _begin(self) -> None:
+        for peer in range(self._world_size):
+            if peer != self._rank:
+                self._listen(peer)
+        self._port.watch_losses(self._on_lost)
+
+    def _listen(self, peer: int) -> None:
+        head = memoryview(bytearray(HEAD_BYTES))
+        tag = first_tag(self._stream, self._num_heads[peer], _HEADS)
+        self._num_heads[peer] += 1
+        received = partial(self._on_head, peer, head)
+        self._port.receive(peer, tag, head, urgency=URGENCY, on_received=received, even_if_lost=True)
+
+    def _send(self, send: _Send) -> None:
+        if send.peer in self._gone or self._rank in self._gone:
+            send.work.finish(self._why(send.peer))
+            return
+        number = self._num_sent[send.peer]
+        self._num_sent[send.peer] += 1
+        num_bytes = send.payload.nbytes
+        self._sends[send.peer, number] = send
+        self._expire(send.work, send.timeout_s, partial(self._send_is_late, send, number))
+        if num_bytes <= INLINE_BYTES:
+            send.is_sent = True
+            on_sent = partial(self._sent, send, number)
+            self._tell(send.peer, MESSAGE, send.tag, num_bytes, number, bytes(send.payload), on_sent)
+            return
+        send.needs_answer = num_bytes > FETCH_BYTES
+        self._tell(send.peer, MESSAGE, send.tag, num_bytes, number)
+        body = first_tag(self._stream, number, _BODIES)
+        self._port.send(send.peer, body, send.payload, urgency=URGENCY, on_sent=partial(self._sent, send, number))
+
+    def _sent(self, send: _Send, number: int) -> None:
+        send.is_sent = True
+        if not send.needs_answer:
+            self._end_send(send, number, None)
+
+    def _end_send(self, send: _Send, number: int, error: Exception | None) -> None:
+        self._sends.pop((send.peer, number), None)
+        if not send.work.done():
+            send.work.finish(error)
+
+    def _tell(
+        self,
+        peer: int,
+        kind: int,
+        tag: int,
+        num_bytes: int,
+        number: int,
+        inline: bytes | None = None,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        head = bytearray(HEAD_BYTES)
+        _HEAD.pack_into(head, 0, kind, tag, num_bytes, -1 if inline is None else len(inline), number)
+        if inline:
+            head[_HEAD.size : _HEAD.size + len(inline)] = inline
+        place = first_tag(self._stream, self._num_heads_sent[peer], _HEADS)
+        self._num_heads_sent[peer] += 1
+        self._port.send(peer, place, memoryview(head), urgency=URGENCY, on_sent=on_sent)
+
+    def _on_head(self, peer: int, memory: memoryview) -> None:
+        kind, tag, num_bytes, num_inline, number = _HEAD.unpack_from(memory)
+        self._listen(peer)
+        if kind != MESSAGE:
+            self._answered(peer, kind, num_bytes, number)
+            return
+        if num_bytes < 0 or not (num_inline == -1 or num_inline == num_bytes <= INLINE_BYTES):
+            self._fail_peer(peer, FabricError(f"{self._port.describe_peer(peer)} sent what is no message"))
+            return
+        inline = bytes(memory[_HEAD.size : _HEAD.size + num_inline]) if num_inline >= 0 else None
+        head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, inline=inline)
+        try:
+            receive = self._matcher.arrive(head)
+        except FabricError as error:
+            self._fail_peer(peer, error)
+            return
+        if receive is not None:
+            self._deliver(receive, head)
+        elif inline is None and num_bytes <= FETCH_BYTES:
+            self._fetch(head)
+
+    def _answered(self, peer: int, kind: int, num_bytes: int, number: int) -> None:
+        send = self._sends.get((peer, number))
+        if send is None:
+            return
+        error = None
+        if kind == REFUSED:
+            error = MismatchError(
+                f"rank {self._rank} sent {send.payload.nbytes} bytes with tag {send.tag} to "
+                f"{self._port.describe_peer(peer)}, which received {num_bytes} bytes; let both give tensors of one size"
+            )
+        self._end_send(send, number, error)
+
+    def _fetch(self, head: MessageHead) -> None:
+        """Take a message of middling size before somebody asks: its sender has sent it unasked, and goes on."""
+        if self._fetching_bytes[head.source] + head.num_bytes > FETCH_BUDGET_BYTES:
+            return
+        self._fetching_bytes[head.source] += head.num_bytes
+        head.fetched = bytearray(head.num_bytes)
+        self._receive_body(head, memoryview(head.fetched), partial(self._fetched, head))
+
+    def _fetched(self, head: MessageHead) -> None:
+        head.is_fetched = True
+        if head.on_fetched is not None:
+            head.on_fetched()
+
+    def _receive_body(self, head: MessageHead, into: memoryview, on_received: Callable[[], None]) -> None:
+        tag = first_tag(self._stream, head.number & NUMBER_MASK, _BODIES)
+        self._port.receive(head.source, tag, into, urgency=URGENCY, on_received=on_received, even_if_lost=True)
+
+    def _ask(self, receive: Receive) -> None:
+        if self._rank in self._gone:
+            receive.work.finish(self._gone[self._rank])
+            return
+        self._receives[id(receive)] = receive
+        head = self._matcher.ask(receive.source, receive.tag, receive)
+        if head is not None:
+            self._deliver(receive, head)
+        elif not self._can_come(receive):
+            self._matcher.withdraw(receive.awaited, receive.tag, receive)
+            self._end_receive(receive, self._why(receive.source))
+        if not receive.work.done():
+            self._expire(receive.work, receive.timeout_s, partial(self._receive_is_late, receive))
+
+    def _deliver(self, receive: Receive, head: MessageHead) -> None:
+        """Put the message of ``head`` where ``receive`` wants it, as soon as it is here."""
+        receive.source = head.source
+        if head.fetched is not None:
+            self._fetching_bytes[head.source] -= head.num_bytes
+        if head.num_bytes != receive.destination.nbytes:
+            self._refuse(receive, head)
+        elif head.inline is not None:
+            receive.destination[:] = head.inline
+            self._end_receive(receive, None)
+        elif head.is_fetched:
+            self._take_fetched(receive, head)
+        elif head.fetched is not None:  # it is on its way into memory of its own
+            head.on_fetched = partial(self._take_fetched, receive, head)
+        else:
+            if head.num_bytes > FETCH_BYTES:
+                self._tell(head.source, ACCEPTED, head.tag, head.num_bytes, head.number)
+            self._receive_body(head, receive.destination, partial(self._end_receive, receive, None))
+
+    def _take_fetched(self, receive: Receive, head: MessageHead) -> None:
+        if not receive.work.done():
+            assert head.fetched is not None, "it has landed there"
+            receive.destination[:] = head.fetched
+        self._end_receive(receive, None)
+
+    def _refuse(self, receive: Receive, head: MessageHead) -> None:
+        """End a receive whose message has another size, and let the message go to waste."""
+        text = (
+            f"rank {self._rank} received {receive.destination.nbytes} bytes with tag {receive.tag} from "
+            f"{self._port.describe_peer(head.source)}, which sent {head.num_bytes} bytes; let both give tensors of one "
+            "size"
+        )
+        if head.num_bytes > FETCH_BYTES:
+            self._tell(head.source, REFUSED, head.tag, receive.destination.nbytes, head.number)
+        if head.inline is None and head.fetched is None:
+            self._receive_body(head, memoryview(bytearray()), _nothing)  # of another size: the fabric throws it away
+        self._end_receive(receive, MismatchError(text))
+
+    def _end_receive(self, receive: Receive, error: Exception | None) -> None:
+        self._receives.pop(id(receive), None)
+        if not receive.work.done():
+            receive.work.finish(error)
+
+    def _receive_is_late(self, receive: Receive) -> None:
+        self._matcher.withdraw(receive.awaited, receive.tag, receive)
+        whom = "no rank" if receive.awaited is None else self._port.describe_peer(receive.awaited)
+        self._end_receive(
+            receive,
+            DeadlineError(
+                f"{whom} sent {'' if receive.awaited is None else 'no'}thing with tag {receive.tag} to rank "
+                f"{self._rank} within {receive.timeout_s:g} s; check that both ends name each other and the same tag"
+            ),
+        )
+
+    def _send_is_late(self, send: _Send, number: int) -> None:
+        text = (
+            f"{self._port.describe_peer(send.peer)} did not take the {send.payload.nbytes} bytes that rank "
+            f"{self._rank} sent with tag {send.tag} within {send.timeout_s:g} s; check that both ends name each other "
+            "and the same tag"
+        )
+        self._end_send(send, number, DeadlineError(text))
+
+    def _expire(self, work: Work, timeout_s: float, end: Callable[[], None]) -> None:
+        timer = asyncio.get_running_loop().call_later(timeout_s, end)
+        work.add_done_callback(lambda _: timer.cancel())
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        """End what needs ``peer``; what it sent before it left is delivered first."""
+        self._gone[peer] = error
+        if peer == self._rank:
+            self._fail_all(error)
+        elif isinstance(error, PeerLeftError):
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._fail_peer, peer, error)
+        else:
+            self._fail_peer(peer, error)
+
+    def _fail_peer(self, peer: int, error: Exception) -> None:
+        self._gone[peer] = error
+        for (receiver, number), send in tuple(self._sends.items()):
+            if receiver == peer:
+                self._end_send(send, number, self._why(peer))
+        for receive in tuple(self._receives.values()):
+            if receive.source == peer or not self._can_come(receive):
+                self._matcher.withdraw(receive.awaited, receive.tag, receive)
+                self._end_receive(receive, self._why(peer))
+
+    def _fail_all(self, error: Exception) -> None:
+        for (_, number), send in tuple(self._sends.items()):
+            self._end_send(send, number, error)
+        for receive in tuple(self._receives.values()):
+            self._matcher.withdraw(receive.awaited, receive.tag, receive)
+            self._end_receive(receive, error)
+
+    def _can_come(self, receive: Receive) -> bool:
+        """Whether somebody may still send what is asked for; from anyone, not if one of them was lost."""
+        if receive.source is not None:
+            return receive.source not in self._gone
+        others = [peer for peer in range(self._world_size) if peer != self._rank]
+        is_one_lost = any(not isinstance(error, PeerLeftError) for error in self._gone.values())
+        return not is_one_lost and any(peer not in self._gone for peer in others)
+
+    def _why(self, peer: int | None) -> Exception:
+        """Return an error of its own for each call that needs ``peer``, or needed anyone."""
+        lost = next(iter(self._gone)) if peer is None else peer if peer in self._gone else self._rank
+        error = self._gone[lost]
+        if isinstance(error, PeerLostError):
+            return PeerLostError(f"{str(error).rstrip('.')}, during messages with it", rank=error.rank, host=error.host)
+        return FabricError(str(error))
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self._world_size or peer == self._rank:
+            raise ConfigurationError(
+                f"Rank {self._rank} exchanges messages with the other ranks of its group of {self._world_size}, not "
+                f"with {peer}"
+            )
+
+
+def _nothing() -> None:
+    """Nothing was received."""

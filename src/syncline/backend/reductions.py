@@ -1,0 +1,87 @@
+"""What each ``torch.distributed.ReduceOp`` makes of the tensors of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from syncline.errors import ConfigurationError
+from syncline.pytorch.collectives import TensorReduction
+from syncline.updates.memory import reduction_for
+
+ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+_NAMES = MappingProxyType(
+    {
+        "SUM": "sum",
+        "AVG": "sum",
+        "PREMUL_SUM": "sum",
+        "PRODUCT": "product",
+        "MIN": "min",
+        "MAX": "max",
+        "BAND": "band",
+        "BOR": "bor",
+        "BXOR": "bxor",
+    }
+)
+_KINDS: MappingProxyType[dist.ReduceOp.RedOpType, str] = MappingProxyType(
+    {getattr(dist.ReduceOp, name): name for name in _NAMES}
+)
+_OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product": "band"})
+"""What becomes of truth values, as with gloo and NCCL: a sum says whether any is true, a product whether all are."""
+
+
+def reduction_of(op: ReduceOp, dtype: torch.dtype, num_ranks: int) -> TensorReduction:
+    """Return how tensors of ``dtype`` are reduced by ``op``, in any of its forms.
+
+    AVG divides the sum by ``num_ranks``; PREMUL_SUM multiplies by its factor (a number, or a tensor of one) before.
+    Both need a float or complex type. Of bool, SUM and MAX are "any", PRODUCT and MIN "all". Raises
+    :class:`ConfigurationError` for what has no such result: MIN and MAX of complex numbers, bits of floats, anything of
+    8-bit floats.
+    """
+    kind, factor = _parse(op)
+    if kind in {"AVG", "PREMUL_SUM"} and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(
+            f"ReduceOp.{kind} of {dtype} is not of that type; convert the tensor to a float type, or take ReduceOp.SUM"
+        )
+    name = _NAMES[kind]
+    reduction = reduction_for(dtype, _OF_BOOL.get(name, name) if dtype is torch.bool else name)
+    if kind == "PREMUL_SUM":
+        return TensorReduction(reduction=reduction, meaning="premul_sum", prepare=_multiply_by(factor))
+    finish = _divide_by(num_ranks) if kind == "AVG" else None
+    return TensorReduction(reduction=reduction, meaning=kind.lower(), finish=finish)
+
+
+def _parse(op: ReduceOp) -> tuple[str, Any]:
+    """Return the name of an operation, and the factor of a PREMUL_SUM, which its pickled state alone tells."""
+    kind: Any = getattr(op, "op", op)
+    name = _KINDS.get(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else None
+    if name is None:
+        raise ConfigurationError(f"op must be a torch.distributed.ReduceOp: {', '.join(_NAMES)}, not {op!r}")
+    if name != "PREMUL_SUM":
+        return name, None
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        raise ConfigurationError("ReduceOp.PREMUL_SUM needs a factor; make it with dist._make_nccl_premul_sum(factor)")
+    state: Any = op.__getstate__()
+    return name, state[1]
+
+
+def _multiply_by(factor: Any) -> Callable[[torch.Tensor], None]:
+    number = factor.item() if isinstance(factor, torch.Tensor) else factor
+
+    def multiply(tensor: torch.Tensor) -> None:
+        tensor.mul_(number)
+
+    return multiply
+
+
+def _divide_by(num_ranks: int) -> Callable[[torch.Tensor], None]:
+    def divide(tensor: torch.Tensor) -> None:
+        with torch.inference_mode(tensor.is_inference()):  # any thread may end a work
+            tensor.div_(num_ranks)
+
+    return divide

@@ -1,0 +1,127 @@
+"""From settings to a communicator: what ``init()`` and the backend for ``torch.distributed`` do alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from ipaddress import ip_address
+
+from syncline.errors import ConfigurationError, TopologyError
+from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric.sockets import resolve_address
+from syncline.observe import Trace
+from syncline.pytorch.environment import Environment, own_address
+from syncline.pytorch.told_once import tell_once
+from syncline.runtime import CommunicationLoop, Communicator, match_topology
+from syncline.topology import Topology
+
+HANDSHAKE_S = 5.0
+CONNECT_MARGIN_S = 30.0
+"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
+
+
+def choose_fabric_options(environment: Environment) -> FabricOptions:
+    """Return how the fabric behaves; :class:`ConfigurationError` if strangers could join without being stopped."""
+    address, limits = environment.interface, environment.limits
+    if address is None and environment.world_size > 1:
+        address = own_address(environment.master_address)
+    options = FabricOptions(
+        job_id=environment.job_id,
+        secret=environment.secret,
+        insecure=environment.insecure,
+        authenticate_frames=environment.authenticates_frames,
+        native=environment.native,
+        address=resolve_address(address),
+        binds_thread=environment.binds_thread,
+        heartbeat_s=limits.heartbeat_s,
+        suspect_s=0.3 * limits.silence_s,
+        dead_s=limits.silence_s,
+        stall_s=limits.stall_s,
+        held_s=limits.timeout_s,
+        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
+        connect_s=limits.connect_timeout_s,
+    )
+    try:
+        options.check_exposure(options.address or "127.0.0.1")
+    except ConfigurationError as error:
+        tell_once(error, rank=environment.rank)
+        raise
+    return options
+
+
+def is_exposed(options: FabricOptions) -> bool:
+    """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
+    if not options.insecure or options.address is None:
+        return False
+    try:
+        return not ip_address(options.address).is_loopback
+    except ValueError:  # the name of an interface or host, which may be any
+        return True
+
+
+def connect(environment: Environment, options: FabricOptions, open_store: Callable[[], Store]) -> Communicator:
+    """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
+    chosen = _load_topology(environment)  # whatever is wrong with it is told before anybody is waited for
+    began_s = time.monotonic()
+
+    def left_s() -> float:
+        return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
+
+    store = open_store()
+    topology = _match(environment, chosen, options, store, timeout_s=left_s())
+    trace = _open_trace(environment, topology)
+    loop = CommunicationLoop(native=environment.native)
+    loop.start()
+    try:
+        connecting = connect_tcp(
+            options,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            rendezvous=Rendezvous(store, job_id=options.job_id),
+            topology=topology,
+            trace=trace,
+            timeout_s=left_s(),
+        )
+        fabric = loop.run(connecting, left_s() + CONNECT_MARGIN_S)
+        return Communicator(
+            loop, fabric, topology, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
+        )
+    except BaseException:
+        loop.stop()
+        raise
+
+
+def _load_topology(environment: Environment) -> Topology | None:
+    chosen = environment.topology
+    if chosen is None:
+        return None
+    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
+    topology.check_world_size(environment.world_size)
+    return topology
+
+
+def _match(
+    environment: Environment, topology: Topology | None, options: FabricOptions, store: Store, *, timeout_s: float
+) -> Topology:
+    """Return the topology as this job numbers it."""
+    try:
+        return match_topology(
+            topology,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            store=store,
+            host=environment.host,
+            timeout_s=timeout_s,
+            job_id=options.job_id,
+            silence_s=options.dead_s,
+        )
+    except TopologyError as error:
+        tell_once(error, rank=environment.rank)
+        raise
+
+
+def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
+    given = environment.trace
+    if given is None or isinstance(given, Trace):
+        return given
+    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)

@@ -1,0 +1,40 @@
+"""Groups of real processes over loopback: what trains on them, and what they say when a rank dies."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from rank_scripts import run_script
+
+SCRIPT = Path(__file__).with_name("group_process.py")
+
+
+def test_everything_that_uses_groups_computes_what_one_process_does() -> None:
+    for status, text in run_script(SCRIPT, 2, "consumers"):
+        assert status == 0, text
+        assert text.split() == [
+            "distributed_data_parallel",
+            "uneven_data",
+            "zero_redundancy",
+            "fully_sharded",
+            "tensors_of_a_mesh",
+            "objects",
+        ]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_on_all_others_which_go_on_without_it(victim: int, tmp_path: Path) -> None:
+    ends = run_script(SCRIPT, 3, "killed", str(victim), str(tmp_path))
+    assert ends[victim][0] == -signal.SIGKILL
+    for rank, (status, text) in enumerate(ends):
+        if rank != victim:
+            assert status == 0, text
+            assert text.split()[-2:] == ["told", "again"], text
+
+
+def test_a_fleet_and_groups_live_side_by_side() -> None:
+    for status, text in run_script(SCRIPT, 2, "beside_a_fleet"):
+        assert (status, text.split()[-1:]) == (0, ["both"]), text

@@ -1,0 +1,169 @@
+"""Send and receive: order, tags, anyone, sizes that differ, deadlines, and ranks that leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from thread_groups import run_groups
+
+from syncline.backend.process_group import SynclineProcessGroup as Group
+from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError
+
+SIZES = (0, 1, 100, 3_000, 50_000, 400_000)
+"""In the head itself, fetched before somebody asks, and sent when somebody does."""
+
+
+def on_each(*bodies: Callable[[Group], object]) -> Callable[[Group], object]:
+    return lambda group: bodies[group.rank()](group)
+
+
+def test_messages_of_every_size_arrive_by_tag_whoever_comes_first() -> None:
+    def send(group: Group) -> None:
+        works = [group.send([torch.full((size,), float(tag))], 1, tag) for tag, size in enumerate(SIZES)]
+        group.barrier().wait()
+        works += [group.send([torch.full((size,), -1.0)], 1, tag) for tag, size in enumerate(SIZES)]
+        for work in works:
+            assert work.wait()
+
+    def receive(group: Group) -> None:
+        group.barrier().wait()
+        for value in (None, -1.0):
+            for tag, size in reversed(tuple(enumerate(SIZES))):
+                tensor = torch.zeros(size)
+                assert group.recv([tensor], 0, tag).wait()
+                assert tensor.tolist() == [tag if value is None else value] * size
+
+    run_groups(2, on_each(send, receive))
+
+
+def test_a_receive_into_every_other_number_and_of_another_type_is_put_in_place() -> None:
+    def send(group: Group) -> None:
+        group.send([torch.arange(10, dtype=torch.int16)[::2]], 1, 0).wait()
+
+    def receive(group: Group) -> None:
+        whole = torch.zeros(10, dtype=torch.int16)
+        work = group.recv([whole[1::2]], 0, 0)
+        work.get_future().wait()
+        assert whole.tolist() == [0, 0, 0, 2, 0, 4, 0, 6, 0, 8]
+
+    run_groups(2, on_each(send, receive))
+
+
+def test_a_receive_from_anyone_says_from_whom_it_was() -> None:
+    def send(group: Group) -> None:
+        group.send([torch.tensor([group.rank()])], 0, 3).wait()
+
+    def receive(group: Group) -> None:
+        sources = set()
+        for _ in range(2):
+            tensor = torch.tensor([-1])
+            work = group.recv_anysource([tensor], 3)
+            work.wait()
+            assert work.source_rank() == work._source_rank() == tensor.item()
+            sources.add(tensor.item())
+        assert sources == {1, 2}
+
+    run_groups(3, on_each(receive, send, send))
+
+
+@pytest.mark.parametrize("size", [1, 3_000, 400_000])
+def test_sizes_that_differ_are_an_error_and_the_next_message_arrives(size: int) -> None:
+    def send(group: Group) -> None:
+        work = group.send([torch.zeros(size)], 1, 0)
+        if size == SIZES[-1]:
+            with pytest.raises(MismatchError, match=f"rank 0 sent {4 * size} bytes with tag 0"):
+                work.wait()
+        else:
+            work.wait()
+        group.send([torch.ones(size)], 1, 0).wait()
+
+    def receive(group: Group) -> None:
+        with pytest.raises(MismatchError, match=rf"rank 1 received 8 bytes .* rank 0 \(host h0\).* {4 * size} bytes"):
+            group.recv([torch.zeros(2)], 0, 0).wait()
+        tensor = torch.zeros(size)
+        group.recv([tensor], 0, 0).wait()
+        assert tensor.sum() == size
+
+    run_groups(2, on_each(send, receive))
+
+
+def test_a_message_that_does_not_come_and_one_that_nobody_takes_end_at_the_timeout() -> None:
+    is_over = threading.Barrier(2)
+
+    def send(group: Group) -> None:
+        with pytest.raises(DeadlineError, match=r"rank 1 \(host h1\) did not take the 1600000 bytes .* tag 4"):
+            group.send([torch.zeros(400_000)], 1, 4).wait()
+        is_over.wait(60)
+
+    def receive(group: Group) -> None:
+        tensor = torch.zeros(3)
+        with pytest.raises(DeadlineError, match=r"rank 0 \(host h0\) sent nothing with tag 9"):
+            group.recv([tensor], 0, 9).wait()
+        with pytest.raises(DeadlineError, match="no rank sent"):
+            group.recv_anysource([tensor], 9).wait()
+        is_over.wait(60)
+
+    run_groups(2, on_each(send, receive), timeout_s=0.5)
+
+
+def test_what_a_rank_sent_before_it_left_is_received_and_nothing_after_that() -> None:
+    has_left = threading.Event()
+
+    def send(group: Group) -> None:
+        for size in (10, 3_000):
+            group.send([torch.full((size,), 7.0)], 1, 0).wait()
+        group.shutdown()
+        has_left.set()
+
+    def receive(group: Group) -> None:
+        early = group.recv([torch.zeros(5)], 0, 1)
+        assert has_left.wait(60)
+        for size in (10, 3_000):
+            tensor = torch.zeros(size)
+            group.recv([tensor], 0, 0).wait()
+            assert tensor.tolist() == [7.0] * size
+        for work in (early, group.recv([torch.zeros(5)], 0, 0), group.recv_anysource([torch.zeros(5)], 0)):
+            with pytest.raises(PeerLostError, match=r"rank 0 \(host h0\)"):
+                work.wait()
+
+    run_groups(2, on_each(send, receive))
+
+
+def test_the_loss_of_a_rank_ends_messages_with_it_and_from_anyone() -> None:
+    is_posted = threading.Barrier(3)
+
+    def die(group: Group) -> None:
+        is_posted.wait(60)
+        group.abort()
+
+    def wait(group: Group) -> None:
+        works = [group.recv([torch.zeros(5)], 0, 1), group.recv_anysource([torch.zeros(5)], 1)]
+        works.append(group.send([torch.zeros(400_000)], 0, 1))
+        futures = [work.get_future() for work in works]
+        is_posted.wait(60)
+        for work, future in zip(works, futures, strict=True):
+            with pytest.raises(PeerLostError, match=r"rank 0 \(host h0\)"):
+                work.wait()
+            with pytest.raises(RuntimeError, match=r"PeerLostError: rank 0 \(host h0\)"):
+                future.wait()
+            assert work.is_completed()
+            assert not work.is_success()
+            assert isinstance(work.exception(), PeerLostError)
+
+    run_groups(3, on_each(die, wait, wait))
+
+
+def test_only_the_other_ranks_exchange_messages() -> None:
+    def body(group: Group) -> None:
+        for peer in (group.rank(), 2, -1):
+            with pytest.raises(ConfigurationError, match="other ranks of its group of 2"):
+                group.send([torch.zeros(1)], peer, 0)
+            with pytest.raises(ConfigurationError, match="other ranks of its group of 2"):
+                group.recv([torch.zeros(1)], peer, 0)
+        with pytest.raises(ConfigurationError, match="send takes one tensor"):
+            group.send([torch.zeros(1)] * 2, 1 - group.rank(), 0)
+
+    run_groups(2, body)

@@ -1,0 +1,63 @@
+"""Groups of ``torch.distributed`` whose ranks are threads of one process, which meet in a HashStore, over loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from syncline.backend.creation import create_state
+from syncline.backend.options import BackendOptions
+from syncline.backend.process_group import SynclineProcessGroup
+
+JOIN_S = 180.0
+
+
+def description(
+    store: Any, rank: int, size: int, *, timeout_s: float = 60.0, ranks: Sequence[int] = (), name: str = "0"
+) -> SimpleNamespace:
+    """Describe a new group as ``torch.distributed`` does to a backend."""
+    return SimpleNamespace(
+        store=store,
+        group_rank=rank,
+        group_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        group_id=name,
+        global_ranks_in_group=list(ranks),
+    )
+
+
+def run_groups(
+    world: int,
+    body: Callable[[SynclineProcessGroup], Any],
+    *,
+    options: BackendOptions | None = None,
+    timeout_s: float = 60.0,
+) -> list[Any]:
+    """Run ``body`` on every rank of one world; return what each returned. The first error is raised."""
+    store, results, errors = dist.HashStore(), [None] * world, []
+
+    def main(rank: int) -> None:
+        try:
+            described = description(store, rank, world, timeout_s=timeout_s)
+            group = SynclineProcessGroup(create_state(described, options or BackendOptions()))
+            try:
+                results[rank] = body(group)
+            finally:
+                group.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert not any(thread.is_alive() for thread in threads), f"ranks hang; errors so far: {errors}"
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,82 @@
+"""PyTorch's own tests of ``torch.distributed``, from its wheel, on this backend: ``torch_suite.py [NAME_PART ...]``.
+
+Prints a line for each test that failed or was skipped, with the reason, and the three counts; the status is 1 if one
+failed. Needs ``expecttest``, as those tests do. Ranks are forked, not spawned, so as not to import torch a thousand
+times; ``WORLD_SIZE`` says how many (default: 2).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import unittest
+import warnings
+from typing import Any
+
+os.environ["BACKEND"] = "syncline"
+os.environ.setdefault("WORLD_SIZE", "2")
+os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch.testing._internal.common_distributed import DistTestCases
+
+for feature in ("ddp", "subgroup", "gpu", "cuda"):
+    DistTestCases.backend_feature[feature].add("syncline")
+
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
+
+import syncline  # noqa: E402, F401 - registers the backend
+
+
+class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    """All of them."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+class Counts(unittest.TestResult):
+    """What became of each test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: list[str] = []
+
+    def addSuccess(self, test: Any) -> None:  # noqa: N802 - unittest's name
+        self.passed.append(_name(test))
+
+    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802 - unittest's name
+        super().addSkip(test, reason)
+        print(f"skipped {_name(test)}: {reason}", flush=True)
+
+    def addError(self, test: Any, err: Any) -> None:  # noqa: N802 - unittest's name
+        super().addError(test, err)
+        print(f"FAILED {_name(test)}: {self.errors[-1][1]}", flush=True)
+
+    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802 - unittest's name
+        super().addFailure(test, err)
+        print(f"FAILED {_name(test)}: {self.failures[-1][1]}", flush=True)
+
+
+def _name(test: Any) -> str:
+    return str(test.id().rsplit(".", 1)[-1])
+
+
+def main(parts: list[str]) -> int:
+    """Run the tests whose names contain one of ``parts``, or all."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    names = unittest.TestLoader().getTestCaseNames(TorchSuite)
+    chosen = [name for name in names if not parts or any(part in name for part in parts)]
+    counts = Counts()
+    unittest.TestSuite(TorchSuite(name) for name in chosen).run(counts)
+    num_failed = len(counts.errors) + len(counts.failures)
+    print(f"passed {len(counts.passed)}, skipped {len(counts.skipped)}, failed {num_failed}", flush=True)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
