@@ -11,7 +11,7 @@ from syncline.bench.record import collect_facts, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
 from syncline.bench.stolen import StolenTime
 from syncline.bench.table import bench_table
-from syncline.bench.task import ModelShape, Task, choose_peers
+from syncline.bench.task import TRAINING_PEERS, ModelShape, Task, choose_peers
 from syncline.errors import ConfigurationError
 from syncline.report.bench_plot import has_matplotlib
 from syncline.topology import Topology
@@ -55,7 +55,7 @@ def test_the_model_has_the_parameters_of_the_published_figures():
 
 
 def test_peers_are_all_or_named_or_none():
-    assert choose_peers("training", ()) == ("ddp", "zero", "fsdp2", "post-local-sgd")
+    assert choose_peers("training", ()) == TRAINING_PEERS
     assert choose_peers("training", ("fsdp2", "ddp", "fsdp2")) == ("fsdp2", "ddp")
     assert choose_peers("collectives", ("none",)) == ()
     with pytest.raises(ConfigurationError, match="must be of gloo for collectives, or none alone, got ddp"):

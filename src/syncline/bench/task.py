@@ -19,7 +19,7 @@ CollectiveName = Literal["all-reduce", "reduce-scatter", "all-gather"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 COLLECTIVES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 COLLECTIVE_PEERS = ("gloo",)
-TRAINING_PEERS = ("ddp", "zero", "fsdp2", "post-local-sgd")
+TRAINING_PEERS = ("ddp", "ddp-syncline", "zero", "zero-syncline", "fsdp2", "fsdp2-syncline", "post-local-sgd")
 NO_PEERS = "none"
 
 

@@ -1,4 +1,4 @@
-"""The ways to train the model on all ranks: none, this library's, and its peers' over gloo."""
+"""The ways to train the model on all ranks: none, this library's, and its peers', over gloo and over our backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -56,32 +56,32 @@ def syncline_all_reduce(shape: ModelShape) -> Trainee:
     return _by_syncline(shape, syncline.AllReduce())
 
 
-def ddp(shape: ModelShape) -> Trainee:
+def ddp(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     """Train by DistributedDataParallel with its defaults."""
-    model = DistributedDataParallel(build_model(shape))
+    model = DistributedDataParallel(build_model(shape), process_group=group)
     return Trainee(model=model, optimizer=build_optimizer(model))
 
 
-def zero(shape: ModelShape) -> Trainee:
+def zero(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     """Train by DistributedDataParallel with the optimizer's state divided among the ranks."""
-    model = DistributedDataParallel(build_model(shape))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
+    model = DistributedDataParallel(build_model(shape), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=LEARNING_RATE)
     return Trainee(model=model, optimizer=optimizer)
 
 
-def fsdp2(shape: ModelShape) -> Trainee:
+def fsdp2(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     """Train by fully_shard, each block by itself."""
     model = build_model(shape)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(group, "cpu")
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Trainee(model=model, optimizer=build_optimizer(model))
 
 
-def post_local_sgd(shape: ModelShape) -> Trainee:
+def post_local_sgd(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     """Step alone, and average the models every few steps; this is another algorithm, which sends less."""
-    model = DistributedDataParallel(build_model(shape))
+    model = DistributedDataParallel(build_model(shape), process_group=group)
     alone, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
     state = PostLocalSGDState(  # type: ignore[no-untyped-call]
         process_group=None, subgroup=alone, start_localSGD_iter=0, post_local_gradient_allreduce=False
@@ -100,15 +100,28 @@ OWN: Mapping[str, Callable[[ModelShape], Trainee]] = MappingProxyType(
     }
 )
 
-PEERS: Mapping[str, tuple[str, Callable[[ModelShape], Trainee]]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A peer: how the table calls it, how it is built, and the backend of the process group that it is built on."""
+
+    title: str
+    build: Callable[[ModelShape, dist.ProcessGroup], Trainee]
+    backend: str = "gloo"
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "ddp": ("DDP", ddp),
-        "zero": ("DDP + ZeroRedundancyOptimizer", zero),
-        "fsdp2": ("FSDP2", fsdp2),
-        "post-local-sgd": (f"PostLocalSGD, period {PERIOD}", post_local_sgd),
+        "ddp": Peer(title="DDP", build=ddp),
+        "ddp-syncline": Peer(title="DDP on syncline", build=ddp, backend="syncline"),
+        "zero": Peer(title="DDP + ZeroRedundancyOptimizer", build=zero),
+        "zero-syncline": Peer(title="DDP + ZeRO on syncline", build=zero, backend="syncline"),
+        "fsdp2": Peer(title="FSDP2", build=fsdp2),
+        "fsdp2-syncline": Peer(title="FSDP2 on syncline", build=fsdp2, backend="syncline"),
+        "post-local-sgd": Peer(title=f"PostLocalSGD, period {PERIOD}", build=post_local_sgd),
     }
 )
-"""Peers by the name on the command line: how the table calls them, and how they are built."""
+"""Peers by their names on the command line."""
 
 
 def _by_syncline(shape: ModelShape, update: syncline.Sharded | syncline.AllReduce) -> Trainee:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
@@ -36,7 +37,9 @@ def measure_training(task: Task, fleet: Fleet) -> list[Row]:
     """Build every method once, and measure them; the rows are complete on rank 0."""
     batch = build_batch(task.shape, fleet.rank)
     trainees = {name: build(task.shape) for name, build in OWN.items()}
-    trainees |= {PEERS[peer][0]: PEERS[peer][1](task.shape) for peer in task.peers}
+    peers = [PEERS[name] for name in task.peers]
+    groups = {backend: dist.new_group(backend=backend) for backend in dict.fromkeys(peer.backend for peer in peers)}
+    trainees |= {peer.title: peer.build(task.shape, groups[peer.backend]) for peer in peers}
     timed = {name: partial(_time_steps, trainee, batch) for name, trainee in trainees.items()}
     seconds = measure_rounds(timed, pace=task.pace)
     meter = LinkMeter(fleet.rank)
