@@ -146,7 +146,10 @@ class PhasedTrainer:
         return done.loss
 
     def evaluate(self, inputs: Any = None) -> Any:
-        """Run all stages forward in evaluation mode; return the output where :attr:`needs_targets`, else None."""
+        """Run all stages forward in evaluation mode; return the output where :attr:`needs_targets`, else None.
+
+        Both ranks of a pair call it with the same batch, as :meth:`step`, and it raises the same.
+        """
         self._check_open()
         modules = [stage.module for stage in self._setting.stages.values()]
         were_training = [[module.training for module in whole.modules()] for whole in modules]
@@ -160,12 +163,15 @@ class PhasedTrainer:
                     module.training = mode
 
     def synchronize(self) -> None:
-        """Wait until every update is over, and stored."""
+        """Wait until every update is over, and stored; raises what went wrong. No other rank needs to call it."""
         self._check_open()
         self._driver.synchronize()
 
     def stage_states(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield the number and state (as ``state_dict`` of the stage) of each stage of this rank, one at a time."""
+        """Yield the number and state (as ``state_dict`` of the stage) of each stage of this rank, one at a time.
+
+        The tensors are copies in memory, which only the caller keeps. Raises :class:`StorageError`.
+        """
         self.synchronize()
         for number, stage in self._setting.stages.items():
             stored, _ = self._setting.storage.read(parameters_name(number))

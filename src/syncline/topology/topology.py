@@ -75,7 +75,13 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """Read a topology file, or a shipped topology by its name (``"two-racks-5-3"``)."""
+        """Read a topology file, or a shipped topology by its name (``"two-racks-5-3"``).
+
+        Raises :class:`TopologyError` for a file that cannot be read, with the names there are, and as :meth:`parse`.
+
+        >>> [host.name for host in syncline.Topology.load("demo-1-3").hosts]
+        ['h0', 'h1', 'h2', 'h3']
+        """
         from syncline.topology.shipped import find_topology_text
 
         text, source = find_topology_text(path)
@@ -83,7 +89,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, *, source: str | None = None) -> Topology:
-        """Read a topology from YAML; every error names ``source`` and the line.
+        """Read a topology from YAML; every error, a :class:`TopologyError`, names ``source`` and the line.
 
         >>> text = "{topology: pair, switch: s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s}]}"
         >>> syncline.Topology.parse(text).num_ranks
@@ -243,7 +249,7 @@ class Topology:
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise unless the job has exactly as many ranks as the topology."""
+        """Raise :class:`TopologyError` unless the job has exactly as many ranks as the topology."""
         if world_size == self.num_ranks:
             return
         where = self._label()

@@ -100,7 +100,7 @@ class Host:
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """The ranks."""
+        """The ranks, in file order."""
         return self.ranks
 
 
