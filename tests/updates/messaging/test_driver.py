@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from memory_ports import WAIT_S, Ports, on_loop
@@ -88,8 +90,9 @@ def test_a_wait_looks_for_what_holds_it_up() -> None:
 def test_a_wait_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.updates.messaging.driver.STALL_GRACE_S", 0.1)
     with Ports(1) as (port,):
-        driver = Fake(port, timeout_s=0.6)
+        driver, begun_s = Fake(port, timeout_s=0.6), time.monotonic()
         driver.wait(lambda: False)
+        assert time.monotonic() - begun_s >= 0.6
         driver.raise_failure()
 
 
