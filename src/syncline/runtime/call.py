@@ -62,15 +62,6 @@ class Call(ABC):
     Ranks match their calls by (``stream``, running number in that stream), so calls of different streams may be made in
     different orders on different ranks. Stream 0 is the user's. A lower ``urgency`` goes first; ``urgency``,
     ``connection_class`` and ``timeout_s`` are each rank's own affair, all else must agree.
-
-    >>> from syncline.schedule import Collective
-    >>> (alone,) = communicators_in_memory(1)
-    >>> schedule = alone.plan(Collective.ALL_REDUCE, num_bytes=12)
-    >>> settings = {"reduction": numpy_reduction("float32"), "label": "gradients", "timeout_s": 10.0}
-    >>> layout, buffer = alone.layout(schedule, num_elements=3, itemsize=4), memoryview(bytearray(12))
-    >>> call = CollectiveCall(stream=0, schedule=schedule, layout=layout, buffer=buffer, **settings)
-    >>> call.numbers; alone.close()
-    '3 x float32'
     """
 
     stream: int
@@ -118,6 +109,15 @@ class CollectiveCall(Call):
     """One collective on one buffer, in place.
 
     ``buffer`` holds ``layout.num_elements`` elements as writable bytes and is the engine's until the call ends.
+
+    >>> from syncline.schedule import Collective
+    >>> (alone,) = communicators_in_memory(1)
+    >>> schedule = alone.plan(Collective.ALL_REDUCE, num_bytes=12)
+    >>> settings = {"reduction": numpy_reduction("float32"), "label": "gradients", "timeout_s": 10.0}
+    >>> layout, buffer = alone.layout(schedule, num_elements=3, itemsize=4), memoryview(bytearray(12))
+    >>> call = CollectiveCall(stream=0, schedule=schedule, layout=layout, buffer=buffer, **settings)
+    >>> call.numbers; alone.close()
+    '3 x float32'
     """
 
     schedule: Schedule

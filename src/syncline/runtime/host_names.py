@@ -38,6 +38,9 @@ def match_topology(
 
     Raises ``RendezvousError`` after ``timeout_s`` (who did not come), and :class:`TopologyError` on all ranks if their
     number, or the hosts, or how many ranks each has, are not the topology's (see :meth:`.Topology.matched`).
+
+    >>> match_topology(None, rank=0, world_size=1, store=None, host="a0", timeout_s=60.0).num_ranks  # one asks nobody
+    1
     """
     if topology is not None:
         topology.check_world_size(world_size)
