@@ -42,23 +42,12 @@ class Communicator:
 
     ``loop`` must be running, and ``fabric`` live on it. ``planner`` decides which schedule a collective gets;
     ``slice_bytes`` and ``max_inflight_bytes`` follow the topology where they are None (see :class:`Plans`).
-    ``on_close`` is called once when the communicator has released everything (it may stop the loop).
-
-    A collective takes contiguous writable bytes, which hold whole elements of its ``reduction``, alike on all ranks.
-    Its :class:`Work` ends with what went wrong, if anything did: :class:`MismatchError` if ranks call different things,
-    :class:`PeerLostError`, :class:`DeadlineError` after ``timeout_s`` seconds, :class:`FabricClosedError`.
+    ``on_close`` is called once when everything is released (it may stop the loop). Collectives take contiguous writable
+    bytes of whole elements, alike on all ranks; a call that fails ends with :class:`MismatchError`,
+    :class:`PeerLostError`, :class:`DeadlineError` (after ``timeout_s`` seconds) or :class:`FabricClosedError`.
 
     >>> first, second = communicators_in_memory(2)
-    >>> buffers = bytearray([1, 2]), bytearray([3, 4])
-    >>> works = [
-    ...     communicator.all_reduce(memoryview(buffer), numpy_reduction("uint8"))
-    ...     for communicator, buffer in zip((first, second), buffers)
-    ... ]
-    >>> for work in works:
-    ...     work.wait()
-    >>> list(buffers[0]), buffers[0] == buffers[1]
-    ([4, 6], True)
-    >>> first.close(); second.close()
+    >>> work = first.barrier(); second.barrier().wait(); work.wait(); first.close(); second.close()
     """
 
     def __init__(
@@ -235,8 +224,7 @@ class Communicator:
     ) -> Work:
         """Sum ``buffer`` over all ranks; rank k's own part of it, elements [k n / N, (k + 1) n / N), holds the result.
 
-        The rest of the buffer holds partial sums afterwards. ``parts`` are the elements of each rank's part, in rank
-        order, where they are not equal.
+        The rest holds partial sums afterwards. ``parts``: the elements of each rank's part, where they are not equal.
         """
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
         return self.start(schedule, buffer, reduction, parts=parts, **settings)
@@ -333,10 +321,7 @@ class Communicator:
         return self._loop.run(self._take_statistics(), CLOSE_S)
 
     def close(self) -> None:
-        """Say goodbye and release everything; calls that are under way fail. A second call does nothing.
-
-        Nor does a call in a forked child, to which nothing belongs.
-        """
+        """Say goodbye and release everything; calls under way fail. Nothing happens twice, nor in a forked child."""
         if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
