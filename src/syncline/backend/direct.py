@@ -41,7 +41,7 @@ class DirectCollectives:
         check_tensors("gather", [tensor, *outputs])
         check_same_size("gather", [tensor, *outputs])
         landing = _landing(outputs)
-        landing[root].copy_(host_memory_of(tensor).view(outputs[root].shape))
+        put_back(host_memory_of(tensor), landing[root])
         receives = tuple((peer, bytes_of(host)) for peer, host in enumerate(landing) if peer != root)
         work = self._communicator.start_direct(
             "gather", sends=(), receives=receives, about=about, root=root, **settings
@@ -104,7 +104,7 @@ class DirectCollectives:
         """Let what others have for this rank land, and send them what it has for them."""
         if touches(landing, brought):
             brought = [one.clone() for one in brought]  # what lands must not change what has yet to leave
-        landing[self._rank].copy_(brought[self._rank].view(landing[self._rank].shape))
+        put_back(brought[self._rank], landing[self._rank])
         others = [peer for peer in range(self._num_ranks) if peer != self._rank]
         work = self._communicator.start_direct(
             "all_to_all",

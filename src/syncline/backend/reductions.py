@@ -81,7 +81,6 @@ def _multiply_by(factor: Any) -> Callable[[torch.Tensor], None]:
 
 def _divide_by(num_ranks: int) -> Callable[[torch.Tensor], None]:
     def divide(tensor: torch.Tensor) -> None:
-        with torch.inference_mode(tensor.is_inference()):  # any thread may end a work
-            tensor.div_(num_ranks)
+        tensor.detach().div_(num_ranks)  # detached here: the work may be ended where no inference goes on
 
     return divide

@@ -193,7 +193,7 @@ class TensorCollectives:
         if settings.get("is_awaited") and is_plain(source):
             own_part = bytes_of(source.detach())
         else:
-            self._part(host, source, parts).copy_(source.detach())
+            put_back(source.detach(), self._part(host, source, parts))
         settings["elements"] = dtype_name(host.dtype)
         sizes = [part * host.itemsize for part in parts]
         work = self._communicator.all_gather(bytes_of(host), parts=sizes, own_part=own_part, **settings)
@@ -250,7 +250,7 @@ class TensorCollectives:
             raise ConfigurationError(f"{name} must be a rank, 0 to {self._communicator.world_size - 1}, not {rank}")
 
     def _divide_by_ranks(self, total: torch.Tensor) -> None:
-        total.div_(self._communicator.world_size)
+        total.detach().div_(self._communicator.world_size)
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
         rank = self._communicator.rank
