@@ -33,14 +33,16 @@ class GroupCollectives:
     error on all of them, :class:`MismatchError`; :class:`DeadlineError` and :class:`PeerLostError` name who is late or
     lost. After any of these no more calls can be made. What a tensor cannot do is refused before the call begins, with
     a :class:`ConfigurationError`, and the next call is as if it had not been made.
+
+    ``scratch`` keeps memory from call to call; several groups may share it.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
         self._communicator = communicator
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
-        self._tensors = TensorCollectives(communicator)
+        self._scratch = scratch or ScratchPool()
+        self._tensors = TensorCollectives(communicator, self._scratch)
         self._direct = DirectCollectives(communicator)
-        self._scratch = ScratchPool()
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False

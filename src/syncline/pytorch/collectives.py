@@ -85,12 +85,13 @@ class TensorReduction:
 class TensorCollectives:
     """Collectives on the tensors of one rank; they match by the order in which each rank calls them.
 
-    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return.
+    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return. What is
+    kept in ``scratch`` from call to call may be shared with others.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
         self._communicator = communicator
-        self._scratch = ScratchPool()
+        self._scratch = scratch or ScratchPool()
 
     def all_reduce(
         self,
@@ -213,7 +214,8 @@ class TensorCollectives:
         host = host_memory_of(tensor)
         settings["elements"] = dtype_name(host.dtype)
         work = self._communicator.broadcast(bytes_of(host), root=root, **settings)
-        return TensorWork([work], lambda: put_back(host, tensor))
+        is_result = root != self._communicator.rank
+        return TensorWork([work], lambda: put_back(host, tensor) if is_result else None)
 
     def _weigh(
         self, host: torch.Tensor, op: Operation | TensorReduction, weight: float | None, settings: BasicSettings
