@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from syncline.pytorch.collectives import TensorCollectives, TensorReduction, Ten
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, put_back
 from syncline.runtime.call import BasicSettings
 from syncline.runtime.communicator import Communicator
+from syncline.runtime.direct import start_direct
 
 Tensors = Sequence[torch.Tensor]
 
@@ -270,7 +272,7 @@ class GroupCollectives:
         if not is_root:
             limit_s += RELEASE_GRACE_S
         settings: BasicSettings = {"label": "monitored_barrier", "timeout_s": limit_s}
-        start = self._communicator.start_direct
+        start = partial(start_direct, self._communicator)
         arrivals, releases = (others, ()) if is_root else ((), ((0, empty),))
         arrived = start("gather", sends=releases, receives=arrivals, about="arrivals", root=0, **settings)
         if is_root:
