@@ -16,6 +16,7 @@ from syncline.backend.collectives import GroupCollectives
 from syncline.errors import ConfigurationError
 from syncline.pytorch import collectives as tensor_collectives
 from syncline.pytorch import host_memory
+from syncline.pytorch.collectives import TensorWork
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM
@@ -141,7 +142,7 @@ def test_lists_of_neighbouring_memory_need_no_copy(run_ranks: Any) -> None:
     run_ranks(WORLD, body)
 
 
-def test_tensors_of_autograd_and_of_inference(run_ranks: Any) -> None:
+def test_tensors_of_autograd(run_ranks: Any) -> None:
     def body(collectives: GroupCollectives, communicator: Any) -> None:
         leaf = torch.full((3,), communicator.rank + 1.0, requires_grad=True)
         collectives.all_reduce(leaf, SUM).wait()
@@ -153,15 +154,38 @@ def test_tensors_of_autograd_and_of_inference(run_ranks: Any) -> None:
         part = torch.empty(1, requires_grad=True)
         collectives.reduce_scatter_single(part, leaf, SUM).wait()
         assert part.item() == 18
+
+    run_ranks(WORLD, body)
+
+
+def test_tensors_of_an_inference(run_ranks: Any) -> None:
+    """Their works may be ended where no inference goes on, as by a thread of their own."""
+
+    def body(collectives: GroupCollectives, communicator: Any) -> None:
+        rank, average = communicator.rank, dist.ReduceOp.AVG
         with torch.inference_mode():
-            row = torch.ones(4, 3)[:, ::2]
-            source = torch.ones(3)
-        collectives.all_reduce(row, dist.ReduceOp.AVG).wait()  # which another thread may end, outside of that mode
-        collectives.reduce_scatter_single(part, source, SUM).wait()
+            whole, row, source, part, rows = (torch.ones(3), strided(1), torch.ones(3), torch.zeros(1), torch.zeros(3))
+            outputs = [torch.zeros(1) for _ in range(WORLD)]
+
+        def begin() -> list[TensorWork]:
+            return [
+                collectives.all_reduce(whole, average),
+                collectives.all_reduce(row, average),
+                collectives.reduce_scatter_single(part, source, average),
+                collectives.all_gather_single(rows, source[:1]),
+                collectives.all_gather(outputs, source[:1]),
+                collectives.all_to_all_single(rows, source),
+                collectives.gather(outputs if rank == 0 else None, source[:1], 0),
+            ]
+
         with torch.inference_mode():
-            collectives.reduce_scatter_single(part, source, SUM).wait()
-        collectives.reduce_scatter_single(part, source, SUM).wait()
-        assert part.item() == 3
+            works = begin()
+        for work in works:
+            work.wait()
+        for work in begin():
+            work.wait()
+        for tensor in (whole, row, source, part, rows, *outputs):
+            assert tensor.eq(1).all()
 
     run_ranks(WORLD, body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from syncline.pytorch.collectives import TensorCollectives, TensorReduction, Ten
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, put_back
 from syncline.runtime.call import BasicSettings
 from syncline.runtime.communicator import Communicator
+from syncline.runtime.direct import start_direct
 
 Tensors = Sequence[torch.Tensor]
 
@@ -33,14 +35,16 @@ class GroupCollectives:
     error on all of them, :class:`MismatchError`; :class:`DeadlineError` and :class:`PeerLostError` name who is late or
     lost. After any of these no more calls can be made. What a tensor cannot do is refused before the call begins, with
     a :class:`ConfigurationError`, and the next call is as if it had not been made.
+
+    ``scratch`` keeps memory from call to call; several groups may share it.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
         self._communicator = communicator
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
-        self._tensors = TensorCollectives(communicator)
+        self._scratch = scratch or ScratchPool()
+        self._tensors = TensorCollectives(communicator, self._scratch)
         self._direct = DirectCollectives(communicator)
-        self._scratch = ScratchPool()
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
@@ -268,7 +272,7 @@ class GroupCollectives:
         if not is_root:
             limit_s += RELEASE_GRACE_S
         settings: BasicSettings = {"label": "monitored_barrier", "timeout_s": limit_s}
-        start = self._communicator.start_direct
+        start = partial(start_direct, self._communicator)
         arrivals, releases = (others, ()) if is_root else ((), ((0, empty),))
         arrived = start("gather", sends=releases, receives=arrivals, about="arrivals", root=0, **settings)
         if is_root:

@@ -12,6 +12,7 @@ from syncline.pytorch.collectives import TensorWork
 from syncline.pytorch.host_memory import host_memory_of, landing_memory_of, overlap, put_back, touches
 from syncline.runtime.call import BasicSettings
 from syncline.runtime.communicator import Communicator
+from syncline.runtime.direct import start_direct
 from syncline.updates.memory import bytes_of, dtype_name
 
 Tensors = Sequence[torch.Tensor]
@@ -32,8 +33,8 @@ class DirectCollectives:
         if self._rank != root:
             check_tensors("gather", [tensor])
             sends = ((root, bytes_of(host_memory_of(tensor))),)
-            work = self._communicator.start_direct(
-                "gather", sends=sends, receives=(), about=about, root=root, **settings
+            work = start_direct(
+                self._communicator, "gather", sends=sends, receives=(), about=about, root=root, **settings
             )
             return TensorWork([work], _do_nothing)
         outputs = outputs or ()
@@ -41,10 +42,10 @@ class DirectCollectives:
         check_tensors("gather", [tensor, *outputs])
         check_same_size("gather", [tensor, *outputs])
         landing = _landing(outputs)
-        landing[root].copy_(host_memory_of(tensor).view(outputs[root].shape))
+        put_back(host_memory_of(tensor), landing[root])
         receives = tuple((peer, bytes_of(host)) for peer, host in enumerate(landing) if peer != root)
-        work = self._communicator.start_direct(
-            "gather", sends=(), receives=receives, about=about, root=root, **settings
+        work = start_direct(
+            self._communicator, "gather", sends=(), receives=receives, about=about, root=root, **settings
         )
         return TensorWork([work], lambda: _put_all(landing, outputs))
 
@@ -57,8 +58,8 @@ class DirectCollectives:
             check_tensors("scatter", [output])
             host = landing_memory_of(output)
             receives = ((root, bytes_of(host)),)
-            work = self._communicator.start_direct(
-                "scatter", sends=(), receives=receives, about=about, root=root, **settings
+            work = start_direct(
+                self._communicator, "scatter", sends=(), receives=receives, about=about, root=root, **settings
             )
             return TensorWork([work], lambda: put_back(host, output))
         inputs = inputs or ()
@@ -67,7 +68,7 @@ class DirectCollectives:
         check_same_size("scatter", [output, *inputs])
         own = host_memory_of(inputs[root])
         sends = tuple((peer, bytes_of(host_memory_of(one))) for peer, one in enumerate(inputs) if peer != root)
-        work = self._communicator.start_direct("scatter", sends=sends, receives=(), about=about, root=root, **settings)
+        work = start_direct(self._communicator, "scatter", sends=sends, receives=(), about=about, root=root, **settings)
         return TensorWork([work], lambda: put_back(own, output))  # which may be one of the inputs: they have left
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, **settings: Unpack[BasicSettings]) -> TensorWork:
@@ -104,9 +105,10 @@ class DirectCollectives:
         """Let what others have for this rank land, and send them what it has for them."""
         if touches(landing, brought):
             brought = [one.clone() for one in brought]  # what lands must not change what has yet to leave
-        landing[self._rank].copy_(brought[self._rank].view(landing[self._rank].shape))
+        put_back(brought[self._rank], landing[self._rank])
         others = [peer for peer in range(self._num_ranks) if peer != self._rank]
-        work = self._communicator.start_direct(
+        work = start_direct(
+            self._communicator,
             "all_to_all",
             sends=tuple((peer, bytes_of(brought[peer])) for peer in others),
             receives=tuple((peer, bytes_of(landing[peer])) for peer in others),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -44,14 +46,18 @@ def reduction_of(op: ReduceOp, dtype: torch.dtype, num_ranks: int) -> TensorRedu
     8-bit floats.
     """
     kind, factor = _parse(op)
+    reduction = _without_factor(kind, dtype, num_ranks)
+    return reduction if factor is None else replace(reduction, prepare=_multiply_by(factor))
+
+
+@cache
+def _without_factor(kind: str, dtype: torch.dtype, num_ranks: int) -> TensorReduction:
     if kind in {"AVG", "PREMUL_SUM"} and not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigurationError(
             f"ReduceOp.{kind} of {dtype} is not of that type; convert the tensor to a float type, or take ReduceOp.SUM"
         )
     name = _NAMES[kind]
     reduction = reduction_for(dtype, _OF_BOOL.get(name, name) if dtype is torch.bool else name)
-    if kind == "PREMUL_SUM":
-        return TensorReduction(reduction=reduction, meaning="premul_sum", prepare=_multiply_by(factor))
     finish = _divide_by(num_ranks) if kind == "AVG" else None
     return TensorReduction(reduction=reduction, meaning=kind.lower(), finish=finish)
 
@@ -81,7 +87,6 @@ def _multiply_by(factor: Any) -> Callable[[torch.Tensor], None]:
 
 def _divide_by(num_ranks: int) -> Callable[[torch.Tensor], None]:
     def divide(tensor: torch.Tensor) -> None:
-        with torch.inference_mode(tensor.is_inference()):  # any thread may end a work
-            tensor.div_(num_ranks)
+        tensor.detach().div_(num_ranks)  # detached here: the work may be ended where no inference goes on
 
     return divide

@@ -85,12 +85,13 @@ class TensorReduction:
 class TensorCollectives:
     """Collectives on the tensors of one rank; they match by the order in which each rank calls them.
 
-    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return.
+    ``is_awaited`` says that the caller does nothing else until the work is over; then it may be over on return. What is
+    kept in ``scratch`` from call to call may be shared with others.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
         self._communicator = communicator
-        self._scratch = ScratchPool()
+        self._scratch = scratch or ScratchPool()
 
     def all_reduce(
         self,
@@ -193,7 +194,7 @@ class TensorCollectives:
         if settings.get("is_awaited") and is_plain(source):
             own_part = bytes_of(source.detach())
         else:
-            self._part(host, source, parts).copy_(source.detach())
+            put_back(source.detach(), self._part(host, source, parts))
         settings["elements"] = dtype_name(host.dtype)
         sizes = [part * host.itemsize for part in parts]
         work = self._communicator.all_gather(bytes_of(host), parts=sizes, own_part=own_part, **settings)
@@ -213,7 +214,8 @@ class TensorCollectives:
         host = host_memory_of(tensor)
         settings["elements"] = dtype_name(host.dtype)
         work = self._communicator.broadcast(bytes_of(host), root=root, **settings)
-        return TensorWork([work], lambda: put_back(host, tensor))
+        is_result = root != self._communicator.rank
+        return TensorWork([work], lambda: put_back(host, tensor) if is_result else None)
 
     def _weigh(
         self, host: torch.Tensor, op: Operation | TensorReduction, weight: float | None, settings: BasicSettings
@@ -250,7 +252,7 @@ class TensorCollectives:
             raise ConfigurationError(f"{name} must be a rank, 0 to {self._communicator.world_size - 1}, not {rank}")
 
     def _divide_by_ranks(self, total: torch.Tensor) -> None:
-        total.div_(self._communicator.world_size)
+        total.detach().div_(self._communicator.world_size)
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
         rank = self._communicator.rank

@@ -61,10 +61,12 @@ def shares_memory(host: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def put_back(host: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy what was made in host memory to where it belongs, if that is elsewhere."""
+    """Copy what was made in host memory to where it belongs, if that is elsewhere.
+
+    A tensor of an inference may only be written where the inference goes on, but what was detached just before may.
+    """
     if not shares_memory(host, tensor):
-        with torch.inference_mode(tensor.is_inference()):  # its thread need not be the one that made it
-            tensor.detach().copy_(host.view(tensor.shape))
+        tensor.detach().copy_(host.view(tensor.shape))
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

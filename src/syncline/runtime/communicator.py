@@ -16,7 +16,6 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
-from syncline.runtime.direct import DirectCall, DirectKind, Messages
 from syncline.runtime.engine import Engine
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -178,6 +177,10 @@ class Communicator:
             self._loop.call_soon(self._engine.submit, call, work)
         return work
 
+    def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:
+        """Return what any call here is made with: what ``settings`` say, else what is usual; it is called ``label``."""
+        return common_settings(settings, label=label, stream=self.user_stream, timeout_s=self.timeout_s)
+
     def start(
         self,
         schedule: Schedule,
@@ -203,7 +206,7 @@ class Communicator:
                 parts=tuple(parts),
             )
         call = CollectiveCall(
-            **self._common(schedule.collective.value, settings),
+            **self.basic_settings(schedule.collective.value, settings),
             schedule=schedule,
             layout=layout,
             buffer=buffer,
@@ -251,28 +254,6 @@ class Communicator:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
         return self.start(schedule, buffer, numpy_reduction("uint8"), **settings)
-
-    def start_direct(
-        self,
-        direction: DirectKind,
-        *,
-        sends: Messages,
-        receives: Messages,
-        about: str,
-        root: int | None = None,
-        **settings: Unpack[BasicSettings],
-    ) -> Work:
-        """Begin a call of direct messages (see :class:`~syncline.runtime.direct.DirectCall`)."""
-        call = DirectCall(
-            **self._common(direction, settings),
-            direction=direction,
-            root=root,
-            num_ranks=self.world_size,
-            about=about,
-            sends=sends,
-            receives=receives,
-        )
-        return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
@@ -341,9 +322,6 @@ class Communicator:
                 self._loop.run(self._break_off(), CLOSE_S)
         finally:
             self._released()
-
-    def _common(self, label: str, settings: BasicSettings) -> dict[str, Any]:
-        return common_settings(settings, label=label, stream=self.user_stream, timeout_s=self.timeout_s)
 
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(
