@@ -9,7 +9,7 @@ import pytest
 from meeting_stores import DictStore
 from syncline.errors import RendezvousError
 from syncline.fabric.records import MAX_RECORD_BYTES
-from syncline.fabric.rendezvous import Member, Rendezvous
+from syncline.fabric.rendezvous import FIRST_PAUSE_S, LONGEST_PAUSE_S, Member, Rendezvous
 
 
 def member(rank, port=None, host="h"):
@@ -213,3 +213,21 @@ def test_giving_up_ends_the_thread():
 
     asyncio.run(main())
     assert threading.active_count() == 1
+
+
+def test_pauses_that_grew_while_a_rank_was_awaited_are_short_again_once_it_is_there():
+    store, pauses, nonce = DictStore(), [], "ab" * 16
+
+    def tell(key, value):
+        store.set(f"syncline/job/{key}", json.dumps(value).encode())
+
+    def pause(pause_s):
+        pauses.append(pause_s)
+        if len(pauses) == 10:
+            tell("hello/1", {"rank": 1, "host": "h1", "address": "127.0.0.1", "port": 5001, "nonce": nonce})
+        if len(pauses) == 11:
+            tell("ack/1", {"epoch": json.loads(store.values["syncline/job/record"])["epoch"], "nonce": nonce})
+
+    rendezvous = Rendezvous(store, job_id="job", pause=pause, now_s=lambda: 0.0)
+    assert rendezvous.meet_blocking(member(0), world_size=2, timeout_s=1.0).members[1].port == 5001
+    assert pauses[9:] == [LONGEST_PAUSE_S, FIRST_PAUSE_S]

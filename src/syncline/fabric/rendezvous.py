@@ -148,6 +148,7 @@ class Rendezvous:
         lead = self._lead if member.rank == 0 else self._follow
         pause_s = FIRST_PAUSE_S
         while True:
+            epoch = attempt.epoch
             generation = lead(attempt)
             if generation is not None:
                 self._presence.vouch(range(world_size))
@@ -160,6 +161,8 @@ class Rendezvous:
                     f"rank {member.rank} (host {member.host}) waited {timeout_s:.0f} s for the others: "
                     f"{attempt.waits_for}; check that all processes of the job run and reach the same store"
                 )
+            if attempt.epoch != epoch:
+                pause_s = FIRST_PAUSE_S  # all are there, and answer each other now
             self._pause(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 

@@ -5,6 +5,7 @@ The variables of each are in a file beside this one, which says where they come 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from types import MappingProxyType
 import pytest
 
 from syncline.errors import ConfigurationError
-from syncline.pytorch.environment import read_environment
+from syncline.pytorch.environment import Arguments, read_environment
 from syncline.pytorch.launchers import LAUNCHERS, Place, find_place
 from syncline.pytorch.launchers.clouds import dstack, skypilot
 from syncline.pytorch.launchers.kubernetes import job_set, train_job
@@ -101,6 +102,33 @@ def test_a_port_alone_is_enough_where_all_ranks_share_a_host() -> None:
     assert (environment.master_address, environment.master_port) == ("127.0.0.1", 4000)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("srun-one-task", "torchrun"),
+        ("srun-one-task", "open-mpi"),
+        ("slurm-batch-script", "torchrun"),
+        ("slurm-batch-script", "open-mpi"),
+        ("slurm-batch-script", "skypilot"),
+        ("trainjob-eight-gpus", "torchrun"),
+        ("skypilot-eight-gpus", "torchrun"),
+        ("dstack-two-gpus", "torchrun"),
+        ("indexed-job", "torchrun"),
+    ],
+)
+def test_of_two_launchers_the_inner_one_counts(outer: str, inner: str) -> None:
+    alone = find_place(captured(inner))
+    assert find_place({**captured(outer), **captured(inner)}) == alone
+
+
+def test_the_host_is_called_as_the_user_says_else_the_launcher_else_the_machine() -> None:
+    variables = captured("srun")
+    assert read_environment(variables).host == "node07"
+    assert read_environment({**variables, "SYNCLINE_HOST": "a0"}).host == "a0"
+    assert read_environment({**variables, "SYNCLINE_HOST": "a0"}, Arguments(host="b0")).host == "b0"
+    assert read_environment(captured("torchrun")).host == socket.gethostname()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_launcher_that_leaves_the_place_open_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=REFUSED[name]):
@@ -168,6 +196,9 @@ def test_a_size_that_a_script_exports_needs_no_rank_where_the_launcher_agrees(na
         ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES is '2', but SKYPILOT_NODE_RANK is not set"),
         ({"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "2"}, "DSTACK_NODE_RANK must be from 0 to DSTACK_NODES_NUM - 1"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"WORLD_SIZE": "2", "JOB_COMPLETION_INDEX": "1"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"WORLD_SIZE": "2", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0, but RANK is not set"),
         ({"RANK": "1"}, "RANK must be from 0 to WORLD_SIZE - 1"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "MASTER_PORT must be from 1"),
     ],

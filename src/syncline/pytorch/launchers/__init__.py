@@ -11,6 +11,7 @@ allocation leaves each process the variables of the daemon that started it, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -43,15 +44,25 @@ def find_place(values: Mapping[str, str]) -> Place:
         named = launcher(values)
         if named is not None:
             return named
-    given = whole_number(values, "WORLD_SIZE", 1) if values.get("WORLD_SIZE") else None
-    if given is None or given > 1:
-        for launcher in _OTHERS:
-            found = launcher(values)
-            if found is not None and found.world_size > 1 and given in (None, found.world_size):
-                return _with_master(found, values)
-    if given is not None and given > 1:
-        raise ConfigurationError(f"WORLD_SIZE is {given}, but RANK is not set; {START_RANKS}")
+    if values.get("WORLD_SIZE"):
+        return _of_size(whole_number(values, "WORLD_SIZE", 1), values)
+    for launcher in _OTHERS:
+        found = launcher(values)
+        if found is not None and found.world_size > 1:
+            return _with_master(found, values)
     return check_place(Place(rank=whole_number(values, "RANK", 0), world_size=1, source="WORLD_SIZE"), "RANK")
+
+
+def _of_size(world_size: int, values: Mapping[str, str]) -> Place:
+    """Take WORLD_SIZE's word; without RANK, a launcher's number if it starts as many: scripts export the size alone."""
+    if world_size == 1:
+        return Place(rank=0, world_size=1, source="WORLD_SIZE")
+    for launcher in _OTHERS:
+        with contextlib.suppress(ConfigurationError):  # it knows less than the user said
+            found = launcher(values)
+            if found is not None and found.world_size == world_size:
+                return _with_master(found, values)
+    raise ConfigurationError(f"WORLD_SIZE is {world_size}, but RANK is not set; {START_RANKS}")
 
 
 def _with_master(place: Place, values: Mapping[str, str]) -> Place:
@@ -60,10 +71,8 @@ def _with_master(place: Place, values: Mapping[str, str]) -> Place:
     With ``srun --mpi=pmi2`` the rank is PMI's as well as Slurm's, and Slurm alone tells where rank 0 runs.
     """
     for launcher in _OTHERS if place.master_port is None else ():
-        try:
+        with contextlib.suppress(ConfigurationError):
             other = launcher(values)
-        except ConfigurationError:
-            continue
-        if other is not None and (other.rank, other.world_size) == (place.rank, place.world_size) and other.master_port:
-            return replace(other, source=place.source)
+            if other and (other.rank, other.world_size) == (place.rank, place.world_size) and other.master_port:
+                return replace(other, source=place.source)
     return place
