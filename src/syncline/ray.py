@@ -77,8 +77,10 @@ class _TopologyBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # as a
 
     def on_shutdown(self, worker_group: Any, backend_config: TopologyConfig) -> None:
         """Close the fleet of each worker while the others are still there."""
-        worker_group.execute(_close_fleet)
-        super().on_shutdown(worker_group, backend_config)
+        try:
+            worker_group.execute(_close_fleet)
+        finally:
+            super().on_shutdown(worker_group, backend_config)
 
 
 def name_hosts(addresses: list[str], hosts: Mapping[str, str] | None) -> list[str | None]:

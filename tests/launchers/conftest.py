@@ -1,12 +1,12 @@
 """The programs that these tests start.
 
-`make test` installs MPI. Slurm comes with the system, and Ray is large: where they are missing, their tests are skipped
-and say what they need; with SYNCLINE_ALL_TESTS, which CI sets, they fail instead.
+`make test` installs MPI. Slurm comes with the system, and Ray is large: where one is missing, its tests are skipped and
+say what they need; with SYNCLINE_ALL_TESTS, which CI sets, they fail instead.
 """
 
-import importlib.util
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,9 @@ def slurm_is_here():
 
 
 @pytest.fixture(scope="session")
-def ray_is_here():
-    """Fail or skip where there is no Ray to start."""
-    if importlib.util.find_spec("ray") is None:
-        _lack("Ray Train, of which `make ray` installs what is pinned")
+def ray_path():
+    """Return the PYTHONPATH with which Ray is found; fail or skip where there is none."""
+    path = Path(sysconfig.get_path("purelib", vars={"base": str(LAUNCHERS / "ray")}))
+    if not (path / "ray").is_dir():
+        _lack("Ray Train, which `make .venv/launchers/ray` installs")
+    return os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))

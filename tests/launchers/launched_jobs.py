@@ -17,7 +17,9 @@ END_S = 20.0
 OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "MPI_", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
 
 
-def run_together(commands: Sequence[Sequence[str]], extras: Sequence[Mapping[str, str]]) -> list[str]:
+def run_together(
+    commands: Sequence[Sequence[str]], extras: Sequence[Mapping[str, str]], *, timeout_s: float = DEADLINE_S
+) -> list[str]:
     """Run commands side by side, each in a shell's environment with its extra variables; all must succeed.
 
     Returns what each printed. If one hangs, all are ended, with whatever they started.
@@ -37,7 +39,7 @@ def run_together(commands: Sequence[Sequence[str]], extras: Sequence[Mapping[str
                 start_new_session=True,
             )
             processes.append(process)
-        printed = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+        printed = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:
         for process in processes:
             _end(process)
