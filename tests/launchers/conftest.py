@@ -49,5 +49,5 @@ def ray_path():
     """Return the PYTHONPATH with which Ray is found; fail or skip where there is none."""
     path = Path(sysconfig.get_path("purelib", vars={"base": str(LAUNCHERS / "ray")}))
     if not (path / "ray").is_dir():
-        _lack("Ray Train, which `make .venv/launchers/ray` installs")
+        _lack("Ray Train, which `make ray` installs")
     return os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))

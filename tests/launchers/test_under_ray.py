@@ -41,6 +41,7 @@ def test_the_example_trains_in_two_workers(ray_path, ray_place):
     topology.write_text(PAIR)
     options = ["--workers", "2", "--topology", str(topology), "--storage", str(ray_place / "results")]
     variables = {"RAY_TMPDIR": str(ray_place), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": ray_path}
+    variables["HOME"] = str(ray_place)  # it writes a token there
     (shown,) = run_together([[sys.executable, str(EXAMPLE), *options]], [variables], timeout_s=START_S)
     shares = re.findall(r"rank (\d) of 2 on here: ([\d.]+)% of the test images read", shown)
     assert {rank for rank, _ in shares} == {"0", "1"}, shown
