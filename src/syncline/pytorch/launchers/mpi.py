@@ -6,8 +6,10 @@ otherwise the user says it, and the error shows how.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import psutil
 
 from syncline.errors import ConfigurationError
 from syncline.pytorch.launchers.place import (
@@ -20,6 +22,8 @@ from syncline.pytorch.launchers.place import (
     optional_number,
     whole_number,
 )
+
+_HYDRA_PROXY = "hydra_pmi_proxy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +76,29 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
     return place
 
 
-def mpich(values: Mapping[str, str]) -> Place | None:
+def _hydra_proxy() -> int | None:
+    """Return the process of Hydra above this one, which may have a shell between them; None if there is none."""
+    try:
+        return next((above.pid for above in psutil.Process().parents() if above.name() == _HYDRA_PROXY), None)
+    except psutil.Error:
+        return None
+
+
+def mpich(values: Mapping[str, str], *, find_proxy: Callable[[], int | None] = _hydra_proxy) -> Place | None:
     """Read ``PMI_SIZE``, ``PMI_RANK``, ``MPI_LOCALRANKID`` and ``MPI_LOCALNRANKS``.
 
-    Hydra tells no process the name of its job, so even on one host the user gives a port.
+    Hydra tells no process the name of its job; but all ranks of a host are below one proxy, and on one host the number
+    of that process, from ``find_proxy``, names the job as well.
     """
-    place = _numbered(values, _MPICH)
+    place = _numbered(values, _MPICH, find_job=find_proxy)
     if place is None:
         _refuse_number(values, "PMI_ID", others=("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     return place
 
 
-def _numbered(values: Mapping[str, str], names: _Names) -> Place | None:
+def _numbered(
+    values: Mapping[str, str], names: _Names, *, find_job: Callable[[], int | None] = lambda: None
+) -> Place | None:
     if not values.get(names.size):
         return None
     world_size = whole_number(values, names.size, 1)
@@ -93,8 +108,8 @@ def _numbered(values: Mapping[str, str], names: _Names) -> Place | None:
             f"them; start it with mpirun, or {START_RANKS}"
         )
     num_local = optional_number(values, names.local_size)
-    job = next((values[name] for name in names.jobs if values.get(name)), None)
     is_one_host = num_local == world_size
+    job = next((values[name] for name in names.jobs if values.get(name)), None) or (find_job() if is_one_host else None)
     place = Place(
         rank=whole_number(values, names.rank, 0) if world_size > 1 else 0,
         world_size=world_size,
