@@ -145,6 +145,8 @@ def test_where_no_gpu_may_be_used_none_is_read() -> None:
     [
         (None, {}, 0),
         (None, {"LOCAL_RANK": "3"}, 3),
+        (None, {"SLURM_LOCALID": "2"}, 2),
+        (None, {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 1),
         (1, {"LOCAL_RANK": "3"}, 1),
         (None, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4, 6"}, 6),
         (None, {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "5"}, 5),

@@ -20,15 +20,19 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""Where torchrun, Open MPI, MPICH and Slurm say which of its host's processes this is."""
+
+
 def find_gpu(ordinal: int | None = None, environment: Mapping[str, str] | None = None) -> int | str | None:
     """Return the index or the UUID of a GPU as the library knows it; None if this process may use none.
 
-    ``ordinal`` is its number among this process's CUDA devices (default: LOCAL_RANK, around those that there are, or
-    0), which CUDA_VISIBLE_DEVICES names. Without that list it is taken to be the index: so CUDA numbers them too, where
-    all GPUs are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    ``ordinal`` is its number among this process's CUDA devices (default: the launcher's number of this process on its
+    host, around those that there are, or 0), which CUDA_VISIBLE_DEVICES names. Without that list it is taken to be the
+    index: so CUDA numbers them too, where all GPUs are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     known = process_variables() if environment is None else environment
-    local_rank = known.get("LOCAL_RANK", "")
+    local_rank = next((known[name] for name in LOCAL_RANKS if known.get(name)), "")
     number = ordinal if ordinal is not None else int(local_rank) if local_rank.isdecimal() else 0
     listed = known.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
