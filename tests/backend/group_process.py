@@ -239,8 +239,14 @@ def killed(victim: str, folder: str) -> None:
     print("again", flush=True)
 
 
-def beside_a_fleet() -> None:
+def beside_a_fleet(folder: str) -> None:
     """A fleet and a group in one process, whichever comes first, and several groups one after the other."""
+    meeting = f"file://{Path(folder) / 'first'}"
+    dist.init_process_group("syncline", init_method=meeting, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT)
+    with syncline.init() as fleet:  # which meets in the store of the group
+        fleet.barrier()
+        dist.barrier()
+    dist.destroy_process_group()
     with syncline.init() as fleet:
         for _ in range(2):
             dist.init_process_group("syncline", timeout=TIMEOUT)
@@ -252,6 +258,19 @@ def beside_a_fleet() -> None:
             dist.destroy_process_group()
             fleet.barrier()
     print("both", flush=True)
+
+
+def leave() -> None:
+    """Go without a goodbye, as many programs do."""
+    dist.init_process_group("syncline", timeout=TIMEOUT)
+    group = dist.new_group([0, 1])
+    value = torch.ones(2)
+    dist.all_reduce(value, group=group, async_op=True).get_future().then(lambda _: None).wait()
+    if RANK == 0:
+        dist.send(value, 1)
+    else:
+        dist.recv(value, 0)
+    print("over", flush=True)
 
 
 if __name__ == "__main__":
