@@ -239,6 +239,67 @@ def killed(victim: str, folder: str) -> None:
     print("again", flush=True)
 
 
+def groups() -> None:
+    """Groups of a world: disjoint, overlapping, of one rank, made by their members alone, after a failure."""
+    dist.init_process_group("syncline", timeout=TIMEOUT)
+    pairs = [dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2), (0, 2), (2,))]
+    works, values = [], []
+    for number, group in enumerate(pairs):
+        if isinstance(group, dist.ProcessGroup):
+            values.append((number, torch.full((3,), 2.0**RANK)))
+            works.append(dist.all_reduce(values[-1][1], group=group, async_op=True))
+    for work in works:
+        work.wait()
+    sums = {0: 3.0, 1: 6.0, 2: 5.0, 3: 4.0}
+    assert all(value.tolist() == [sums[number]] * 3 for number, value in values)
+    descending = dist.new_group([2, 0], sort_ranks=False) if RANK != 1 else None
+    if descending is None:
+        dist.new_group([2, 0], sort_ranks=False)
+    else:
+        assert dist.get_group_rank(descending, 2) == 0
+        dist.broadcast(values[0][1], src=2, group=descending)
+        assert values[0][1].tolist() == [sums[1]] * 3, "what rank 2 has of its first group"
+    if RANK != 0:
+        for _ in range(2):
+            alone = dist.new_group([1, 2], use_local_synchronization=True)
+            value = torch.tensor([RANK])
+            if RANK == 1:
+                dist.send(value, 2, group=alone)
+            else:
+                assert dist.recv(value, None, group=alone) == 1
+    spoilt, whole = dist.new_group([0, 1]), dist.new_group()
+    if RANK < 2:
+        try:
+            dist.all_reduce(torch.ones(2 + RANK), group=spoilt)
+        except RuntimeError as error:
+            print("refused" if isinstance(error, syncline.MismatchError) else error, flush=True)
+        dist.destroy_process_group(spoilt)
+    again = dist.new_group([0, 1])
+    for group in (again, whole) if RANK < 2 else (whole,):
+        value = torch.ones(2)
+        dist.all_reduce(value, group=group)
+        assert value.tolist() == [dist.get_world_size(group)] * 2
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def beside_gloo() -> None:
+    """Groups of a world that is gloo's: each connects by itself, and computes what gloo does."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    options = syncline.BackendOptions(topology=syncline.Topology.flat(WORLD_SIZE))
+    whole = dist.new_group(backend="syncline", pg_options=options)
+    last = dist.new_group([1, 2], backend="syncline", pg_options=options)
+    theirs, ours = (torch.arange(6.0) * (RANK + 1) for _ in range(2))
+    dist.all_reduce(theirs)
+    dist.all_reduce(ours, group=whole)
+    assert torch.equal(theirs, ours)
+    if RANK > 0:
+        dist.all_reduce(ours, group=last)
+        assert torch.equal(ours, 2 * theirs)
+    print(dist.get_backend(), dist.get_backend(whole), flush=True)
+    dist.destroy_process_group()
+
+
 def beside_a_fleet(folder: str) -> None:
     """A fleet and a group in one process, whichever comes first, and several groups one after the other."""
     meeting = f"file://{Path(folder) / 'first'}"
