@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -240,47 +241,57 @@ def killed(victim: str, folder: str) -> None:
 
 
 def groups() -> None:
-    """Groups of a world: disjoint, overlapping, of one rank, made by their members alone, after a failure."""
+    """Groups of a world, each of which its members alone make."""
     dist.init_process_group("syncline", timeout=TIMEOUT)
-    pairs = [dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2), (0, 2), (2,))]
-    works, values = [], []
-    for number, group in enumerate(pairs):
-        if isinstance(group, dist.ProcessGroup):
-            values.append((number, torch.full((3,), 2.0**RANK)))
-            works.append(dist.all_reduce(values[-1][1], group=group, async_op=True))
+    for check in (many_at_once, in_another_order, made_by_their_members, one_that_failed):
+        check()
+        dist.barrier()
+    dist.destroy_process_group()
+    print("over", flush=True)
+
+
+def many_at_once() -> None:
+    lists = ((0, 1), (1, 2), (0, 2), (2,))
+    made = [dist.new_group(list(ranks)) for ranks in lists]
+    own = [(group, ranks) for group, ranks in zip(made, lists, strict=True) if RANK in ranks]
+    values = [torch.full((3,), 2.0**RANK) for _ in own]
+    works = [dist.all_reduce(value, group=group, async_op=True) for value, (group, _) in zip(values, own, strict=True)]
     for work in works:
         work.wait()
-    sums = {0: 3.0, 1: 6.0, 2: 5.0, 3: 4.0}
-    assert all(value.tolist() == [sums[number]] * 3 for number, value in values)
-    descending = dist.new_group([2, 0], sort_ranks=False) if RANK != 1 else None
-    if descending is None:
-        dist.new_group([2, 0], sort_ranks=False)
-    else:
+    assert [value.tolist() for value in values] == [[sum(2.0**rank for rank in ranks)] * 3 for _, ranks in own]
+
+
+def in_another_order() -> None:
+    descending = dist.new_group([2, 0], sort_ranks=False)
+    if RANK != 1:
         assert dist.get_group_rank(descending, 2) == 0
-        dist.broadcast(values[0][1], src=2, group=descending)
-        assert values[0][1].tolist() == [sums[1]] * 3, "what rank 2 has of its first group"
-    if RANK != 0:
-        for _ in range(2):
-            alone = dist.new_group([1, 2], use_local_synchronization=True)
-            value = torch.tensor([RANK])
-            if RANK == 1:
-                dist.send(value, 2, group=alone)
-            else:
-                assert dist.recv(value, None, group=alone) == 1
+        value = torch.tensor([RANK])
+        dist.broadcast(value, src=2, group=descending)
+        assert value.tolist() == [2]
+
+
+def made_by_their_members() -> None:
+    """Also where one of them has been in more groups than the other."""
+    for _ in range(2 if RANK else 0):
+        alone = dist.new_group([1, 2], use_local_synchronization=True)
+        value = torch.tensor([RANK])
+        if RANK == 1:
+            dist.send(value, 2, group=alone)
+        else:
+            assert dist.recv(value, None, group=alone) == 1
+
+
+def one_that_failed() -> None:
     spoilt, whole = dist.new_group([0, 1]), dist.new_group()
     if RANK < 2:
-        try:
+        with pytest.raises(syncline.MismatchError):
             dist.all_reduce(torch.ones(2 + RANK), group=spoilt)
-        except RuntimeError as error:
-            print("refused" if isinstance(error, syncline.MismatchError) else error, flush=True)
         dist.destroy_process_group(spoilt)
     again = dist.new_group([0, 1])
     for group in (again, whole) if RANK < 2 else (whole,):
         value = torch.ones(2)
         dist.all_reduce(value, group=group)
         assert value.tolist() == [dist.get_world_size(group)] * 2
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def beside_gloo() -> None:

@@ -8,13 +8,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
 from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
-from thread_groups import run_groups
 
 
 def test_a_work_is_over_however_it_is_asked() -> None:

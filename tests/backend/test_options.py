@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from thread_groups import description, run_groups
 
 import syncline
 from syncline.backend import creation, machines
 from syncline.backend.options import BackendOptions, choose_options, read_options
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.topology import Topology
-from thread_groups import description, run_groups
 
 OF_TORCH = {"rank", "world_size", "master", "timeout_s"}
 """What torch.distributed is told, and a group is not asked again."""

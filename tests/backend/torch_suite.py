@@ -22,10 +22,10 @@ os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402 - the tests read their variables when they are imported
-from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
+import torch
+from torch.testing._internal.common_distributed import DistTestCases
 
-import syncline  # noqa: E402, F401 - registers the backend
+import syncline  # noqa: F401 - registers the backend
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
 WIDENED = {
