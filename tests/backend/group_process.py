@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -239,8 +240,85 @@ def killed(victim: str, folder: str) -> None:
     print("again", flush=True)
 
 
-def beside_a_fleet() -> None:
+def groups() -> None:
+    """Groups of a world, each of which its members alone make."""
+    dist.init_process_group("syncline", timeout=TIMEOUT)
+    for check in (many_at_once, in_another_order, made_by_their_members, one_that_failed):
+        check()
+        dist.barrier()
+    dist.destroy_process_group()
+    print("over", flush=True)
+
+
+def many_at_once() -> None:
+    lists = ((0, 1), (1, 2), (0, 2), (2,))
+    made = [dist.new_group(list(ranks)) for ranks in lists]
+    own = [(group, ranks) for group, ranks in zip(made, lists, strict=True) if RANK in ranks]
+    values = [torch.full((3,), 2.0**RANK) for _ in own]
+    works = [dist.all_reduce(value, group=group, async_op=True) for value, (group, _) in zip(values, own, strict=True)]
+    for work in works:
+        work.wait()
+    assert [value.tolist() for value in values] == [[sum(2.0**rank for rank in ranks)] * 3 for _, ranks in own]
+
+
+def in_another_order() -> None:
+    descending = dist.new_group([2, 0], sort_ranks=False)
+    if RANK != 1:
+        assert dist.get_group_rank(descending, 2) == 0
+        value = torch.tensor([RANK])
+        dist.broadcast(value, src=2, group=descending)
+        assert value.tolist() == [2]
+
+
+def made_by_their_members() -> None:
+    """Also where one of them has been in more groups than the other."""
+    for _ in range(2 if RANK else 0):
+        alone = dist.new_group([1, 2], use_local_synchronization=True)
+        value = torch.tensor([RANK])
+        if RANK == 1:
+            dist.send(value, 2, group=alone)
+        else:
+            assert dist.recv(value, None, group=alone) == 1
+
+
+def one_that_failed() -> None:
+    spoilt, whole = dist.new_group([0, 1]), dist.new_group()
+    if RANK < 2:
+        with pytest.raises(syncline.MismatchError):
+            dist.all_reduce(torch.ones(2 + RANK), group=spoilt)
+        dist.destroy_process_group(spoilt)
+    again = dist.new_group([0, 1])
+    for group in (again, whole) if RANK < 2 else (whole,):
+        value = torch.ones(2)
+        dist.all_reduce(value, group=group)
+        assert value.tolist() == [dist.get_world_size(group)] * 2
+
+
+def beside_gloo() -> None:
+    """Groups of a world that is gloo's: each connects by itself, and computes what gloo does."""
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    options = syncline.BackendOptions(topology=syncline.Topology.flat(WORLD_SIZE))
+    whole = dist.new_group(backend="syncline", pg_options=options)
+    last = dist.new_group([1, 2], backend="syncline", pg_options=options)
+    theirs, ours = (torch.arange(6.0) * (RANK + 1) for _ in range(2))
+    dist.all_reduce(theirs)
+    dist.all_reduce(ours, group=whole)
+    assert torch.equal(theirs, ours)
+    if RANK > 0:
+        dist.all_reduce(ours, group=last)
+        assert torch.equal(ours, 2 * theirs)
+    print(dist.get_backend(), dist.get_backend(whole), flush=True)
+    dist.destroy_process_group()
+
+
+def beside_a_fleet(folder: str) -> None:
     """A fleet and a group in one process, whichever comes first, and several groups one after the other."""
+    meeting = f"file://{Path(folder) / 'first'}"
+    dist.init_process_group("syncline", init_method=meeting, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT)
+    with syncline.init() as fleet:  # which meets in the store of the group
+        fleet.barrier()
+        dist.barrier()
+    dist.destroy_process_group()
     with syncline.init() as fleet:
         for _ in range(2):
             dist.init_process_group("syncline", timeout=TIMEOUT)
@@ -252,6 +330,19 @@ def beside_a_fleet() -> None:
             dist.destroy_process_group()
             fleet.barrier()
     print("both", flush=True)
+
+
+def leave() -> None:
+    """Go without a goodbye, as many programs do."""
+    dist.init_process_group("syncline", timeout=TIMEOUT)
+    group = dist.new_group([0, 1])
+    value = torch.ones(2)
+    dist.all_reduce(value, group=group, async_op=True).get_future().then(lambda _: None).wait()
+    if RANK == 0:
+        dist.send(value, 1)
+    else:
+        dist.recv(value, 0)
+    print("over", flush=True)
 
 
 if __name__ == "__main__":

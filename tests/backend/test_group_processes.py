@@ -35,6 +35,21 @@ def test_a_killed_rank_is_named_on_all_others_which_go_on_without_it(victim: int
             assert text.split()[-2:] == ["told", "again"], text
 
 
-def test_a_fleet_and_groups_live_side_by_side() -> None:
-    for status, text in run_script(SCRIPT, 2, "beside_a_fleet"):
+def test_a_fleet_and_groups_live_side_by_side(tmp_path: Path) -> None:
+    for status, text in run_script(SCRIPT, 2, "beside_a_fleet", str(tmp_path)):
         assert (status, text.split()[-1:]) == (0, ["both"]), text
+
+
+def test_a_program_may_end_without_destroying_its_groups() -> None:
+    for status, text in run_script(SCRIPT, 2, "leave"):
+        assert (status, text) == (0, "over\n")
+
+
+def test_groups_of_a_world_use_its_connections_alone_or_at_once_and_fail_alone() -> None:
+    for status, text in run_script(SCRIPT, 3, "groups"):
+        assert (status, text) == (0, "over\n")
+
+
+def test_groups_of_a_world_that_is_gloos_connect_by_themselves() -> None:
+    for status, text in run_script(SCRIPT, 3, "beside_gloo"):
+        assert (status, text) == (0, "gloo syncline\n")

@@ -112,3 +112,8 @@ def test_failing_backend_does_no_collective() -> None:
     for call in (backend.allreduce, backend.broadcast):
         with pytest.raises(RuntimeError, match="error_on_collective"):
             call([torch.ones(1)])
+
+
+def test_backend_class_can_be_inherited_from_if_there_is_one() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert (private_torch.backend_class() is None) == (version < (2, 14))

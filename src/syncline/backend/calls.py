@@ -138,9 +138,12 @@ class GroupCalls:
             settings.timeout = timeout
         return self._start(settings, [], self.state.collectives.barrier)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; :class:`DeadlineError` on all ranks names those that have not."""
-        limit_s = self.state.timeout_s if timeout is None else timeout.total_seconds()
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has called it; :class:`DeadlineError` on all ranks names those that have not.
+
+        ``timeout`` is a timedelta, or options that hold one.
+        """
+        limit_s = self.state.choose_timeout_s(getattr(timeout, "timeout", timeout) or timedelta(0))
         self.state.collectives.monitored_barrier(timeout_s=limit_s, wait_all_ranks=wait_all_ranks).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> CallWork:
@@ -184,6 +187,10 @@ class GroupCalls:
         return CallWork(work, result, self.state.completions)
 
     # What a group is beside its calls.
+
+    def get_group_store(self) -> Any:
+        """Return the store in which the group's ranks met."""
+        return self.state.store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let each later call that names no timeout of its own take at most this long."""

@@ -22,6 +22,7 @@ from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
+from syncline.updates.private_torch import backend_class
 
 TOKEN_BYTES = 8
 
@@ -33,7 +34,7 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
     :func:`syncline.init` raises.
     """
     state = create_state(distributed, choose_options(pg_options))
-    if hasattr(dist, "PyBackend"):
+    if backend_class() is not None:
         from syncline.backend.py_backend import SynclineBackend
 
         return SynclineBackend(state)
@@ -54,7 +55,7 @@ def create_state(distributed: Any, options: BackendOptions) -> GroupState:
             "A group of a world that is Syncline's uses the world's connections and their options; leave pg_options "
             "out of new_group()"
         )
-    return _open_part(world, ranks, timeout_s)
+    return _open_part(world, ranks, distributed.store, timeout_s)
 
 
 def find_world() -> GroupState | None:
@@ -88,17 +89,18 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
         communicator,
         message_stream=NUM_STREAMS - 1,
         timeout_s=timeout_s,
+        store=distributed.store,
         streams=GroupStreams(distributed.store, token=token.hex()),
     )
 
 
-def _open_part(world: GroupState, ranks: list[int], timeout_s: float) -> GroupState:
+def _open_part(world: GroupState, ranks: list[int], store: Any, timeout_s: float) -> GroupState:
     assert world.streams is not None, "a world gives out streams"
     own = world.communicator
     streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
     communicator = own.open_group(ranks, streams=streams)
     communicator.timeout_s = timeout_s
-    return GroupState(communicator, message_stream=streams[-1], timeout_s=timeout_s, world=world)
+    return GroupState(communicator, message_stream=streams[-1], timeout_s=timeout_s, store=store, world=world)
 
 
 def _restrict(environment: Environment, ranks: list[int]) -> Environment:

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ class GroupState:
         *,
         message_stream: int,
         timeout_s: float,
+        store: Any,
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
     ) -> None:
@@ -45,6 +47,8 @@ class GroupState:
         self.completions = CompletionThreads("syncline-futures")
         self.timeout_s = timeout_s
         """How long a call may take that names no timeout of its own."""
+        self.store = store
+        """Where the group's ranks met, for whoever wants to meet there too."""
         self.num_calls = 0
         self.coalesced: list[TensorWork] | None = None
         self.streams = streams

@@ -7,7 +7,7 @@ changed one is found out by its name. Where a public name serves, it is used whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -103,3 +103,16 @@ def failing_backend(rank: int, size: int) -> Any:
     options = c10d.FakeProcessGroup.Options()
     options.error_on_collective = True
     return c10d.FakeProcessGroup._create_internal(rank, size, options)
+
+
+def backend_class() -> type | None:
+    """Return the class that backends of ``torch.distributed`` inherit from; None where that cannot be done in Python.
+
+    From PyTorch 2.14 on it has a constructor, and calls of C++ find the methods of subclasses; it has no public name.
+    """
+    base: Any = torch._C._distributed_c10d.Backend
+    try:
+        type("Probe", (base,), {})(0, 1)
+    except TypeError:
+        return None
+    return cast("type", base)

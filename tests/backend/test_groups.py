@@ -1,0 +1,173 @@
+"""Groups whose ranks are threads: their futures, their timeouts, their streams, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_groups import run_groups
+from torch.distributed import distributed_c10d as c10d
+
+from syncline.backend.call_work import CallWork
+from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
+from syncline.backend.process_group import SynclineProcessGroup as Group
+from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
+
+
+def test_a_work_is_over_however_it_is_asked() -> None:
+    def body(group: Group) -> None:
+        for ask in ("wait", "future", "poll"):
+            tensor = torch.full((4,), 2.0)
+            options = c10d.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.AVG
+            work = group.allreduce([tensor], options)
+            if ask == "wait":
+                assert work.wait(timedelta(seconds=60))
+            elif ask == "future":
+                assert work.get_future().wait()[0] is tensor
+                assert work.get_future() is work.get_future()
+            else:
+                group.barrier().wait()
+                while not work.is_completed():
+                    group.barrier().wait()
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.result()[0] is tensor
+            assert tensor.tolist() == [2.0] * 4
+
+    run_groups(2, body)
+
+
+def test_a_callback_of_a_future_may_make_a_call_and_wait_for_its_future() -> None:
+    def body(group: Group) -> None:
+        def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            (tensor,) = future.value()
+            return group.allreduce([tensor]).get_future().wait()[0]
+
+        first = group.allreduce([torch.ones(3)]).get_future().then(again)
+        assert first.then(again_of(group)).wait().tolist() == [8.0] * 3
+
+    run_groups(2, body)
+
+
+def again_of(group: Group) -> object:
+    def again(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        return group.allreduce([future.value()]).get_future().wait()[0]
+
+    return again
+
+
+def test_calls_that_differ_fail_as_c_plus_plus_expects_on_all_ranks() -> None:
+    def body(group: Group) -> None:
+        work = group.allreduce([torch.ones(3 + group.rank())])
+        with pytest.raises(RuntimeError, match="MismatchError"):
+            work.get_future().wait()
+        with pytest.raises(MismatchError):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), MismatchError)
+        with pytest.raises(RuntimeError):
+            dist._broadcast_coalesced(group, [torch.ones(2)], 100, 0)  # a caller in C++
+
+    run_groups(2, body)
+
+
+def test_the_timeout_of_a_call_goes_before_that_of_the_group() -> None:
+    def body(group: Group) -> None:
+        if group.rank() == 1:
+            is_late.wait(60)
+            return
+        options = c10d.BarrierOptions()
+        options.timeout = timedelta(seconds=0.3)
+        with pytest.raises(DeadlineError, match=r"rank 1 \(host h1\)"):
+            group.barrier(options).wait()
+        is_late.set()
+
+    is_late = threading.Event()
+    run_groups(2, body)
+
+
+def test_a_timeout_that_is_set_counts_for_later_calls() -> None:
+    def body(group: Group) -> None:
+        group.set_timeout(timedelta(seconds=0.3))
+        if group.rank() == 0:
+            with pytest.raises(DeadlineError, match=r"\(deadline 0.3 s\)"):
+                group.broadcast([torch.ones(1)]).wait()
+            is_late.set()
+        is_late.wait(60)
+
+    is_late = threading.Event()
+    run_groups(2, body)
+
+
+def test_a_monitored_barrier_names_all_that_are_missing() -> None:
+    def body(group: Group) -> None:
+        group.monitored_barrier(timedelta(seconds=60))
+        if group.rank() == 0:
+            with pytest.raises(DeadlineError, match=r"rank 1 \(host h1\).*rank 2 \(host h2\)"):
+                group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+            is_late.set()
+        is_late.wait(60)
+
+    is_late = threading.Event()
+    run_groups(3, body)
+
+
+def test_calls_between_marks_are_over_together() -> None:
+    def body(group: Group) -> None:
+        group._set_sequence_number_for_group()
+        tensors = [torch.ones(2), torch.ones(3)]
+        group._start_coalescing(torch.device("cpu"))
+        for tensor in tensors:
+            group.allreduce([tensor])
+        assert group._end_coalescing(torch.device("cpu")).wait()
+        assert [tensor.tolist() for tensor in tensors] == [[2.0] * 2, [2.0] * 3]
+        assert group._get_sequence_number_for_group() == 3
+
+    run_groups(2, body)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_group_that_ended_ends_what_is_under_way_and_later_calls(*, is_aborted: bool) -> None:
+    def body(group: Group) -> CallWork | None:
+        if group.rank() == 1:
+            group.barrier().wait()
+            return None
+        group.barrier().wait()
+        work = group.recv([torch.ones(3)], 1, 0)
+        future = work.get_future()
+        (group.abort if is_aborted else group.shutdown)()
+        group.shutdown()
+        with pytest.raises(RuntimeError):
+            future.wait()
+        with pytest.raises(RuntimeError, match=r"closed|stopped"):
+            group.allreduce([torch.ones(1)]).wait()
+        return work
+
+    run_groups(2, body)
+
+
+def test_only_the_members_of_a_group_agree_on_its_streams() -> None:
+    store = dist.HashStore()
+    worlds = [GroupStreams(store, token="a") for _ in range(3)]
+
+    def take(rank: int, *ranks: int) -> range:
+        return worlds[rank].take(ranks, rank=rank, timeout_s=60.0, is_lost=lambda _: False)
+
+    assert take(0, 0, 1) == range(4, 8)
+    assert take(2, 2) == range(8, 12)
+    assert take(1, 0, 1) == range(4, 8)
+    assert take(0, 0, 1) == range(12, 16), "the next group of the same ranks"
+    assert take(1, 0, 1) == range(12, 16)
+    later = GroupStreams(store, token="b")
+    with pytest.raises(RendezvousError, match="rank 0, the first of a new group"):
+        later.take((0, 1), rank=1, timeout_s=0.01, is_lost=lambda _: False)
+    with pytest.raises(PeerLostError, match="rank 0, the first of a new group, is lost"):
+        later.take((0, 1), rank=1, timeout_s=60.0, is_lost=lambda rank: rank == 0)
+    store.add("syncline/a/groups", MAX_GROUPS)
+    with pytest.raises(ConfigurationError, match=f"streams for {MAX_GROUPS}"):
+        take(0, 0)
