@@ -19,7 +19,7 @@ class BackendOptions:
     What is None is read from its variable (``SYNCLINE_TOPOLOGY``, ``SYNCLINE_SECRET_FILE`` ...), else it is the
     default. The ranks' places and the timeout are what ``torch.distributed`` was told.
 
-    >>> BackendOptions(silence_s=30.0).silence_s  # seconds
+    >>> syncline.BackendOptions(silence_s=30.0).silence_s  # seconds
     30.0
     """
 
