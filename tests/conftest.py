@@ -9,6 +9,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from syncline.fabric.transport_sets import VARIABLE
 from transports import TRANSPORTS
@@ -28,13 +29,20 @@ def pytest_report_header():
     return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
 
 
-def pytest_collection_modifyitems(config, items):
-    """Let one worker run all tests of a file, which share fixtures, and all that build labs, which see each other."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            folder = item.path.parent.name
-            group = "labs" if folder in {"lab", "bench"} else item.path.relative_to(config.rootpath).as_posix()
-            item.add_marker(pytest.mark.xdist_group(group))
+class FileScheduling(LoadScopeScheduling):
+    """One worker runs all tests of a file, which share fixtures, and one all that build labs, which see each other.
+
+    Groups by ``xdist_group`` are what xdist has for this; since pytest 9.2 their marks have no effect.
+    """
+
+    def _split_scope(self, nodeid):
+        path = nodeid.partition("::")[0]
+        return "labs" if path.split("/")[-2] in {"lab", "bench"} else path
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Divide tests among workers, whatever --dist says."""
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(params=list(TRANSPORTS))
