@@ -34,7 +34,8 @@ def test_training_on_loopback_runs_every_method_and_says_that_rates_are_not_emul
     assert "Syncline Sharded" in output
     rows = json.loads((record / "results.json").read_text())["rows"]
     ours = ["compute alone", "Syncline Sharded", "Syncline Sharded, overlap_forward", "Syncline AllReduce"]
-    peers = ["DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2", "PostLocalSGD, period 4"]
+    peers = ["DDP", "DDP on syncline", "DDP + ZeroRedundancyOptimizer", "DDP + ZeRO on syncline"]
+    peers += ["FSDP2", "FSDP2 on syncline", "PostLocalSGD, period 4"]
     assert methods(rows) == [*ours, *peers]
     assert all(row["median_s"] > 0 and row["times_bound"] is None and not row["link_bytes"] for row in rows)
     assert (record / "plot.png").exists() == has_matplotlib()
