@@ -126,7 +126,7 @@ def test_calls_between_marks_are_over_together() -> None:
             group.allreduce([tensor])
         assert group._end_coalescing(torch.device("cpu")).wait()
         assert [tensor.tolist() for tensor in tensors] == [[2.0] * 2, [2.0] * 3]
-        assert group._get_sequence_number_for_group() == 3
+        assert group._get_sequence_number_for_group() == 2
 
     run_groups(2, body)
 

@@ -171,17 +171,18 @@ class GroupCalls:
 
     def _start(self, settings: Any, result: Tensors, start: _Start, *arguments: Any) -> CallWork:
         timeout_s = self.state.choose_timeout_s(settings.timeout)
+        self.state.num_calls += 1
         work = start(*arguments, timeout_s=timeout_s, is_awaited=not settings.asyncOp)
         return self._begin(work, result)
 
     def _start_each(self, settings: Any, result: Tensors, start: _Start, each: Sequence[tuple[Any, ...]]) -> CallWork:
         """Make one call for each; they are all over when the work is."""
         timeout_s = self.state.choose_timeout_s(settings.timeout)
+        self.state.num_calls += 1
         works = [start(*arguments, timeout_s=timeout_s, is_awaited=not settings.asyncOp) for arguments in each]
         return self._begin(works[0] if len(works) == 1 else _join(works), result)
 
     def _begin(self, work: TensorWork, result: Tensors) -> CallWork:
-        self.state.num_calls += 1
         if self.state.coalesced is not None:
             self.state.coalesced.append(work)
         return CallWork(work, result, self.state.completions)

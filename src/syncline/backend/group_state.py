@@ -50,6 +50,7 @@ class GroupState:
         self.store = store
         """Where the group's ranks met, for whoever wants to meet there too."""
         self.num_calls = 0
+        """Collectives that this rank has begun; the same number on all ranks, unlike that of messages."""
         self.coalesced: list[TensorWork] | None = None
         self.streams = streams
         self._message_stream = message_stream

@@ -80,10 +80,6 @@ class PointToPoint:
         self._gone: dict[int, Exception] = {}
         self._port.call_soon(self._begin)
 
-    def is_gone(self, peer: int) -> bool:
-        """Whether ``peer`` is lost, or has left; from any thread."""
-        return self._port.is_lost(peer)
-
     def send(self, payload: memoryview, peer: int, tag: int, *, timeout_s: float) -> Work:
         """Send ``payload``, unchanged until the work is over; from any thread.
 
@@ -304,6 +300,7 @@ class PointToPoint:
         self._gone[peer] = error
         if peer == self._rank:
             self._fail_all(error)
+            self._port.close()  # its receives would stay with the connections of the world
         elif isinstance(error, PeerLeftError):
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._fail_peer, peer, error)
         else:
