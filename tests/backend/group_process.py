@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -131,6 +132,21 @@ def uneven_data() -> None:
     assert all(torch.equal(one, everyone[0]) for one in everyone)
 
 
+def compressed() -> None:
+    """With a hook whose callbacks make calls of their own, and wait for their futures."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Linear(12, 12))
+    model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch_of(RANK, step).repeat(1, 2)).square().mean().backward()
+        optimizer.step()
+    everyone = [torch.empty(12, 12) for _ in range(WORLD_SIZE)]
+    dist.all_gather(everyone, model.module.weight.detach())
+    assert all(torch.equal(one, everyone[0]) for one in everyone)
+
+
 def zero_redundancy() -> None:
     expected = new_model()
     reference(expected, adam, lambda _: 0)
@@ -202,6 +218,7 @@ def consumers() -> None:
     for check in (
         distributed_data_parallel,
         uneven_data,
+        compressed,
         zero_redundancy,
         fully_sharded,
         tensors_of_a_mesh,

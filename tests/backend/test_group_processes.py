@@ -18,6 +18,7 @@ def test_everything_that_uses_groups_computes_what_one_process_does() -> None:
         assert text.split() == [
             "distributed_data_parallel",
             "uneven_data",
+            "compressed",
             "zero_redundancy",
             "fully_sharded",
             "tensors_of_a_mesh",
