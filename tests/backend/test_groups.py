@@ -41,6 +41,24 @@ def test_a_work_is_over_however_it_is_asked() -> None:
     run_groups(2, body)
 
 
+def test_sparse_tensors_are_added() -> None:
+    def body(group: Group) -> None:
+        dense = torch.tensor([[[1.0, 0.0], [2.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [4.0, 0.0], [0.0, 0.0]]][group.rank()])
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            tensor, whole = dense.to_sparse(), dense.clone()
+            options = c10d.AllreduceOptions()
+            options.reduceOp = op
+            works = [group.allreduce([one], options) for one in (tensor, whole)]
+            for work in works:
+                work.get_future().wait()
+            assert torch.equal(tensor.to_dense(), whole)
+        options.reduceOp = dist.ReduceOp.MAX
+        with pytest.raises(ConfigurationError, match=r"summed or averaged, and not torch.sparse_coo with"):
+            group.allreduce([dense.to_sparse()], options)
+
+    run_groups(2, body)
+
+
 def test_a_callback_of_a_future_may_make_a_call_and_wait_for_its_future() -> None:
     def body(group: Group) -> None:
         def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import GroupState
+from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorWork
 
@@ -38,6 +40,9 @@ class GroupCalls:
         """Reduce tensors over all ranks, in place, in as few messages as one tensor needs."""
         several, settings = _list(tensors), _settings(opts, c10d.AllreduceOptions)
         collectives, op = self.state.collectives, settings.reduceOp
+        if len(several) == 1 and several[0].layout is not torch.strided:
+            start = partial(all_reduce_sparse, collectives, num_ranks=self.state.communicator.world_size)
+            return self._start(settings, several, start, several[0], op)
         if len(several) == 1:
             return self._start(settings, several, collectives.all_reduce, several[0], op)
         return self._start(settings, several, collectives.all_reduce_coalesced, several, op)
