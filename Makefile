@@ -20,7 +20,7 @@ NATIVE := setup.py $(wildcard src/syncline/fabric/native/*)
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report]'
+	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report,frameworks]'
 	@touch $@
 
 # Both MPIs bring bin/mpiexec, and Ray much that no other test is to see, so each has a folder of its own.

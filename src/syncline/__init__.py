@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+    from syncline.pytorch.comm_hook import comm_hook
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
     from syncline.pytorch.fleet import Fleet, current_fleet
@@ -71,6 +72,7 @@ _HOMES = {
     "synchronize": "syncline.pytorch.control",
     "batch_size": "syncline.pytorch.control",
     "clip_grad_norm_": "syncline.pytorch.control",
+    "comm_hook": "syncline.pytorch.comm_hook",
     "save_checkpoint": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
     "BackendOptions": "syncline.backend.options",
@@ -119,6 +121,7 @@ __all__ = [
     "synchronize",
     "batch_size",
     "clip_grad_norm_",
+    "comm_hook",
     "save_checkpoint",
     "load_checkpoint",
     "BackendOptions",

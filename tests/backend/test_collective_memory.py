@@ -247,7 +247,6 @@ def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
             "one number type, not of torch.float32, torch.int32",
         ),
         "sum of 8 bits": (lambda c: c.all_reduce(eight_bits, SUM), "float8_e5m2 cannot be summed.*convert"),
-        "mean of integers": (lambda c: c.all_reduce(other, dist.ReduceOp.AVG), "ReduceOp.AVG of torch.int32.*float"),
         "mean of bool": (lambda c: c.all_reduce(other.bool(), dist.ReduceOp.AVG), "ReduceOp.AVG of torch.bool"),
         "factor of integers": (
             lambda c: c.all_reduce(other, dist._make_nccl_premul_sum(2.0)),

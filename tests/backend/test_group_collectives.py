@@ -46,12 +46,15 @@ def reduced(tensors: Tensors, op: str) -> torch.Tensor:
     }
     for tensor in tensors[1:]:
         result = functions[op](result, tensor.to(wide))
-    return (result / len(tensors) if op == "AVG" else result).to(dtype)
+    if op == "AVG":
+        is_whole = not (dtype.is_floating_point or dtype.is_complex)
+        result = torch.div(result, len(tensors), rounding_mode="trunc" if is_whole else None)
+    return result.to(dtype)
 
 
 CASES = [
     *(("SUM", dtype) for dtype in FLOATS + COMPLEX + INTEGERS + [torch.bool]),
-    *(("AVG", dtype) for dtype in FLOATS + COMPLEX),
+    *(("AVG", dtype) for dtype in FLOATS + COMPLEX + SIGNED + [torch.uint8]),
     *(("PRODUCT", dtype) for dtype in FLOATS + COMPLEX + INTEGERS + [torch.bool]),
     *((op, dtype) for op in ("MIN", "MAX") for dtype in FLOATS + INTEGERS + [torch.bool]),
     *((op, dtype) for op in ("BAND", "BOR", "BXOR") for dtype in [*INTEGERS, torch.bool]),

@@ -7,7 +7,10 @@ import pytest
 from markdown_pages import ROOT, Block, blocks, inline_code
 from story import Story
 
-PAGES = {name: ROOT / name for name in ("README.md", "docs/guide.md", "docs/contributing.md", "docs/benchmarks.md")}
+PAGES = {
+    name: ROOT / name
+    for name in ("README.md", "docs/guide.md", "docs/frameworks.md", "docs/contributing.md", "docs/benchmarks.md")
+}
 LAUNCHERS = {f"docs/launchers/{path.name}": path for path in sorted((ROOT / "docs/launchers").glob("*.md"))}
 """They start the guide's script; what they show of launchers is read, and what is Python runs."""
 PROGRAMS = ("syncline ", "make ", "python ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,44 @@ def test_at_end_of_backward_comes_after_the_last_gradient() -> None:
     doubled.register_hook(lambda _: private_torch.at_end_of_backward(lambda: order.append("end")))
     doubled.sum().backward()
     assert order == ["gradient", "end"]
+
+
+def test_a_node_runs_until_the_end_of_backward() -> None:
+    seen: list[bool] = []
+    value = torch.ones(2, requires_grad=True)
+    doubled = value * 2
+    doubled.register_hook(lambda _: seen.append(private_torch.is_in_node()))
+    doubled.register_hook(lambda _: private_torch.at_end_of_backward(lambda: seen.append(private_torch.is_in_node())))
+    doubled.sum().backward()
+    assert (seen, private_torch.is_in_node()) == ([True, False], False)
+
+
+def test_what_comes_at_the_end_of_backward_can_ask_for_more_and_raise() -> None:
+    order: list[str] = []
+
+    def fail() -> None:
+        raise KeyError("as itself")
+
+    def end() -> None:
+        order.append("end")
+        private_torch.at_end_of_backward(fail)
+
+    value = torch.ones(2, requires_grad=True)
+    doubled = value * 2
+    doubled.register_hook(lambda _: private_torch.at_end_of_backward(end))
+    doubled.register_hook(lambda _: private_torch.at_end_of_backward(lambda: order.append("next")))
+    with pytest.raises(KeyError, match="as itself"):
+        doubled.sum().backward()
+    assert order == ["end", "next"]
+
+
+def test_default_store_is_that_of_the_group(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        private_torch.default_store().set("key", "value")
+        assert private_torch.default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_tree_leaves_finds_what_users_have_registered() -> None:

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from syncline.backend.completions import CompletionThreads
 from syncline.pytorch.collectives import TensorWork
+from syncline.updates.private_torch import uncompiled
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -41,6 +42,7 @@ class CallWork(dist.Work):
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
 
+    @uncompiled
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when it is over; raise what went wrong, also :class:`DeadlineError` after ``timeout``, if any."""
         limit_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIMEOUT else None
@@ -88,6 +90,7 @@ class CallWork(dist.Work):
     def _source_rank(self) -> int:
         return self.source_rank()
 
+    @uncompiled
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors, completed on a thread that may run callbacks."""
         with self._lock:

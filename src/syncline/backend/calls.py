@@ -19,6 +19,7 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorWork
+from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
 _Start = Callable[..., TensorWork]
@@ -223,6 +224,24 @@ class GroupCalls:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
     _set_default_timeout = set_timeout
+
+
+_CALLED_FROM_CPP = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "reduce_scatter",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+)
+
+for _name in _CALLED_FROM_CPP:
+    uncompiled(getattr(GroupCalls, _name))
 
 
 def _settings(opts: Any, kind: type, plain: str = "reduceOp") -> Any:

@@ -33,6 +33,8 @@ _NAMES = MappingProxyType(
 _KINDS: MappingProxyType[dist.ReduceOp.RedOpType, str] = MappingProxyType(
     {getattr(dist.ReduceOp, name): name for name in _NAMES}
 )
+_WITHOUT_QUOTIENT = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+"""PyTorch divides no tensors of these types by rounding."""
 _OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product": "band"})
 """What becomes of truth values, as with gloo and NCCL: a sum says whether any is true, a product whether all are."""
 
@@ -40,10 +42,10 @@ _OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product
 def reduction_of(op: ReduceOp, dtype: torch.dtype, num_ranks: int) -> TensorReduction:
     """Return how tensors of ``dtype`` are reduced by ``op``, in any of its forms.
 
-    AVG divides the sum by ``num_ranks``; PREMUL_SUM multiplies by its factor (a number, or a tensor of one) before.
-    Both need a float or complex type. Of bool, SUM and MAX are "any", PRODUCT and MIN "all". Raises
-    :class:`ConfigurationError` for what has no such result: MIN and MAX of complex numbers, bits of floats, anything of
-    8-bit floats.
+    AVG divides the sum by ``num_ranks``, of integers towards zero, as NCCL does; PREMUL_SUM, of floats and complex
+    numbers, multiplies by its factor (a number, or a tensor of one) before. Of bool, SUM and MAX are "any", PRODUCT and
+    MIN "all". Raises :class:`ConfigurationError` for what has no such result: AVG of bool and of uint16 to uint64, MIN
+    and MAX of complex numbers, bits of floats, anything of 8-bit floats.
     """
     kind, factor = _parse(op)
     reduction = _without_factor(kind, dtype, num_ranks)
@@ -52,13 +54,14 @@ def reduction_of(op: ReduceOp, dtype: torch.dtype, num_ranks: int) -> TensorRedu
 
 @cache
 def _without_factor(kind: str, dtype: torch.dtype, num_ranks: int) -> TensorReduction:
-    if kind in {"AVG", "PREMUL_SUM"} and not (dtype.is_floating_point or dtype.is_complex):
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if not is_inexact and (kind == "PREMUL_SUM" or (kind == "AVG" and dtype in _WITHOUT_QUOTIENT)):
         raise ConfigurationError(
             f"ReduceOp.{kind} of {dtype} is not of that type; convert the tensor to a float type, or take ReduceOp.SUM"
         )
     name = _NAMES[kind]
     reduction = reduction_for(dtype, _OF_BOOL.get(name, name) if dtype is torch.bool else name)
-    finish = _divide_by(num_ranks) if kind == "AVG" else None
+    finish = _divide_by(num_ranks, None if is_inexact else "trunc") if kind == "AVG" else None
     return TensorReduction(reduction=reduction, meaning=kind.lower(), finish=finish)
 
 
@@ -85,8 +88,9 @@ def _multiply_by(factor: Any) -> Callable[[torch.Tensor], None]:
     return multiply
 
 
-def _divide_by(num_ranks: int) -> Callable[[torch.Tensor], None]:
+def _divide_by(num_ranks: int, rounding: str | None) -> Callable[[torch.Tensor], None]:
     def divide(tensor: torch.Tensor) -> None:
-        tensor.detach().div_(num_ranks)  # detached here: the work may be ended where no inference goes on
+        # detached here: the work may be ended where no inference goes on
+        tensor.detach().div_(num_ranks, rounding_mode=rounding)
 
     return divide

@@ -15,6 +15,7 @@ from typing import TypedDict
 from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
+from syncline.pytorch.existing_group import GroupPlace, check_same
 from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
 from syncline.pytorch.limits import Limits, choose_limits
 from syncline.pytorch.secret import read_secret
@@ -77,16 +78,21 @@ class Environment:
 
 
 def read_environment(
-    variables: Mapping[str, str] | None = None, given: Arguments | None = None, *, has_store: bool = False
+    variables: Mapping[str, str] | None = None,
+    given: Arguments | None = None,
+    *,
+    group: GroupPlace | None = None,
+    has_store: bool = False,
 ) -> Environment:
     """Choose and check every setting; :class:`ConfigurationError` names the argument or variable that is wrong.
 
-    With ``has_store`` the ranks meet in a store that they have already, and no master is asked for.
+    ``group``: the process group that exists already, whose ranks and store are those of the job. With ``has_store`` the
+    ranks meet in a store that they have already, and no master is asked for.
     """
     values = process_variables() if variables is None else variables
     said: Arguments = given or {}
-    place = _choose_place(values, said)
-    address, port = (None, None) if has_store else _choose_master(values, said, place)
+    place = _choose_place(values, said, group)
+    address, port = (None, None) if has_store else _choose_master(values, said, place, group)
     topology, trace = said.get("topology"), said.get("trace") or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
@@ -117,8 +123,11 @@ def read_environment(
     )
 
 
-def _choose_place(values: Mapping[str, str], said: Arguments) -> Place:
+def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> Place:
     rank, world_size = said.get("rank"), said.get("world_size")
+    if group is not None:
+        check_same(group, values, rank=rank, world_size=world_size)
+        return Place(rank=group.rank, world_size=group.world_size, source="the process group's size")
     if rank is None and world_size is None:
         return find_place(values)
     if rank is None or world_size is None:
@@ -130,11 +139,15 @@ def _choose_place(values: Mapping[str, str], said: Arguments) -> Place:
     return Place(rank=rank, world_size=world_size, source="world_size")
 
 
-def _choose_master(values: Mapping[str, str], said: Arguments, place: Place) -> tuple[str | None, int | None]:
-    """Return where rank 0 serves the store; a job of one rank need not say."""
+def _choose_master(
+    values: Mapping[str, str], said: Arguments, place: Place, group: GroupPlace | None
+) -> tuple[str | None, int | None]:
+    """Return where rank 0 serves the store; a job of one rank need not say, nor one whose process group has a store."""
     master = said.get("master")
     if master:
         return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
+    if group is not None:
+        return group.address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
     address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
     port = whole_number(values, "MASTER_PORT", place.master_port or 0)
     if place.world_size > 1 and not (address and (port or values.get("MASTER_PORT"))):

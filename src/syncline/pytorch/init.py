@@ -8,6 +8,7 @@ from pathlib import Path
 from syncline.observe import Trace
 from syncline.pytorch.connecting import choose_fabric_options, connect, is_exposed
 from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.stores import open_store
 from syncline.topology import Topology
@@ -40,8 +41,10 @@ def init(
     (``SYNCLINE_TOPOLOGY``): a file, the name of a shipped topology, or a :class:`Topology`; default: one switch for
     all. ``host`` (``SYNCLINE_HOST``, the machine's name): what the topology calls the host of this rank; ranks take
     their places in the topology by it. ``rank`` and ``world_size``, both or neither (``RANK`` and ``WORLD_SIZE``, or
-    what another launcher says; default: a job of one rank). ``master`` (``MASTER_ADDR`` and ``MASTER_PORT``, or from
-    the launcher): ``"host:port"`` of rank 0. ``job_id`` (``TORCHELASTIC_RUN_ID``): ranks of another job are refused.
+    what another launcher says; default: a job of one rank). Where a process group of ``torch.distributed`` exists
+    already, its ranks and its store are those of the job, and it is an error if the arguments, ``RANK`` or
+    ``WORLD_SIZE`` say otherwise. ``master`` (``MASTER_ADDR`` and ``MASTER_PORT``, or from the launcher):
+    ``"host:port"`` of rank 0. ``job_id`` (``TORCHELASTIC_RUN_ID``): ranks of another job are refused.
 
     ``secret`` (``SYNCLINE_SECRET_FILE``, ``SYNCLINE_SECRET``): at least 32 bytes that all ranks share; without one only
     loopback is used, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
@@ -88,7 +91,7 @@ def init(
         shared_memory=shared_memory,
         bind_thread=bind_thread,
     )
-    return _open_fleet(read_environment(given=given))
+    return _open_fleet(read_environment(given=given, group=find_group()))
 
 
 def _open_fleet(environment: Environment) -> Fleet:

@@ -22,6 +22,7 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.environment import Environment
+from syncline.updates.private_torch import default_store
 
 ANSWER_S = 30.0
 """How long the store may take to answer."""
@@ -77,8 +78,7 @@ def open_store(environment: Environment, options: FabricOptions, *, address: str
     if environment.world_size == 1:
         return LocalStore()
     if dist.is_available() and dist.is_initialized():
-        assert dist.group.WORLD is not None, "it is there once torch.distributed is initialised"
-        return TorchStore(PrefixStore("syncline", dist.group.WORLD.get_group_store()))
+        return TorchStore(PrefixStore("syncline", default_store()))
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     host, port = environment.master_address, environment.master_port

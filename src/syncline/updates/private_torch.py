@@ -7,13 +7,16 @@ changed one is found out by its name. Where a public name serves, it is used whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from types import CodeType
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch.autograd import Variable
 from torch.utils import _pytree
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 StateHookKind = Literal["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
 
 UNVALUED_PROPERTIES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -35,6 +38,14 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_in_node() -> bool:
+    """Whether a node of the backward pass that is under way calls this thread's hooks, and not the end of the pass.
+
+    What is called :func:`at_end_of_backward` may call hooks too: DDP does in the first pass of a static graph.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is under way ends, on the thread that began it.
 
@@ -50,6 +61,18 @@ def tree_leaves(values: Any) -> list[Any]:
     Registered classes (the outputs of Transformers) are known there alone, and no public function walks them.
     """
     return _pytree.tree_leaves(values)
+
+
+def uncompiled(method: Method) -> Method:
+    """Let ``torch.compile`` leave ``method``, and what it calls, alone when compiled code comes to call it.
+
+    DDP's reducer calls Python process groups from C++, within the compiled forward pass, and the compiler follows.
+    ``torch.compiler.disable`` does the same; but it imports the compiler, for two seconds, in each job that has none.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    code: CodeType = method.__code__
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    return method
 
 
 def tensor_without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -81,6 +104,16 @@ def state_hooks(optimizer: torch.optim.Optimizer, kind: StateHookKind) -> list[C
     Whoever writes a ``state_dict()`` of their own has to call these, and PyTorch has no function that does.
     """
     return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
+
+
+def default_store() -> Any:
+    """Return the ``torch.distributed.Store`` of the default process group, which must exist.
+
+    ``torch.distributed.group.WORLD.get_group_store()`` says the same of a group in C++, and None of one in Python.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 def checkpoint_place(file: str, *, start: int, length: int) -> Any:
