@@ -19,7 +19,8 @@ from typing import Any
 
 os.environ["BACKEND"] = "syncline"
 os.environ.setdefault("WORLD_SIZE", "4")
-os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+FOLDER = tempfile.TemporaryDirectory(prefix="torch-suite-")  # until this process ends; the tests leave files in it
+os.environ["TEMP_DIR"] = tempfile.tempdir = FOLDER.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
