@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 import unittest
@@ -19,15 +20,16 @@ from typing import Any
 
 os.environ["BACKEND"] = "syncline"
 os.environ.setdefault("WORLD_SIZE", "4")
-FOLDER = tempfile.TemporaryDirectory(prefix="torch-suite-")  # until this process ends; the tests leave files in it
-os.environ["TEMP_DIR"] = tempfile.tempdir = FOLDER.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TEMP_DIR"] = tempfile.mkdtemp(prefix="torch-suite-")
 
 import torch
 from torch.testing._internal.common_distributed import DistTestCases
 
 import syncline  # noqa: F401 - registers the backend
 
+FOLDER = tempfile.tempdir = os.environ["TEMP_DIR"]
+"""What the tests leave is removed in the end."""
 MODULE = "torch.testing._internal.distributed.distributed_test"
 WIDENED = {
     'BACKEND != "gloo"': 'BACKEND not in ("gloo", "syncline")',
@@ -113,4 +115,8 @@ def main(parts: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    finally:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+    sys.exit(status)
