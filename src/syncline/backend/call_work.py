@@ -110,8 +110,9 @@ class CallWork(dist.Work):
             self._error = error
 
     def _complete(self, root: Future[Any]) -> None:
-        self._settle()
-        root.set_result((None, self._error) if self._error is not None else (self._result, None))
+        with self._work.aside():  # a future of a device's tensors follows the stream that is current here
+            self._settle()
+            root.set_result((None, self._error) if self._error is not None else (self._result, None))
 
 
 def _unwrap(root: Future[Any]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from syncline.backend.checks import check_one_for_each_rank, check_same_size, check_tensors
 from syncline.backend.direct import DirectCollectives
 from syncline.backend.reductions import ReduceOp, reduction_of
+from syncline.backend.staged_collectives import StagedCollectives
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorCollectives, TensorReduction, TensorWork
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, put_back
@@ -36,24 +37,33 @@ class GroupCollectives:
     lost. After any of these no more calls can be made. What a tensor cannot do is refused before the call begins, with
     a :class:`ConfigurationError`, and the next call is as if it had not been made.
 
-    ``scratch`` keeps memory from call to call; several groups may share it.
+    ``scratch`` keeps memory from call to call; several groups may share it. Tensors of the device of ``staged`` travel
+    in chunks in all_reduce, broadcast, all_gather_single and reduce_scatter_single; all others on a device as a whole.
     """
 
-    def __init__(self, communicator: Communicator, scratch: ScratchPool | None = None) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        scratch: ScratchPool | None = None,
+        *,
+        staged: StagedCollectives | None = None,
+    ) -> None:
         self._communicator = communicator
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
         self._scratch = scratch or ScratchPool()
         self._tensors = TensorCollectives(communicator, self._scratch)
         self._direct = DirectCollectives(communicator)
+        self._staged = staged
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
     ) -> TensorWork:
         """Make ``tensor`` the sum, or what ``op`` says, of those of all ranks."""
         check_tensors("all_reduce", [tensor])
-        return self._tensors.all_reduce(
-            tensor, op=self._reduction(op, tensor), timeout_s=timeout_s, is_awaited=is_awaited
-        )
+        reduction = self._reduction(op, tensor)
+        if self._staged is not None and self._staged.takes([tensor]):
+            return self._staged.all_reduce(tensor, reduction, timeout_s=timeout_s)
+        return self._tensors.all_reduce(tensor, op=reduction, timeout_s=timeout_s, is_awaited=is_awaited)
 
     def all_reduce_coalesced(
         self, tensors: Tensors, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
@@ -71,6 +81,9 @@ class GroupCollectives:
     ) -> TensorWork:
         """Make ``tensor`` that of ``root``."""
         check_tensors("broadcast", [tensor])
+        if self._staged is not None and self._staged.takes([tensor]):
+            self._tensors.check_rank(root, "root")
+            return self._staged.broadcast(tensor, root, timeout_s=timeout_s)
         return self._tensors.broadcast(tensor, root=root, timeout_s=timeout_s, is_awaited=is_awaited)
 
     def reduce(
@@ -113,6 +126,9 @@ class GroupCollectives:
     ) -> TensorWork:
         """Make ``output`` all ranks' ``source``, in rank order; ``source`` may be its own part of ``output``."""
         check_tensors("all_gather_single", [output, source])
+        if self._staged is not None and self._staged.takes([output, source]):
+            self._tensors.check_parts(source, output, (), "all_gather")
+            return self._staged.all_gather(output, source, timeout_s=timeout_s)
         return self._tensors.all_gather(output, source, timeout_s=timeout_s, is_awaited=is_awaited)
 
     def all_gather_coalesced(
@@ -186,6 +202,9 @@ class GroupCollectives:
         """Make ``output`` of rank k part k of what ``op`` makes of all ranks' ``source``, of which it may be a part."""
         check_tensors("reduce_scatter_single", [output, source])
         reduction = self._reduction(op, source)
+        if self._staged is not None and self._staged.takes([output, source]):
+            self._tensors.check_parts(output, source, (), "reduce_scatter")
+            return self._staged.reduce_scatter(output, source, reduction, timeout_s=timeout_s)
         return self._tensors.reduce_scatter(output, source, op=reduction, timeout_s=timeout_s, is_awaited=is_awaited)
 
     def reduce_scatter_single_coalesced(

@@ -88,6 +88,7 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
     return GroupState(
         communicator,
         message_stream=NUM_STREAMS - 1,
+        staging_stream=NUM_STREAMS - 2,
         timeout_s=timeout_s,
         store=distributed.store,
         streams=GroupStreams(distributed.store, token=token.hex()),
@@ -100,7 +101,14 @@ def _open_part(world: GroupState, ranks: list[int], store: Any, timeout_s: float
     streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
     communicator = own.open_group(ranks, streams=streams)
     communicator.timeout_s = timeout_s
-    return GroupState(communicator, message_stream=streams[-1], timeout_s=timeout_s, store=store, world=world)
+    return GroupState(
+        communicator,
+        message_stream=streams[-1],
+        staging_stream=streams[-2],
+        timeout_s=timeout_s,
+        store=store,
+        world=world,
+    )
 
 
 def _restrict(environment: Environment, ranks: list[int]) -> Environment:

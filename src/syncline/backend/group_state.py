@@ -13,8 +13,11 @@ import torch
 
 from syncline.backend.collectives import GroupCollectives
 from syncline.backend.completions import CompletionThreads
+from syncline.backend.device_copies import CudaCopier, DeviceCopier
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.point_to_point import PointToPoint
+from syncline.backend.staged_collectives import StagedCollectives
+from syncline.backend.staging import Staging
 from syncline.pytorch.collectives import TensorWork
 from syncline.runtime import Communicator
 from syncline.updates.memory import bytes_of
@@ -29,7 +32,8 @@ class ReceiveWork(TensorWork):
 class GroupState:
     """One rank's part in a group, from its creation until it is closed; ``world`` is that of the group it is part of.
 
-    A group without a world owns its connections, and ``streams`` tell its own groups apart.
+    A group without a world owns its connections, and ``streams`` tell its own groups apart. ``copier`` is that of the
+    devices whose tensors are staged; GPUs' by default.
     """
 
     def __init__(
@@ -37,13 +41,17 @@ class GroupState:
         communicator: Communicator,
         *,
         message_stream: int,
+        staging_stream: int,
         timeout_s: float,
         store: Any,
+        copier: DeviceCopier | None = None,
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
     ) -> None:
         self.communicator = communicator
-        self.collectives = GroupCollectives(communicator)
+        self._staging = Staging(communicator, copier or CudaCopier())
+        staged = StagedCollectives(communicator, self._staging, stream=staging_stream)
+        self.collectives = GroupCollectives(communicator, staged=staged)
         self.completions = CompletionThreads("syncline-futures")
         self.timeout_s = timeout_s
         """How long a call may take that names no timeout of its own."""
@@ -117,6 +125,7 @@ class GroupState:
             else:
                 self.communicator.close()
         finally:
+            self._staging.close()
             self.completions.close()
 
     def _close_at_exit(self) -> None:

@@ -17,7 +17,7 @@ from syncline.errors import ConfigurationError, PeerLostError, RendezvousError
 from syncline.runtime.tags import NUM_STREAMS
 
 STREAMS_OF_A_GROUP = 4
-"""One for the calls of the communicator's own methods, two for messages of collectives, one for send and receive."""
+"""The first for the calls of the communicator's own methods, the third for staged calls, the last for messages."""
 MAX_GROUPS = (NUM_STREAMS - 1) // STREAMS_OF_A_GROUP - 1
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
@@ -48,6 +49,10 @@ class TensorWork:
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return all(work.done() for work in self.works)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Wait within this on a thread other than the caller's, whose streams of a device must not be held up."""
+        return nullcontext()
 
     def then(self, finish: Callable[[], None]) -> TensorWork:
         """Return a work that is this one, and ``finish`` at the end of its first wait."""
@@ -157,7 +162,7 @@ class TensorCollectives:
         ``parts`` are the elements of each rank's part, where they are not equal. Only with ``may_overwrite`` does
         ``source`` hold something else afterwards.
         """
-        self._check_parts(output, source, parts, "reduce_scatter")
+        self.check_parts(output, source, parts, "reduce_scatter")
         reduction = _reduction(source.dtype, op)
         host = host_memory_of(source)
         is_kept = shares_memory(host, source) and not may_overwrite
@@ -188,7 +193,7 @@ class TensorCollectives:
 
         ``parts`` are the elements of each rank's part, where they are not equal.
         """
-        self._check_parts(source, output, parts, "all_gather")
+        self.check_parts(source, output, parts, "all_gather")
         host = landing_memory_of(output)
         own_part = None
         if settings.get("is_awaited") and is_plain(source):
@@ -259,7 +264,8 @@ class TensorCollectives:
         start = sum(parts[:rank]) if parts else rank * like.numel()
         return whole.reshape(-1)[start : start + like.numel()].view(like.shape)
 
-    def _check_parts(self, part: torch.Tensor, whole: torch.Tensor, parts: Sequence[int], call: str) -> None:
+    def check_parts(self, part: torch.Tensor, whole: torch.Tensor, parts: Sequence[int], call: str) -> None:
+        """Raise :class:`ConfigurationError` unless ``part`` is this rank's part of ``whole``."""
         size = self._communicator.world_size
         if parts and (len(parts) != size or parts[self._communicator.rank] != part.numel()):
             raise ConfigurationError(
