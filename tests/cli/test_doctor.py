@@ -29,7 +29,25 @@ def test_an_old_torch_is_no_obstacle_but_a_missing_one_is(monkeypatch):
 
     monkeypatch.setattr(diagnosis.importlib.metadata, "version", missing)
     assert diagnosis.check_torch().verdict is Verdict.LACKING
-    assert "install torch, from 2.11" in diagnosis.check_torch().remedy
+    assert "install torch 2.11 or newer" in diagnosis.check_torch().remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "what"),
+    [
+        ("2.13.1+cpu", Verdict.FINE, "2.13.1+cpu"),
+        ("2.11.0", Verdict.LIMITED, "2.11.0, untested"),
+        (
+            "2.14.0",
+            Verdict.LIMITED,
+            '2.14.0, untested: init_process_group("syncline") takes code that has never been run',
+        ),
+    ],
+)
+def test_it_is_said_which_torch_is_tested(monkeypatch, version, verdict, what):
+    monkeypatch.setattr(diagnosis.importlib.metadata, "version", lambda name: version)
+    finding = diagnosis.check_torch()
+    assert (finding.verdict, finding.what) == (verdict, what)
 
 
 def test_few_open_files_are_told_with_the_command(monkeypatch):

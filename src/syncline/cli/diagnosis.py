@@ -19,8 +19,9 @@ from pathlib import Path
 from syncline.variables import process_variables
 
 MIN_PYTHON = (3, 11)
-TORCH_VERSIONS = ((2, 11), (2, 14))
-"""From the first up to, not including, the second."""
+OLDEST_TORCH, TESTED_TORCH = (2, 11), (2, 13)
+NEW_SHELL_TORCH = (2, 14)
+"""From here on process groups have another shell (:mod:`syncline.backend.py_backend`)."""
 MIN_OPEN_FILES = 4096
 """Two connections to each of a thousand peers, with room for data loaders."""
 MIN_SOCKET_BUFFER_BYTES = 4 << 20
@@ -74,14 +75,19 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """Judge torch by its version alone; importing it takes seconds."""
-    low, high = (".".join(map(str, version)) for version in TORCH_VERSIONS)
-    remedy = f"install torch, from {low} up to but not including {high}"
+    oldest, tested = (".".join(map(str, version)) for version in (OLDEST_TORCH, TESTED_TORCH))
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
+        remedy = f"install torch {oldest} or newer; {tested} is tested"
         return judge("torch", False, "not installed", remedy, otherwise=Verdict.LACKING)
     major, minor = (int(part) for part in version.split(".")[:2])
-    return judge("torch", TORCH_VERSIONS[0] <= (major, minor) < TORCH_VERSIONS[1], version, remedy)
+    if (major, minor) < OLDEST_TORCH:
+        return judge("torch", False, version, f"install torch {oldest} or newer; {tested} is tested")
+    what = f"{version}, untested" if (major, minor) != TESTED_TORCH else version
+    if (major, minor) >= NEW_SHELL_TORCH:
+        what += ': init_process_group("syncline") takes code that has never been run'
+    return judge("torch", (major, minor) == TESTED_TORCH, what, f"torch {tested} is what the tests run with")
 
 
 def check_loopback() -> Finding:
