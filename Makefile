@@ -8,7 +8,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test sanitize lint docs bench bench-check clean
+.PHONY: demo ray test torch-suite sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,9 @@ demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS
 
 test: $(READY) $(MPI) ## run every test, on two cores (those of the lab and of Slurm need root)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+
+torch-suite: $(READY) ## run PyTorch's own tests of torch.distributed on our backend (ARGS="all_gather" picks by name)
+	$(BIN)/python tests/backend/torch_suite.py $(ARGS)
 
 sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")
 	$(BIN)/python tests/sanitize.py $(ARGS)
