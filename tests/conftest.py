@@ -1,7 +1,9 @@
 """What every test starts with: one thread for arithmetic (two cores are shared by all ranks) and a printed seed."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
@@ -22,6 +24,17 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # it asks the clock, and a busy machine is slow
 )
 hypothesis.settings.load_profile("house")
+
+
+def pytest_configure(config):
+    """Let what processes of tests leave in the temporary folder (torchrun its logs, the killed theirs) go at the end.
+
+    Tests themselves have ``tmp_path``, which stays for a look at what failed.
+    """
+    if not hasattr(config, "workerinput"):
+        tempfile.gettempdir()  # remembered for this process
+        folder = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="sl-")  # short: paths of Unix sockets lie in it
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_report_header():
