@@ -18,7 +18,7 @@ from markdown_pages import ROOT
 
 from syncline.cli.main import COMMANDS
 
-TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 SECRET = "(umask 077;"
 
 
