@@ -12,27 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loopback import measure
 
 SIZES_KIB = (1, 4, 16, 64)
 NUM_WARM_UPS = 20
 BACKENDS = ("syncline", "gloo")
-
-
-def measure(call: Callable[[], object]) -> float:
-    """Seconds of one call, on the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    elapsed = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return float(elapsed)
 
 
 def calls_of(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:

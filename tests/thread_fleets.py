@@ -28,19 +28,31 @@ def run_fleets(
     options.setdefault("timeout_s", 60.0)
     topology = Topology.flat(world) if isinstance(world, int) else world
     fleets = [Fleet(communicator) for communicator in communicators_in_memory(topology.num_ranks, topology, **options)]
-    results: list[Any] = [None] * len(fleets)
+
+    def on_rank(rank: int) -> Any:
+        with fleets[rank] as fleet:
+            return body(fleet)
+
+    return run_threads(len(fleets), on_rank, accept=accept)
+
+
+def run_threads(world: int, on_rank: Callable[[int], Any], *, accept: Accepted = ()) -> list[Any]:
+    """Run ``on_rank`` on a thread for each rank; return what each returned, or the accepted error it ended with.
+
+    The first error that is not accepted is raised.
+    """
+    results: list[Any] = [None] * world
     errors: list[BaseException] = []
 
-    def main(fleet: Fleet) -> None:
+    def main(rank: int) -> None:
         try:
-            with fleet:
-                results[fleet.rank] = body(fleet)
+            results[rank] = on_rank(rank)
         except BaseException as error:
-            results[fleet.rank] = error
+            results[rank] = error
             if not isinstance(error, accept):
                 errors.append(error)
 
-    threads = [threading.Thread(target=main, args=(fleet,), daemon=True) for fleet in fleets]
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from small_racks import RACKS
 from syncline.backend.collectives import GroupCollectives
 from syncline.errors import PeerLostError
 from syncline.fabric import MEMORY_CLASS
@@ -17,17 +18,6 @@ from syncline.runtime.shared_memory import futex
 from syncline.topology import Topology
 
 SUM = dist.ReduceOp.SUM
-RACKS = """
-topology: racks
-switch: core
-children:
-  - switch: left
-    uplink: 200 Mbit/s
-    children: [{host: "a[0-1]", uplink: 1 Gbit/s, ranks: 2}]
-  - switch: right
-    uplink: 100 Mbit/s
-    children: [{host: b, uplink: 1 Gbit/s, ranks: 2}]
-"""
 
 
 def check_every_call(collectives: GroupCollectives, rank: int, members: tuple[int, ...]) -> None:

@@ -132,6 +132,28 @@ def test_what_a_rank_sent_before_it_left_is_received_and_nothing_after_that() ->
     run_groups(2, on_each(send, receive))
 
 
+def test_a_first_receive_gets_what_was_sent_by_a_rank_that_has_left_meanwhile() -> None:
+    has_left = threading.Event()
+
+    def send(group: Group) -> None:
+        group.send([torch.full((10,), 7.0)], 1, 0).wait()
+        group.shutdown()
+        has_left.set()
+
+    def receive(group: Group) -> None:
+        assert has_left.wait(60)
+        with pytest.raises(PeerLostError):  # now this rank knows
+            group.barrier().wait()
+        is_asked, tensor = threading.Event(), torch.zeros(10)
+        group.state.communicator.open_port("test").call_soon(is_asked.wait)  # so that all below comes to it at once
+        work = group.recv([tensor], 0, 0)
+        is_asked.set()
+        work.wait()
+        assert tensor.tolist() == [7.0] * 10
+
+    run_groups(2, on_each(send, receive))
+
+
 def test_the_loss_of_a_rank_ends_messages_with_it_and_from_anyone() -> None:
     is_posted = threading.Barrier(3)
 

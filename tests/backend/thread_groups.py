@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from syncline.backend.creation import create_state
 from syncline.backend.options import BackendOptions
 from syncline.backend.process_group import SynclineProcessGroup
-
-JOIN_S = 180.0
+from thread_fleets import run_threads
 
 
 def description(
@@ -39,25 +37,14 @@ def run_groups(
     timeout_s: float = 60.0,
 ) -> list[Any]:
     """Run ``body`` on every rank of one world; return what each returned. The first error is raised."""
-    store, results, errors = dist.HashStore(), [None] * world, []
+    store = dist.HashStore()
 
-    def main(rank: int) -> None:
+    def on_rank(rank: int) -> Any:
+        described = description(store, rank, world, timeout_s=timeout_s)
+        group = SynclineProcessGroup(create_state(described, options or BackendOptions()))
         try:
-            described = description(store, rank, world, timeout_s=timeout_s)
-            group = SynclineProcessGroup(create_state(described, options or BackendOptions()))
-            try:
-                results[rank] = body(group)
-            finally:
-                group.shutdown()
-        except BaseException as error:
-            errors.append(error)
+            return body(group)
+        finally:
+            group.shutdown()
 
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_S)
-    assert not any(thread.is_alive() for thread in threads), f"ranks hang; errors so far: {errors}"
-    if errors:
-        raise errors[0]
-    return results
+    return run_threads(world, on_rank)

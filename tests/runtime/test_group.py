@@ -3,22 +3,12 @@
 import numpy as np
 import pytest
 
+from small_racks import RACKS
 from syncline.errors import ConfigurationError, MismatchError, PeerLostError, TopologyError
 from syncline.runtime import numpy_reduction
 from syncline.topology import Topology
 
 SUM = numpy_reduction("float64")
-RACKS = """
-topology: racks
-switch: core
-children:
-  - switch: left
-    uplink: 200 Mbit/s
-    children: [{host: "a[0-1]", uplink: 1 Gbit/s, ranks: 2}]
-  - switch: right
-    uplink: 100 Mbit/s
-    children: [{host: b, uplink: 1 Gbit/s, ranks: 2}]
-"""
 
 
 def open_groups(communicators, groups, *, first_stream=7):

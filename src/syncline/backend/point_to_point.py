@@ -32,8 +32,8 @@ FETCH_BYTES = 64 << 10
 """Up to here a sender does not wait for a receiver: what nobody asked for yet is fetched."""
 FETCH_BUDGET_BYTES = 4 << 20
 """How much of each rank's messages is fetched before somebody asks."""
-LAST_WORDS_S = 0.1
-"""What a rank sent before it left is delivered meanwhile."""
+LAST_WORDS_S = 0.5
+"""What a rank sent before it left is delivered until it has been quiet for so long."""
 URGENCY = 0
 _HEADS, _BODIES = range(2)
 
@@ -78,6 +78,7 @@ class PointToPoint:
         self._num_heads: Counter[int] = Counter()
         self._fetching_bytes: Counter[int] = Counter()
         self._gone: dict[int, Exception] = {}
+        self._silent: set[int] = set()  # of those that are gone, who has no last words left either
         self._port.call_soon(self._begin)
 
     def send(self, payload: memoryview, peer: int, tag: int, *, timeout_s: float) -> Work:
@@ -302,12 +303,24 @@ class PointToPoint:
             self._fail_all(error)
             self._port.close()  # its receives would stay with the connections of the world
         elif isinstance(error, PeerLeftError):
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._fail_peer, peer, error)
+            self._hear_out(peer, error, self._num_heads[peer])
         else:
             self._fail_peer(peer, error)
 
+    def _hear_out(self, peer: int, error: Exception, num_heads: int) -> None:
+        """Fail a rank that left once no head of it has come for a while: all that it sent is in this process."""
+
+        def again() -> None:
+            if self._num_heads[peer] == num_heads:
+                self._fail_peer(peer, error)
+            else:
+                self._hear_out(peer, error, self._num_heads[peer])
+
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, again)
+
     def _fail_peer(self, peer: int, error: Exception) -> None:
         self._gone[peer] = error
+        self._silent.add(peer)
         for (receiver, number), send in tuple(self._sends.items()):
             if receiver == peer:
                 self._end_send(send, number, self._why(peer))
@@ -326,10 +339,10 @@ class PointToPoint:
     def _can_come(self, receive: Receive) -> bool:
         """Whether somebody may still send what is asked for; from anyone, not if one of them was lost."""
         if receive.source is not None:
-            return receive.source not in self._gone
+            return receive.source not in self._silent
         others = [peer for peer in range(self._world_size) if peer != self._rank]
         is_one_lost = any(not isinstance(error, PeerLeftError) for error in self._gone.values())
-        return not is_one_lost and any(peer not in self._gone for peer in others)
+        return not is_one_lost and any(peer not in self._silent for peer in others)
 
     def _why(self, peer: int | None) -> Exception:
         """Return an error of its own for each call that needs ``peer``, or needed anyone."""

@@ -1,11 +1,11 @@
 import dataclasses
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 from cluster_world import JOB, World, accuse
+from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
 
 from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, Ready, Supply
@@ -140,48 +140,14 @@ def test_the_server_dies_in_each_state(state: ServerState, shares_results: bool)
             if choices := world.choices():
                 world.happen(choose.choice(choices))
         if state in {ServerState.LEVELLING, ServerState.FETCHING}:
-            _kill_one_who_hands_out(world, choose)
-        kill_once = _killer(world, state, choose)
+            kill_one_who_hands_out(world, choose)
+        kill_once = ServerKiller(world, state, choose)
         world.settle(choose, before_each=kill_once)
         world.check_finished()
         num_deaths += len(kill_once.victims)
         if num_deaths == 20:
             return
     raise AssertionError(f"only {num_deaths} servers died {state.value}")
-
-
-class _killer:  # noqa: N801 - reads as a verb
-    """Kills the first rank that is a server in ``state``."""
-
-    def __init__(self, world: World, state: ServerState, choose: random.Random) -> None:
-        self.victims: list[int] = []
-        self._world, self._state, self._choose = world, state, choose
-
-    def __call__(self) -> None:
-        found = [
-            rank
-            for rank in self._world.live()
-            if any(server.state is self._state for server in self._world.players[rank].node.servers.values())
-        ]
-        if found and not self.victims and len(self._world.live()) > 2:
-            self.victims.append(self._choose.choice(found))
-            self._world.kill(self.victims[0], self._choose)
-
-
-def _kill_one_who_hands_out(world: World, choose: random.Random) -> None:
-    """Let a server die whose cluster, or whose fellow servers, have heard a record from it but in part."""
-    while choices := world.choices():
-        world.happen(choose.choice(choices))
-        senders = Counter(
-            sender
-            for (sender, _), mail in world.mail.items()
-            for envelope in mail
-            if isinstance(envelope.message, Agreed) and world.players[sender].is_alive
-        )
-        done = [rank for rank, number in senders.items() if number == 1 and len(world.players[rank].node.servers)]
-        if done:
-            world.kill(done[0])
-            return
 
 
 def test_the_one_who_was_asked_for_a_record_dies_too() -> None:
@@ -192,32 +158,14 @@ def test_the_one_who_was_asked_for_a_record_dies_too() -> None:
         print("seed", seed)
         choose = random.Random(seed)
         world = World((tuple(range(5)),), schedule, num_records=8)
-        _kill_one_who_hands_out(world, choose)
-        kill_asked = _killer_of_asked(world, choose)
+        kill_one_who_hands_out(world, choose)
+        kill_asked = AskedKiller(world, choose)
         world.settle(choose, before_each=kill_asked)
         world.check_finished()
         num_worlds += bool(kill_asked.victims)
         if num_worlds == 20:
             return
     raise AssertionError(f"only in {num_worlds} worlds was a rank asked for a record")
-
-
-class _killer_of_asked:  # noqa: N801 - reads as a verb
-    """Kills each rank that a new server asks for a record, before it reads that."""
-
-    def __init__(self, world: World, choose: random.Random) -> None:
-        self.victims: list[int] = []
-        self._world, self._choose = world, choose
-
-    def __call__(self) -> None:
-        asked = [
-            receiver
-            for (_, receiver), mail in self._world.mail.items()
-            if receiver in self._world.live() and any(isinstance(envelope.message, Supply) for envelope in mail)
-        ]
-        if asked and len(self._world.live()) > 1:
-            self.victims.append(asked[0])
-            self._world.kill(asked[0], self._choose)
 
 
 @pytest.mark.parametrize("seed", range(20))
