@@ -1,11 +1,11 @@
-"""Random topologies for property tests of schedules: any shape, hosts beside subtrees, one or several ranks on a host.
+"""Random topologies for property tests of schedules: any shape, hosts beside subtrees, sockets, any ranks on a host.
 
 Other rooms may import it: ``from schedule_trees import trees`` (put ``tests/schedule`` on the path).
 """
 
 from hypothesis import strategies as st
 
-from syncline.topology import Host, Link, Rank, Switch, Topology
+from syncline.topology import Host, Link, Rank, Socket, Switch, Topology
 
 RATES = st.sampled_from([12.5e6, 25e6, 50e6, 125e6, 1.25e9])
 
@@ -37,7 +37,12 @@ class _Grower:
         first, self.num_ranks = self.num_ranks, self.num_ranks + num_ranks
         self.ranks_left -= num_ranks
         ranks = tuple(Rank(rank=first + k, link=self.draw(LOCAL)) for k in range(num_ranks))
-        return Host(name=self.name("h"), link=link, ranks=ranks)
+        name = self.name("h")
+        if num_ranks < 3 or self.draw(st.integers(0, 3)):
+            return Host(name=name, link=link, ranks=ranks)
+        halves = [ranks[: num_ranks // 2], ranks[num_ranks // 2 :]]
+        sockets = [Socket(name=f"{name}/s{k}", link=self.draw(LOCAL), children=half) for k, half in enumerate(halves)]
+        return Host(name=name, link=link, sockets=tuple(sockets))
 
     def node(self, depth, link):
         if depth == 0 or self.ranks_left <= 1 or self.draw(st.integers(0, 3)) == 0:

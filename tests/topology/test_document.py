@@ -41,6 +41,35 @@ children:
     assert topology.lines == {"core": 3, "a1": 5, "a2": 5, "rack": 6, "b": 9}
 
 
+SOCKETS = """
+switch: s
+children:
+  - host: "a[0-1]"
+    uplink: 1 Gbit/s
+    memory: 64 GB
+    gateway: one
+    children:
+      - {socket: "s[0-1]", uplink: 20 GB/s, ranks: 2, local: 40 GB/s}
+      - socket: x
+        uplink: 10 GB/s
+        children:
+          - {socket: y, uplink: 5 GB/s}
+  - {host: b, uplink: 1 Gbit/s, memory: 8 GiB}
+"""
+
+
+def test_hosts_may_have_sockets_memory_and_a_gateway():
+    topology = parse(SOCKETS)
+    assert topology.num_ranks == 11
+    assert topology.ranks_of("a1") == (5, 6, 7, 8, 9)
+    assert [node.name for node in topology.path(9)] == ["rank 9", "a1/x/y", "a1/x", "a1"]
+    assert dict(topology.links())["a0/s1"] == Link.symmetric(20e9)
+    assert dict(topology.links())["rank 6"] == Link.symmetric(40e9)
+    assert [host.memory_bytes for host in topology.hosts] == [64 * 10**9, 64 * 10**9, 8 << 30]
+    assert topology.gateways == {1: 0, 2: 0, 3: 0, 4: 0, 6: 5, 7: 5, 8: 5, 9: 5}
+    assert topology.lines["a1/x/y"] == 13
+
+
 def test_one_host_alone_and_the_name_taken_from_the_file():
     topology = parse("host: box\nranks: 4\n")
     assert (topology.name, topology.num_ranks, topology.path(3)[0].name) == ("net", 4, "rank 3")
@@ -62,6 +91,8 @@ def test_what_is_written_reads_back_equal(topology):
 
 HOST = "  - {host: h0, uplink: 1 Gbit/s}\n"
 HEAD = "switch: s\nchildren:\n"
+SOCKET_LINE = "  - {socket: s, uplink: 1 GB/s}\n"
+SOCKET = "children:\n" + SOCKET_LINE
 
 
 @pytest.mark.parametrize(
@@ -103,6 +134,28 @@ HEAD = "switch: s\nchildren:\n"
             "switch: s\nchildren: &c\n  - switch: t\n    uplink: 1 GB/s\n    children: *c\n",
             5,
             "this value contains itself (an alias to an ancestor)",
+        ),
+        ("host: h\nmemory: 64\n", 2, "size 64 is not a size; write a number and its unit"),
+        (
+            "host: h\ngateway: both\n",
+            2,
+            "'gateway' cannot be 'both': input should be 'every', 'one', 'auto' or 'helper'",
+        ),
+        ("host: h\ngateway: helper\n", 2, "host 'h' has a helper and no rank that trains; give it 2 ranks or more"),
+        ("host: h\nchildren: []\n", 2, "this list of sockets is empty"),
+        ("host: h\nranks: 2\n" + SOCKET, 1, "'ranks' and 'local' belong to the sockets under 'children'"),
+        ("host: h\n" + SOCKET + SOCKET_LINE, 4, "socket 'h/s' is a name given before, in line 3"),
+        ("host: h\nchildren:\n  - {socket: s}\n", 3, "key 'uplink' is missing"),
+        ("host: h\nchildren:\n  - {socket: a/b, uplink: 1 GB/s}\n", 3, "socket name 'a/b' cannot be used"),
+        (
+            "host: h\n" + SOCKET + "  - {socket: t, uplink: 1 GB/s, rank: 2}\n",
+            4,
+            "unknown key 'rank'; did you mean 'ranks'?",
+        ),
+        (
+            "host: h\nchildren:\n  - {switch: t, socket: u}\n",
+            3,
+            "unknown key 'switch'; the keys here are uplink, ranks",
         ),
         ("host: h\nhost: g\n", 2, "key 'host' is given twice"),
         ("host: h\n[1]: g\n", 2, "a key must be a plain word"),

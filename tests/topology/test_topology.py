@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError
-from syncline.topology import DirectedLink, Host, Link, Rank, Switch, Topology
+from syncline.topology import DirectedLink, Host, Link, Rank, Socket, Switch, Topology
 
 
 def host(name, *ranks, link=None):
     return Host(name=name, link=link or Link.unlimited(), ranks=tuple(Rank(rank=rank) for rank in ranks))
+
+
+def socket(name):
+    return Socket(name=name, link=Link.unlimited(), children=(Rank(rank=0),))
 
 
 def test_flat():
@@ -61,6 +65,32 @@ def test_paths_hosts_and_names_agree(topology):
     assert topology.parent_of(topology.root.name) is None
 
 
+def test_the_first_rank_of_a_host_speaks_for_the_others():
+    topology = Topology.parse(
+        "{switch: s, rank_numbers: [3, 0, 1, 2, 5, 4], children: [{host: a, uplink: 1 Gbit/s, ranks: 2, gateway: one},"
+        "{host: b, uplink: 1 Gbit/s, ranks: 2, gateway: auto}, {host: c, uplink: 1 Gbit/s, ranks: 2, gateway: helper}]}"
+    )
+    assert topology.gateways == {0: 3, 4: 5}
+    assert topology.helpers == (5,)
+    assert topology.permuted([1, 0, 2, 3, 4, 5]).gateways == {1: 3, 4: 5}
+    assert Topology.flat(3).gateways == {}
+
+
+def test_what_is_left_of_a_host_keeps_a_gateway_but_no_helper_without_the_helper():
+    topology = Topology.parse("{host: a, ranks: 4, gateway: helper}")
+    assert topology.restricted([0, 2]).helpers == (0,)
+    assert (topology.restricted([3, 2]).gateways, topology.restricted([3, 2]).helpers) == ({0: 1}, ())
+    assert (topology.restricted([0]).gateways, topology.restricted([0]).helpers) == ({}, ())
+
+
+def test_sockets_are_kept_where_ranks_are_left():
+    sockets = "[{socket: s, uplink: 1 GB/s, ranks: 2}, {socket: t, uplink: 1 GB/s, ranks: 2}]"
+    topology = Topology.parse(f"{{host: a, gateway: helper, children: {sockets}}}")
+    left = topology.restricted([1, 3, 2])
+    assert [node.name for node in left.walk()] == ["a", "a/s", "rank 0", "a/t", "rank 2", "rank 1"]
+    assert [node.name for node in topology.permuted([3, 2, 1, 0]).path(0)] == ["rank 0", "a/t"]
+
+
 @given(topologies(), st.randoms(use_true_random=False))
 def test_permuted_moves_ranks_and_nothing_else(topology, random):
     order = list(range(topology.num_ranks))
@@ -101,6 +131,10 @@ def test_a_thousand_ranks_are_quick_enough_to_route():
         (lambda: Link.symmetric(1.0, latency_s=-1.0), "link latency must be zero or more"),
         (lambda: Switch(name="s", link=None, children=()), "switch 's' is empty"),
         (lambda: host("h"), "host 'h' has no rank"),
+        (lambda: Host(name="h", link=None, ranks=(Rank(rank=0),), gateway="two"), "gateway must be one of every, one"),
+        (lambda: Host(name="h", link=None, ranks=(Rank(rank=0),), sockets=(socket("h/s"),)), "both ranks and sockets"),
+        (lambda: Host(name="h", link=None, sockets=(socket("g/s"),)), "socket 'g/s' is below 'h'; call it 'h/s'"),
+        (lambda: Socket(name="h/s", link=Link.unlimited(), children=()), "socket 'h/s' has no rank"),
         (lambda: host("rank 3", 0), "host name 'rank 3' cannot be used"),
         (lambda: Topology(name="t", root=host("h", 0)), "the root 'h' has a link"),
         (lambda: Topology.flat(2).permuted([0, 0]), "an order names each of the ranks 0 to 1 once"),
@@ -158,4 +192,18 @@ def test_render():
         "└── rack            20 Mbit/s, 10 ms",
         "    └── b           unlimited",
         "        └── rank 3  8 Gbit/s",
+    ]
+
+
+def test_render_shows_sockets_gateways_and_memory():
+    topology = Topology.parse(
+        "{topology: t, host: a, memory: 64 GiB, gateway: helper, features: {gpu: x}, children: ["
+        "{socket: s, uplink: 1 GB/s, ranks: 2}, {socket: t, uplink: 2 GB/s, local: 1 GB/s}]}"
+    )
+    assert topology.render().splitlines() == [
+        "t: 3 ranks on 1 host",
+        "a               helper rank 0  64 GiB  gpu=x",
+        "├── a/s         8 Gbit/s  ranks 0, 1",
+        "└── a/t         16 Gbit/s",
+        "    └── rank 2  8 Gbit/s",
     ]

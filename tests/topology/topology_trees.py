@@ -1,10 +1,11 @@
-"""Random topologies for property tests: any shape, hosts beside subtrees, several ranks on a host."""
+"""Random topologies for property tests: any shape, hosts beside subtrees, sockets, several ranks on a host."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from syncline.topology import Host, Link, Rank, Switch, Topology
+from syncline.topology import Host, Link, Rank, Socket, Switch, Topology
 
 rates = st.floats(min_value=1e-3, max_value=1e15) | st.just(math.inf)
 latencies = st.just(0.0) | st.floats(min_value=1e-9, max_value=10.0)
@@ -32,10 +33,33 @@ class _Numbers:
 def topologies(draw, max_depth=4, max_degree=3):
     numbers = _Numbers()
 
+    def ranks():
+        return tuple(Rank(rank=numbers.rank(), link=draw(links)) for _ in range(draw(st.integers(1, 3))))
+
+    def sockets(above, depth):
+        names = [f"{above}/s{place}" for place in range(draw(st.integers(1, 2)))]
+        return tuple(
+            Socket(
+                name=name,
+                link=draw(links),
+                children=sockets(name, depth - 1) if depth and draw(st.booleans()) else ranks(),
+            )
+            for name in names
+        )
+
+    def host(link):
+        name = numbers.name("h")
+        inside = {"sockets": sockets(name, 1)} if draw(st.integers(0, 3)) == 0 else {"ranks": ranks()}
+        plain = Host(name=name, link=link, **inside)
+        gateway = draw(st.sampled_from(["every", "one", "auto", *["helper"] * (len(plain.ranks) > 1)]))
+        memory_bytes = draw(st.none() | st.integers(0, 2**50))
+        return replace(
+            plain, ranks=inside.get("ranks", ()), features=draw(features), memory_bytes=memory_bytes, gateway=gateway
+        )
+
     def node(depth, link):
         if depth == 0 or draw(st.booleans()):
-            ranks = tuple(Rank(rank=numbers.rank(), link=draw(links)) for _ in range(draw(st.integers(1, 3))))
-            return Host(name=numbers.name("h"), link=link, ranks=ranks, features=draw(features))
+            return host(link)
         name = numbers.name("s")
         children = tuple(node(depth - 1, draw(links)) for _ in range(draw(st.integers(1, max_degree))))
         return Switch(name=name, link=link, children=children)

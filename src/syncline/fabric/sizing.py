@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TypedDict
 
 from syncline.fabric.grant_window import GrantWindow
@@ -156,11 +157,9 @@ def _num_ranks_below(node: Node) -> int:
 
 def _own_rate(topology: Topology | None, rank: int) -> float:
     """Return what arrives at ``rank`` when all ranks of its host receive."""
-    if topology is None:
-        return math.inf
-    host = topology.host_of(rank)
-    own, shared = (node.link.down_bytes_per_s if node.link else math.inf for node in (topology.path(rank)[0], host))
-    return min(own, shared / len(host.ranks))
+    inside = () if topology is None else takewhile(lambda node: not isinstance(node, Switch), topology.path(rank))
+    rates = [node.link.down_bytes_per_s / _num_ranks_below(node) for node in inside if node.link is not None]
+    return min(rates, default=math.inf)
 
 
 def _route_rates(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from syncline.errors import LabError
-from syncline.topology import Host, Link, Node, Rank, Switch, Topology
+from syncline.topology import Host, Link, Node, Rank, Socket, Switch, Topology
 
 NAMESPACE_PREFIX = "syncline-"
 HOST_INTERFACE = "eth0"
@@ -96,8 +96,8 @@ class LabPlan:
     def notes(self) -> tuple[str, ...]:
         """Return what of the topology this lab cannot emulate, in sentences for the user."""
         late = [name for name, link in self.topology.links() if link.latency_s]
-        nodes = (node for node in self.topology.walk() if isinstance(node, Rank))
-        local = [rank.name for rank in nodes if rank.link != Link.unlimited()]
+        nodes = (node for node in self.topology.walk() if isinstance(node, Rank | Socket))
+        local = [node.name for node in nodes if node.link != Link.unlimited()]
         notes = []
         if late:
             notes.append(f"The lab emulates rates, not latency: that of {_list_names(late)} is left out.")
@@ -116,7 +116,7 @@ def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network)
     switches = [node for node in topology.walk() if isinstance(node, Switch)]
     bridges = {switch.name: f"b{index}" for index, switch in enumerate(switches)}
     namespace = _namespace(lab_id, _SWITCHES)
-    nodes = [node for node in topology.walk() if not isinstance(node, Rank) and node.link is not None]
+    nodes = [node for node in topology.walk() if isinstance(node, Switch | Host) and node.link is not None]
     links = (_plan_link(node, index, topology, bridges, namespace, lab_id) for index, node in enumerate(nodes))
     return LabPlan(
         lab_id=lab_id,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from rich import box
 from rich.table import Table
 
-from syncline.topology import DirectedLink, Link, Node, Rank, Topology
+from syncline.topology import DirectedLink, Link, Node, Rank, Socket, Topology
 from syncline.units import format_rate, format_size
 
 
 def network_links(topology: Topology) -> list[tuple[str, Link, int]]:
-    """List the links above switches and hosts, with their names and depth; those of ranks are inside a machine.
+    """List the links above switches and hosts, with their names and depth; the others are inside a machine.
 
     >>> [(name, depth) for name, _, depth in network_links(Topology.flat(2))]
     [('h0', 0), ('h1', 0)]
@@ -20,7 +20,7 @@ def network_links(topology: Topology) -> list[tuple[str, Link, int]]:
     found: list[tuple[str, Link, int]] = []
 
     def visit(node: Node, depth: int) -> None:
-        if isinstance(node, Rank):
+        if isinstance(node, Rank | Socket):
             return
         if node.link is not None:
             found.append((node.name, node.link, depth))

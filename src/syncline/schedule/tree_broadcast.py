@@ -21,7 +21,7 @@ from syncline.schedule.draft import UNOWNED, Draft, lowest_terms
 from syncline.schedule.exchange import draw_exchanges
 from syncline.schedule.ownership import Fractions, Ownership, TreeDivision, check_fractions, denominator_of
 from syncline.schedule.transfers import Transfers
-from syncline.topology import Host, Node, Switch, Topology
+from syncline.topology import Host, Node, Socket, Switch, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,11 @@ def _without(parent: Node, branch: Node, fractions: Fractions) -> _Level:
 
 
 def _prune(parent: Node, branch: Node) -> Node:
+    others = tuple(child for child in parent.children if child is not branch)
     if isinstance(parent, Host):
-        return replace(parent, ranks=tuple(rank for rank in parent.ranks if rank is not branch))
-    assert isinstance(parent, Switch)
-    return replace(parent, children=tuple(child for child in parent.children if child is not branch))
+        return parent.with_children(others)  # type: ignore[arg-type]
+    assert isinstance(parent, Switch | Socket)
+    return replace(parent, children=others)  # type: ignore[arg-type]
 
 
 def _scatter(source: Ownership, target: Ownership, cuts: Sequence[int]) -> Transfers:

@@ -10,10 +10,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from syncline.errors import TopologyError
-from syncline.topology.entries import DOCUMENT, HostDocument, HostEntry, SwitchDocument, SwitchEntry, known_keys
+from syncline.topology.entries import (
+    DOCUMENT,
+    HostDocument,
+    HostEntry,
+    RanksEntry,
+    SocketEntry,
+    SwitchDocument,
+    SwitchEntry,
+    known_keys,
+)
 from syncline.topology.hostlist import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
-from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name
+from syncline.topology.tree import Host, Link, Rank, Socket, Switch, TopologyParts, check_name
 
 _MAX_PROBLEMS_SHOWN = 5
 Location = tuple[str | int, ...]
@@ -56,14 +65,17 @@ class _Builder:
         return root
 
     def _child(self, entry: SwitchEntry | HostEntry, location: Location) -> tuple[Switch | Host, ...]:
+        link = self._link(entry, location)
+        if isinstance(entry, SwitchEntry):
+            return (self._switch(entry, link, location),)
+        return self._hosts(entry, link, location)
+
+    def _link(self, entry: SwitchEntry | RanksEntry, location: Location) -> Link:
         if entry.uplink is None:
             raise self._marked.error(
                 location, "key 'uplink' is missing; write the rate of the link to the parent, such as '1 Gbit/s'"
             )
-        link = entry.uplink.link()
-        if isinstance(entry, SwitchEntry):
-            return (self._switch(entry, link, location),)
-        return self._hosts(entry, link, location)
+        return entry.uplink.link()
 
     def _switch(self, entry: SwitchEntry, link: Link | None, location: Location) -> Switch:
         self._claim(entry.switch, "switch", (*location, "switch"))
@@ -73,18 +85,52 @@ class _Builder:
         return Switch(name=entry.switch, link=link, children=tuple(children))
 
     def _hosts(self, entry: HostEntry, link: Link | None, location: Location) -> tuple[Host, ...]:
-        try:
-            names = expand_hostlist(entry.host)
-        except TopologyError as error:
-            raise self._marked.error((*location, "host"), str(error)) from error
+        names = self._names(entry.host, (*location, "host"))
         return tuple(self._host(name, entry, link, location) for name in names)
+
+    def _names(self, hostlist: str, location: Location) -> tuple[str, ...]:
+        try:
+            return expand_hostlist(hostlist)
+        except TopologyError as error:
+            raise self._marked.error(location, str(error)) from error
 
     def _host(self, name: str, entry: HostEntry, link: Link | None, location: Location) -> Host:
         self._claim(name, "host", (*location, "host"))
+        sockets = self._sockets(name, entry, location)
+        ranks = () if sockets else self._ranks(entry)
+        features, memory_bytes, gateway = entry.features, entry.memory, entry.gateway
+        try:
+            return Host(
+                name=name,
+                link=link,
+                ranks=ranks,
+                sockets=sockets,
+                features=features,
+                memory_bytes=memory_bytes,
+                gateway=gateway,
+            )
+        except TopologyError as error:
+            raise self._marked.error((*location, "gateway"), str(error)) from error
+
+    def _sockets(self, above: str, entry: RanksEntry, location: Location) -> tuple[Socket, ...]:
+        """Build what is inside a host or a socket of the name ``above``."""
+        sockets: list[Socket] = []
+        for index, child in enumerate(entry.children or ()):
+            place = (*location, "children", index)
+            names = self._names(child.socket, (*place, "socket"))
+            sockets += (self._socket(above, name, child, place) for name in names)
+        return tuple(sockets)
+
+    def _socket(self, above: str, own_name: str, entry: SocketEntry, location: Location) -> Socket:
+        name = f"{above}/{own_name}"
+        self._claim(name, "socket", (*location, "socket"), own_name=own_name)
+        link = self._link(entry, location)
+        return Socket(name=name, link=link, children=self._sockets(name, entry, location) or self._ranks(entry))
+
+    def _ranks(self, entry: RanksEntry) -> tuple[Rank, ...]:
         local = [local.link() for local in entry.local or ()] or [Link.unlimited()]
         links = local * entry.ranks if len(local) == 1 else local
-        ranks = tuple(Rank(rank=self._next_rank(), link=rank_link) for rank_link in links)
-        return Host(name=name, link=link, ranks=ranks, features=entry.features)
+        return tuple(Rank(rank=self._next_rank(), link=link) for link in links)
 
     def _next_rank(self) -> int:
         index = self._num_ranks
@@ -93,9 +139,9 @@ class _Builder:
             return index
         return self._numbers[index] if index < len(self._numbers) else index
 
-    def _claim(self, name: str, kind: str, location: Location) -> None:
+    def _claim(self, name: str, kind: str, location: Location, *, own_name: str | None = None) -> None:
         try:
-            check_name(name, kind)
+            check_name(name if own_name is None else own_name, kind)
         except TopologyError as error:
             raise self._marked.error(location, str(error)) from error
         if name in self.lines:
@@ -126,7 +172,8 @@ def _describe(problem: Mapping[str, Any], marked: MarkedData) -> str:
     if kind == "extra_forbidden":
         return _describe_unknown_key(key, location, marked)
     if kind == "too_short" and key == "children":
-        return "this switch is empty; give it children, or leave it out"
+        is_switch = location[-2:-1] == ("<switch>",)
+        return f"this {'switch' if is_switch else 'list of sockets'} is empty; give it children, or leave it out"
     if kind.startswith("union_tag"):
         return "this entry is neither a host nor a switch; begin it with 'host: NAME' or 'switch: NAME'"
     ordinary = {"missing": f"key {key!r} is missing", "string_type": f"{key!r} must be text, not {value!r}; quote it"}
@@ -140,7 +187,12 @@ def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> s
         if (isinstance(mapping, dict) and step in mapping) or isinstance(mapping, list):
             mapping = mapping[step]  # type: ignore[index]
             steps += 1
-    known = known_keys(mapping, is_root=steps == 0, is_priorities="priorities" in location[:-1])
+    known = known_keys(
+        mapping,
+        is_root=steps == 0,
+        is_priorities="priorities" in location[:-1],
+        is_socket=location[-3:-2] == ("children",),  # an entry below a switch has its tag in between
+    )
     close = difflib.get_close_matches(key, known, n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
     return f"unknown key {key!r}; {remedy}"

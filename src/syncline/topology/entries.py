@@ -1,7 +1,8 @@
 """The entries of a topology file as a person writes them, checked one by one by pydantic.
 
 A host:   {host: h0, uplink: 1 Gbit/s, ranks: 2, local: 40 Gbit/s, features: {gpu: a100, memory_gib: 40}}
-          (host: "h[0-4]" stands for five such hosts)
+          (host: "h[0-4]" stands for five such hosts); also `memory: 64 GB` and `gateway: every`, one, auto or helper
+A socket: {socket: s0, uplink: 20 GB/s, ranks: 2, local: 40 GB/s}, in `children` of a host or socket, for its `ranks`
 A switch: {switch: rack-a, uplink: {up: 1 Gbit/s, down: 2 Gbit/s, latency: 5 us}, children: [...]}
 The top:  a host or a switch without uplink; beside it `topology` (its name), `rank_numbers` and `priorities`.
 """
@@ -25,7 +26,7 @@ from pydantic import (
 
 from syncline.errors import ConfigurationError, UnitError
 from syncline.priorities.terms import Priorities
-from syncline.topology.tree import Link
+from syncline.topology.tree import Gateway, Link
 from syncline.units import parse_duration, parse_rate, parse_size
 
 MAX_RANKS_OF_HOST = 4096
@@ -102,20 +103,36 @@ LinkText = Annotated[LinkEntry, BeforeValidator(_mapping_of_link)]
 Feature = Annotated[float | str, PlainValidator(_feature)]
 
 
-class HostEntry(_Entry):
-    """A host; `local` is the link of each of its ranks (one for all, or a list with one for each)."""
+class RanksEntry(_Entry):
+    """What has ranks: `local` is the link of each (one for all, or a list with one for each); or sockets with ranks."""
 
-    host: str
     uplink: LinkText | None = None
     ranks: int = Field(default=1, ge=1, le=MAX_RANKS_OF_HOST)
     local: Annotated[list[LinkText], BeforeValidator(_list_of_links)] | None = None
-    features: dict[str, Feature] = Field(default_factory=dict)
+    children: list[SocketEntry] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
-    def _check_local(self) -> HostEntry:
+    def _check_ranks(self) -> RanksEntry:
+        if self.children is not None and {"ranks", "local"} & self.model_fields_set:
+            raise ValueError("'ranks' and 'local' belong to the sockets under 'children'; move them there")
         if self.local is not None and len(self.local) not in {1, self.ranks}:
             raise ValueError(f"'local' lists {len(self.local)} links for {self.ranks} ranks; give one, or one for each")
         return self
+
+
+class SocketEntry(RanksEntry):
+    """A level inside a host."""
+
+    socket: str
+
+
+class HostEntry(RanksEntry):
+    """A host."""
+
+    host: str
+    features: dict[str, Feature] = Field(default_factory=dict)
+    memory: SizeText | None = None
+    gateway: Gateway = "every"
 
 
 def _kind_of(value: Any) -> str | None:
@@ -196,8 +213,12 @@ _Document = Annotated[
 DOCUMENT: TypeAdapter[SwitchDocument | HostDocument] = TypeAdapter(_Document)
 
 
-def known_keys(mapping: object, *, is_root: bool, is_priorities: bool = False) -> tuple[str, ...]:
+def known_keys(
+    mapping: object, *, is_root: bool, is_priorities: bool = False, is_socket: bool = False
+) -> tuple[str, ...]:
     """Return the keys that an entry like ``mapping`` may have."""
+    if is_socket:
+        return tuple(SocketEntry.model_fields)
     kind = _kind_of(mapping)
     if kind is None:
         return tuple((PrioritiesEntry if is_priorities else LinkEntry).model_fields)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from syncline.topology.tree import Host, Link, Node, Rank, walk
-from syncline.units import format_duration, format_rate
+from syncline.topology.tree import Host, Link, Node, Rank, Socket, walk
+from syncline.units import format_duration, format_rate, format_size
 
 
 def render_topology(name: str, root: Node) -> str:
-    """Draw one node a line; a host's ranks stand on its own line where their links do not limit."""
+    """Draw one node a line; the ranks of a host or socket stand on its own line where their links do not limit."""
     nodes = list(walk(root))
     num_hosts, num_ranks = (sum(isinstance(node, kind) for node in nodes) for kind in (Host, Rank))
     ranks, hosts = ("rank" if num_ranks == 1 else "ranks"), ("host" if num_hosts == 1 else "hosts")
@@ -29,24 +29,32 @@ def _rows(node: Node, indent: str) -> Iterator[tuple[str, str]]:
 
 
 def _shown_children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Host) and all(rank.link == Link.unlimited() for rank in node.ranks):
+    if all(isinstance(child, Rank) and child.link == Link.unlimited() for child in node.children):
         return ()
     return node.children
 
 
 def _note(node: Node) -> str:
     parts = [] if node.link is None else [describe_link(node.link)]
-    if isinstance(node, Host) and not _shown_children(node):
-        numbers = [rank.rank for rank in node.ranks]
+    if isinstance(node, Host | Socket) and not _shown_children(node):
+        numbers = [rank.rank for rank in node.children if isinstance(rank, Rank)]
         parts.append(f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {_spell(numbers)}")
-    if isinstance(node, Host) and node.features:
-        parts.append(
-            ", ".join(
-                f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-                for key, value in node.features.items()
-            )
-        )
+    if isinstance(node, Host):
+        parts += _host_notes(node)
     return "  ".join(parts)
+
+
+def _host_notes(host: Host) -> Iterator[str]:
+    if host.gateway in ("one", "helper"):
+        yield f"{'gateway' if host.gateway == 'one' else 'helper'} rank {host.ranks[0].rank}"
+    elif host.gateway == "auto":
+        yield "gateway auto"
+    if host.memory_bytes is not None:
+        yield format_size(host.memory_bytes)
+    if host.features:
+        yield ", ".join(
+            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in host.features.items()
+        )
 
 
 def describe_link(link: Link) -> str:

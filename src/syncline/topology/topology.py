@@ -1,4 +1,4 @@
-"""The topology: a checked tree of switches, hosts and ranks, and the questions that planners ask of it."""
+"""The topology: a checked tree of switches, hosts, sockets and ranks, and the questions that planners ask of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from syncline.errors import TopologyError
 from syncline.priorities.terms import Priorities
-from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk
+from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Socket, Switch, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class _Index:
     hosts: tuple[Host, ...]
     host_of_rank: tuple[Host, ...]
     paths: tuple[tuple[Node, ...], ...]
+    gateways: Mapping[int, int]
     upward: tuple[tuple[DirectedLink, ...], ...]
     downward: tuple[tuple[DirectedLink, ...], ...]  # leaf first, as `upward`
 
@@ -132,6 +134,24 @@ class Topology:
         return self._index.hosts
 
     @property
+    def gateways(self) -> Mapping[int, int]:
+        """For each rank that does not speak to other hosts itself, the rank of its host that speaks for it.
+
+        Those are the hosts' first ranks, where ``gateway`` is one or helper; empty where every rank speaks. A host
+        with ``gateway: auto`` counts as every until :func:`syncline.schedule.with_gateways_chosen` has decided.
+
+        >>> text = "{host: a, ranks: 3, gateway: one}"
+        >>> dict(syncline.Topology.parse(text).gateways)
+        {1: 0, 2: 0}
+        """
+        return MappingProxyType(self._index.gateways)
+
+    @property
+    def helpers(self) -> tuple[int, ...]:
+        """The ranks without training data, ascending: the first of each host with ``gateway: helper``."""
+        return tuple(sorted(host.ranks[0].rank for host in self.hosts if host.gateway == "helper"))
+
+    @property
     def digest(self) -> str:
         """A short stable hash of the tree, equal exactly where the trees are; the topology's name does not count."""
         return hashlib.sha256(repr(_canonical(self.root)).encode()).hexdigest()[:16]
@@ -151,7 +171,7 @@ class Topology:
         raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
 
     def node(self, name: str) -> Node:
-        """Return the switch, host or rank (``"rank 3"``) of that name; :class:`TopologyError` if there is none."""
+        """Return the switch, host, socket (``"a0/s1"``) or rank (``"rank 3"``) called so, or :class:`TopologyError`."""
         if name not in self._index.nodes:
             raise TopologyError(f"{self._label()} has no node {name!r}")
         return self._index.nodes[name]
@@ -214,7 +234,7 @@ class Topology:
             )
         number = {old: new for new, old in enumerate(order)}
         root = _renumber(self.root, number)
-        assert not isinstance(root, Rank)
+        assert isinstance(root, Switch | Host)
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
     def matched(self, hosts: Sequence[str]) -> Topology:
@@ -306,6 +326,7 @@ def _tabulate(
         hosts=hosts,
         host_of_rank=tuple(host_of_rank[rank] for rank in range(len(paths))),
         paths=paths,
+        gateways=dict(sorted(_behind_gateways(hosts))),
         upward=tuple(tuple(DirectedLink(node.name, "up") for node in path) for path in paths),
         downward=tuple(tuple(DirectedLink(node.name, "down") for node in path) for path in paths),
     )
@@ -314,10 +335,7 @@ def _tabulate(
 def _renumber(node: Node, number: Mapping[int, int]) -> Node:
     if isinstance(node, Rank):
         return replace(node, rank=number[node.rank])
-    if isinstance(node, Host):
-        return replace(node, ranks=tuple(replace(rank, rank=number[rank.rank]) for rank in node.ranks))
-    children = tuple(_renumber(child, number) for child in node.children)
-    return Switch(name=node.name, link=node.link, children=children)  # type: ignore[arg-type]
+    return _with_children(node, tuple(_renumber(child, number) for child in node.children))
 
 
 def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
@@ -327,9 +345,21 @@ def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
     children = tuple(child for old in node.children if (child := _restrict(old, number)) is not None)
     if not children:
         return None
+    if isinstance(node, Host) and node.gateway == "helper" and node.ranks[0].rank not in number:
+        node = replace(node, ranks=() if node.sockets else node.ranks, gateway="one")  # who is first now has data
+    return _with_children(node, children)
+
+
+def _with_children(node: Switch | Host | Socket, children: tuple[Node, ...]) -> Node:
     if isinstance(node, Host):
-        return replace(node, ranks=children)  # type: ignore[arg-type]
-    return Switch(name=node.name, link=node.link, children=children)  # type: ignore[arg-type]
+        return node.with_children(children)  # type: ignore[arg-type]
+    return replace(node, children=children)  # type: ignore[arg-type]
+
+
+def _behind_gateways(hosts: tuple[Host, ...]) -> Iterator[tuple[int, int]]:
+    for host in hosts:
+        if host.gateway in ("one", "helper"):
+            yield from ((rank.rank, host.ranks[0].rank) for rank in host.ranks[1:])
 
 
 def _canonical(node: Node) -> tuple[object, ...]:
@@ -339,7 +369,9 @@ def _canonical(node: Node) -> tuple[object, ...]:
         float(node.link.latency_s),
     )
     features = sorted(node.features.items()) if isinstance(node, Host) else []
-    return (type(node).__name__, node.name, link, features, tuple(_canonical(child) for child in node.children))
+    told = (node.memory_bytes, node.gateway) if isinstance(node, Host) else (None, "every")
+    more = () if told == (None, "every") else told  # so that other trees keep their digests
+    return (type(node).__name__, node.name, link, features, tuple(_canonical(child) for child in node.children), *more)
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The nodes of a topology's tree, switches, hosts and ranks, and the link that joins each to its parent.
+"""The nodes of a topology's tree, switches, hosts, sockets and ranks, and the link that joins each to its parent.
 
 Nodes are plain data, checked one by one as they are built; :class:`~syncline.topology.Topology` checks the tree.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict, get_args
 
 from syncline.errors import TopologyError
 from syncline.priorities.terms import Priorities
 
 Direction = Literal["up", "down"]
 """Up: from the child to its parent. Down: from the parent to the child."""
+
+Gateway = Literal["every", "one", "auto", "helper"]
+"""Which ranks of a host speak to other hosts in collectives: each; the first alone; whichever of the two is predicted
+to be faster; or the first alone, which then has no training data of its own."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
@@ -80,28 +84,88 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Socket:
+    """A level inside a host, such as a processor's socket or a PCIe switch: ranks below it are nearer to one another.
+
+    ``name`` is that of what is above it, a slash, and its own. Raises :class:`TopologyError` for one that is empty.
+
+    >>> Socket(name="a0/s1", link=Link.symmetric(20e9), children=(Rank(rank=0), Rank(rank=1))).own_name
+    's1'
+    """
+
+    name: str
+    link: Link
+    children: tuple[Socket | Rank, ...]
+
+    def __post_init__(self) -> None:
+        check_name(self.own_name, "socket")
+        if not self.children:
+            raise TopologyError(f"socket {self.name!r} has no rank; give it at least one, or leave it out")
+        _check_sockets(self.name, self.children)
+
+    @property
+    def own_name(self) -> str:
+        """What stands behind the last slash of the name."""
+        return self.name.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ranks. ``link`` is None at the root alone; ``features`` say what kind of machine it is.
 
+    A host has either ``ranks``, or ``sockets`` that have them; then ``ranks`` follows, in file order.
+    ``memory_bytes``: its memory, None where nobody said. ``gateway``: who speaks to other hosts, a :data:`Gateway`.
+    Raises :class:`TopologyError` for a host without ranks, and for a helper with no rank beside it.
+
     >>> host = Host(name="a0", link=Link.unlimited(), ranks=(Rank(rank=0), Rank(rank=1)))
     >>> [rank.name for rank in host.children]
+    ['rank 0', 'rank 1']
+    >>> sockets = tuple(Socket(name=f"a0/s{k}", link=Link.unlimited(), children=(Rank(rank=k),)) for k in range(2))
+    >>> [rank.name for rank in Host(name="a0", link=None, sockets=sockets).ranks]
     ['rank 0', 'rank 1']
     """
 
     name: str
     link: Link | None
-    ranks: tuple[Rank, ...]
+    ranks: tuple[Rank, ...] = ()
+    sockets: tuple[Socket, ...] = ()
     features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
+    memory_bytes: int | None = None
+    gateway: Gateway = "every"
 
     def __post_init__(self) -> None:
         check_name(self.name, "host")
+        if self.sockets:
+            self._take_ranks_of_sockets()
         if not self.ranks:
             raise TopologyError(f"host {self.name!r} has no rank; give it at least one, or leave it out")
+        if self.gateway not in get_args(Gateway):
+            known = ", ".join(get_args(Gateway))
+            raise TopologyError(f"host {self.name!r}: gateway must be one of {known}, not {self.gateway!r}")
+        if self.gateway == "helper" and len(self.ranks) == 1:
+            raise TopologyError(
+                f"host {self.name!r} has a helper and no rank that trains; give it 2 ranks or more, the helper counted"
+            )
 
     @property
-    def children(self) -> tuple[Node, ...]:
-        """The ranks, in file order."""
-        return self.ranks
+    def children(self) -> tuple[Socket | Rank, ...]:
+        """The sockets, or else the ranks, in file order."""
+        return self.sockets or self.ranks
+
+    def with_children(self, children: tuple[Socket | Rank, ...]) -> Host:
+        """Return this host with other sockets, or other ranks; a helper that is alone then helps nobody."""
+        sockets = tuple(child for child in children if isinstance(child, Socket))
+        ranks = tuple(child for child in children if isinstance(child, Rank))
+        num_ranks = len(ranks) or sum(isinstance(node, Rank) for socket in sockets for node in walk(socket))
+        gateway = "every" if self.gateway == "helper" and num_ranks == 1 else self.gateway
+        return replace(self, sockets=sockets, ranks=ranks, gateway=gateway)
+
+    def _take_ranks_of_sockets(self) -> None:
+        if self.ranks:
+            raise TopologyError(f"host {self.name!r} has both ranks and sockets; put every rank below a socket")
+        _check_sockets(self.name, self.sockets)
+        ranks = tuple(node for socket in self.sockets for node in walk(socket) if isinstance(node, Rank))
+        object.__setattr__(self, "ranks", ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +187,7 @@ class Switch:
             raise TopologyError(f"switch {self.name!r} is empty; give it children, or leave it out")
 
 
-Node = Switch | Host | Rank
+Node = Switch | Host | Socket | Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +206,17 @@ class DirectedLink:
 
 
 def check_name(name: str, kind: str) -> None:
-    """Raise unless ``name`` can name a host or a switch."""
+    """Raise unless ``name`` can name a host or a switch, or stand behind a socket's last slash."""
     if not _NAME.fullmatch(name):
         raise TopologyError(
             f"{kind} name {name!r} cannot be used; write 1 to 63 of A-Z a-z 0-9 . _ - and begin with a letter or digit"
         )
+
+
+def _check_sockets(above: str, children: tuple[Socket | Rank, ...]) -> None:
+    for child in children:
+        if isinstance(child, Socket) and child.name != f"{above}/{child.own_name}":
+            raise TopologyError(f"socket {child.name!r} is below {above!r}; call it '{above}/{child.own_name}'")
 
 
 class TopologyParts(TypedDict):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import yaml
 
 from syncline.priorities.terms import Priorities
-from syncline.topology.tree import Host, Link, Node, Rank, Switch, walk
+from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
 from syncline.units import format_duration, format_rate
 
 _INDENT = "  "
@@ -52,16 +52,32 @@ def _host_entry(host: Host) -> dict[str, object]:
     entry: dict[str, object] = {"host": host.name}
     if host.link is not None:
         entry["uplink"] = _link_entry(host.link)
-    if len(host.ranks) > 1:
-        entry["ranks"] = len(host.ranks)
-    links = [rank.link for rank in host.ranks]
+    entry |= _inner_entry(host)
+    if host.features:
+        entry["features"] = dict(host.features)
+    if host.memory_bytes is not None:
+        entry["memory"] = f"{host.memory_bytes} B"
+    if host.gateway != "every":
+        entry["gateway"] = host.gateway
+    return entry
+
+
+def _inner_entry(node: Host | Socket) -> dict[str, object]:
+    """Write the sockets below ``node``, or else its ranks."""
+    sockets = [child for child in node.children if isinstance(child, Socket)]
+    if sockets:
+        return {"children": [_socket_entry(socket) for socket in sockets]}
+    links = [child.link for child in node.children if isinstance(child, Rank)]
+    entry: dict[str, object] = {"ranks": len(links)} if len(links) > 1 else {}
     if any(link != links[0] for link in links):
         entry["local"] = [_link_entry(link) for link in links]
     elif links[0] != Link.unlimited():
         entry["local"] = _link_entry(links[0])
-    if host.features:
-        entry["features"] = dict(host.features)
     return entry
+
+
+def _socket_entry(socket: Socket) -> dict[str, object]:
+    return {"socket": socket.own_name, "uplink": _link_entry(socket.link)} | _inner_entry(socket)
 
 
 def _link_entry(link: Link) -> object:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from syncline.errors import ConfigurationError
-from syncline.topology import Host, Rank, Switch, Topology
+from syncline.topology import Host, Node, Rank, Topology
 
 DEDICATED = "dedicated:"
 
@@ -63,7 +63,7 @@ def place_shards(topology: Topology, servers: Sequence[int], bucket_bytes: Seque
     return tuple(placed)
 
 
-def _num_ranks_below(node: Switch | Host | Rank) -> int:
+def _num_ranks_below(node: Node) -> int:
     if isinstance(node, Rank):
         return 1
     if isinstance(node, Host):
