@@ -8,6 +8,7 @@ from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import After, Before, Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, predict
 from syncline.schedule.draft import UNOWNED, Draft
+from syncline.schedule.in_trees import draft_with_owners
 from syncline.schedule.layout import Layout
 from syncline.schedule.ownership import Fractions, Target
 from syncline.schedule.planners import PLANNERS, Planner, choose
@@ -15,6 +16,14 @@ from syncline.schedule.program import Phase, RankProgram, Receive, Send
 from syncline.schedule.recursive_doubling import plan_recursive_doubling
 from syncline.schedule.ring import plan_ring
 from syncline.schedule.schedule import Schedule
+from syncline.schedule.sharded_step import (
+    ShardedStep,
+    StepPrediction,
+    layout_of_step,
+    plan_sharded_step,
+    predict_sharded_step,
+    sharded_step_bound,
+)
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.tree import plan_tree
 from syncline.schedule.verifier import split, verify
@@ -51,4 +60,11 @@ __all__ = [
     "CostModel",
     "DEFAULT_SLICE_BYTES",
     "lower_bound",
+    "ShardedStep",
+    "plan_sharded_step",
+    "predict_sharded_step",
+    "StepPrediction",
+    "sharded_step_bound",
+    "layout_of_step",
+    "draft_with_owners",
 ]

@@ -4,8 +4,8 @@ The data runs through the schedule in slices, each slice through all steps by it
 
 - A rank's communication loop handles one thing at a time: an overhead for each message that it sends or receives, and
   the bytes of these at ``rank_bytes_per_s``, those that it adds counted twice. A transfer is one message in each slice;
-  of a reduce-scatter or an all-gather, where slices are windows on one owner's part each, it is one in each window that
-  it has a part in. So a transfer of a tenth of an owner's part costs a tenth of a message for each round of windows,
+  where slices are windows on one owner's part each (a reduce-scatter, an all-gather), it is one in each window that it
+  has a part in. So a transfer of a tenth of an owner's part costs a tenth of a message for each round of windows,
   and the windows at its ends.
 - Where the ranks share ``num_processors``, all of them together take the sum of that, divided by the processors.
 - To begin a call costs each rank ``call_overhead_s``, before its first message. A sum needs the contributions of all
@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -134,7 +134,19 @@ class Prediction:
         return sum(seconds > _NEARLY * busiest_s for seconds in self.link_s.values())
 
 
-def fastest(candidates: Iterable[tuple[T, Prediction]]) -> T:
+class Predicted(Protocol):
+    """What is known of the time that something takes."""
+
+    @property
+    def time_s(self) -> float:
+        """How long it takes."""
+
+    @property
+    def num_full_links(self) -> int:
+        """Number of links that are nearly as busy as the busiest."""
+
+
+def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
     """Return what should be the fastest; of those that should take about equally long, that with the fewest full links.
 
     Where two links are equally full, each delays what the other is about to need. By how much is in no term of the
@@ -153,13 +165,16 @@ def predict(
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     *,
     first_slice_bytes: int | None = None,
+    in_windows: bool | None = None,
     cost: CostModel | None = None,
 ) -> Prediction:
     """Predict the time of one run of ``num_bytes`` in slices of at most ``slice_bytes``.
 
     A step takes as long as its busiest link, rank or processor; the first slice takes the sum of its steps, and each
     that follows the period of whatever is busiest over all steps. ``first_slice_bytes``: of the first slice, where it
-    is smaller than the others. ``cost``: the constants (default: ``CostModel()``).
+    is smaller than the others. ``in_windows``: whether a transfer is one message in each window that it has a part in,
+    in place of one in each slice (default: for a reduce-scatter or an all-gather). ``cost``: the constants (default:
+    ``CostModel()``).
 
     Raises :class:`ScheduleError` if ``topology`` has another number of ranks, or a size is negative or a slice empty.
 
@@ -180,9 +195,12 @@ def predict(
     beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
     is_sum = bool(draft.transfers.add.any())
     other_s = 0.0 if is_sum else model.call_overhead_s / num_slices
-    pipeline = _Pipeline(draft, table, even_bytes, model, num_slices=num_slices, other_s=other_s)
+    if in_windows is None:
+        in_windows = draft.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+    messages = window_messages(draft, num_slices) if in_windows else np.ones(len(draft.transfers))
+    pipeline = _Pipeline(draft, table, even_bytes, model, messages=messages, other_s=other_s)
     part = first_bytes / even_bytes if even_bytes else 1.0
-    first = pipeline if part == 1 else _Pipeline(draft, table, first_bytes, model, num_slices=num_slices)
+    first = pipeline if part == 1 else _Pipeline(draft, table, first_bytes, model, messages=messages)
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     links = table.links
     return Prediction(
@@ -221,13 +239,13 @@ class _Pipeline:
         slice_bytes: float,
         cost: CostModel,
         *,
-        num_slices: int,
+        messages: Floats,
         other_s: float = 0.0,
     ) -> None:
         self._table = table
         self._cost = cost
         self._slice_bytes = slice_bytes
-        self._messages = _messages(draft, num_slices)
+        self._messages = messages
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
         self.link_s: Floats = np.zeros(len(table.links))
         self.rank_s: Floats = np.full(draft.num_ranks, other_s)
@@ -266,10 +284,8 @@ class _Pipeline:
         return max(busiest_link_s, busiest_rank_s, processors_s) + unhidden_s
 
 
-def _messages(draft: Draft, num_slices: int) -> Floats:
-    """Return how many messages each transfer takes in a slice, or in a round of windows."""
-    if draft.collective not in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
-        return np.ones(len(draft.transfers))
+def window_messages(draft: Draft, num_slices: int) -> Floats:
+    """Return how many messages each transfer takes in a round of windows; owners' parts have ``num_slices`` of them."""
     num_parts = 1 + np.count_nonzero(np.diff(draft.owners))
     parts = shares(draft) * num_parts
     counts: Floats = parts + np.maximum(0.0, 1 - parts) / num_slices

@@ -91,11 +91,12 @@ def choose(
     drafts = [
         planner.draft(topology, collective, target=target, root=root)
         for planner in PLANNERS.values()
-        if collective in planner.collectives and _is_worth_drawing(planner, topology)
+        if collective in planner.collectives and is_worth_drawing(planner, topology)
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
     return verify(fastest((draft, predict(draft, topology, num_bytes, slice_bytes, cost=cost)) for draft in owned))
 
 
-def _is_worth_drawing(planner: Planner, topology: Topology) -> bool:
+def is_worth_drawing(planner: Planner, topology: Topology) -> bool:
+    """Whether a planner can win, and is drawn in good time, on a topology of so many ranks."""
     return planner.name != "ring" or topology.num_ranks <= _MOST_RANKS_FOR_LONG_SCHEDULES

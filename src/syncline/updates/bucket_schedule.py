@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from syncline.errors import ConfigurationError, ScheduleError
+from syncline.errors import ConfigurationError
 from syncline.runtime.communicator import Communicator
-from syncline.schedule import Collective, Layout, Schedule, plan_tree, split
+from syncline.schedule import Collective, Layout, Schedule, ShardedStep, layout_of_step, plan_sharded_step
 from syncline.updates.bucket import BucketPlan
 
 Ranges = tuple[tuple[int, int], ...]
@@ -51,21 +51,15 @@ def plan_bucket_schedules(
     communicator: Communicator, plans: Sequence[BucketPlan], options: BucketScheduleOptions, *, first_stream: int
 ) -> tuple[BucketSchedule, ...]:
     """Plan how buckets move; every rank comes to the same bucket schedules."""
-    halves = cache(lambda num_bytes: _plan_halves(communicator, num_bytes))
+    steps = cache(lambda size_class: plan_sharded_step(communicator.topology, 1 << size_class))
     return tuple(
-        _plan_bucket_schedule(communicator, plan, options, first_stream + plan.index, halves(plan.num_bytes))
+        _plan_bucket_schedule(
+            communicator, plan, options, first_stream + plan.index, steps((plan.num_bytes - 1).bit_length())
+        )
         if options.is_divided
         else _plan_whole(communicator, plan, options, first_stream + plan.index)
         for plan in plans
     )
-
-
-def _plan_halves(communicator: Communicator, num_bytes: int) -> tuple[Schedule, Schedule]:
-    """Halve the best all-reduce; one without owners (for short messages) gives way to the tree."""
-    try:
-        return split(communicator.plan(Collective.ALL_REDUCE, num_bytes))
-    except ScheduleError:
-        return split(plan_tree(communicator.topology, Collective.ALL_REDUCE))
 
 
 def _plan_bucket_schedule(
@@ -73,19 +67,19 @@ def _plan_bucket_schedule(
     plan: BucketPlan,
     options: BucketScheduleOptions,
     stream: int,
-    halves: tuple[Schedule, Schedule],
+    step: ShardedStep,
 ) -> BucketSchedule:
-    reduce_scatter, all_gather = halves
+    slice_elements = _slice_elements(communicator, plan, options)
     if options.whole_parameters:
         borders = [*(slot.start for slot in plan.slots), plan.num_elements]
-        layout = Layout.aligned(reduce_scatter, borders, _slice_elements(communicator, plan, options))
+        layout = Layout.aligned(step.reduce_scatter, borders, slice_elements)
     else:
-        layout = Layout.build(reduce_scatter, plan.num_elements, _slice_elements(communicator, plan, options))
+        layout = layout_of_step(step, plan.num_elements, slice_elements)
     return BucketSchedule(
         stream=stream,
         layout=layout,
-        schedules={Collective.REDUCE_SCATTER: reduce_scatter, Collective.ALL_GATHER: all_gather},
-        owned=layout.owned_ranges(reduce_scatter, communicator.rank),
+        schedules={Collective.REDUCE_SCATTER: step.reduce_scatter, Collective.ALL_GATHER: step.all_gather},
+        owned=layout.owned_ranges(step.reduce_scatter, communicator.rank),
     )
 
 

@@ -1,0 +1,288 @@
+"""Draws reduce-scatters and all-gathers for given owners: an in-tree for each atom, whose links carry what a flow says.
+
+:mod:`syncline.schedule.step_flow` says how many messages of the average element come down to each node. Here the data
+is cut into atoms, and each atom gives node v a whole number n_v of messages that come down to it, with
+
+    sum_k n_k = n_v + R - 1    at a parent with R children,    n_v >= 1 where the owner is below v, n_root = 0.
+
+Any such numbers make an in-tree: at each parent the children are joined like ranks, of which child k takes n_k messages
+and sends one, but for the child with the owner, or the one whose message leaves the parent. The nearest to that child
+are joined first, those that take the most before others, so that the tree is shallow; what is left takes messages from
+outside. A rank sends when all that comes to it has been added.
+
+The numbers are apportioned: each node has a balance, what the flow gives it less what it had from the atoms before. The
+owner's child takes what its balance says, and siblings with the largest balances the rest, as many at most as the
+owner's child can take from, so that no parent adds more than two steps; of an atom that is owned elsewhere the child
+with the largest balance takes everything. So what links carry differs from the flow by about an atom. All is counted in
+integers: every rank comes to the same plan.
+
+An all-gather is a reduce-scatter on the tree with up and down exchanged, reversed. Complexity: O(atoms x nodes).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.errors import ScheduleError
+from syncline.schedule.bound import branch_of
+from syncline.schedule.collective import Collective
+from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.step_flow import STEP, Flow, solve_step_flow
+from syncline.schedule.transfers import Transfers
+from syncline.topology import Topology
+
+Owners = Sequence[tuple[int, int]]
+"""Who owns the data, from its beginning to its end: a rank, and an integer weight in proportion to its range."""
+
+RESOLUTION = 1 << 14
+_FINENESS = 1 << 6
+"""An owner's range is cut into atoms at multiples of its weight divided by this."""
+
+
+def draft_with_owners(
+    topology: Topology,
+    collective: Collective,
+    owners: Owners,
+    *,
+    num_atoms: int | None = None,
+    flow: Flow | None = None,
+    planner: str = "flow",
+) -> Draft:
+    """Draw a reduce-scatter or an all-gather for owners that are given in any order, with cuts at their weights.
+
+    ``num_atoms``: about how many atoms the data is cut into (default: four for each rank); an owner's range is at least
+    one. Range k of ``owners`` is [sum of the weights before it, that and its own) of the sum of all; ranges of weight 0
+    are left out, and a rank may have several. ``flow``: what links should carry, if it is known already.
+
+    Cost: what links carry follows the least time that these owners allow, to about an atom. O(atoms x nodes). Raises
+    :class:`ScheduleError` for other collectives, ranks that do not exist, and weights that are negative or all 0.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> draft = draft_with_owners(topology, Collective.REDUCE_SCATTER, [(7, 300), (0, 100), (7, 12)])
+    >>> [verify(draft).owned(rank) != () for rank in (0, 1, 7)]
+    [True, False, True]
+    """
+    _check_owners(topology, collective, owners)
+    runs = [(rank, weight) for rank, weight in owners if weight > 0]
+    total = sum(weight for _, weight in runs)
+    if flow is None:
+        shares = np.bincount([rank for rank, _ in runs], [weight / total for _, weight in runs], topology.num_ranks)
+        (flow,) = solve_step_flow(topology, [(share, share) for share in shares.tolist()], halves=[collective]).halves
+    atoms = _cut(runs, num_atoms or 4 * topology.num_ranks)
+    trees = _InTrees(topology, collective, flow, atoms)
+    transfers = trees.draw()
+    return Draft(
+        collective=collective,
+        num_ranks=topology.num_ranks,
+        cuts=lowest_terms([0, *accumulate(atom.size for atom in atoms)]),
+        transfers=transfers.reversed() if collective is Collective.ALL_GATHER else transfers,
+        owners=np.array([atom.owner for atom in atoms], dtype=np.int32),
+        planner=planner,
+    )
+
+
+def _check_owners(topology: Topology, collective: Collective, owners: Owners) -> None:
+    if collective not in STEP:
+        raise ScheduleError(f"owners matter to reduce_scatter and all_gather, not to {collective}; take plan_tree")
+    wrong = [(rank, weight) for rank, weight in owners if not 0 <= rank < topology.num_ranks or weight < 0]
+    if wrong or not any(weight for _, weight in owners):
+        raise ScheduleError(
+            f"owners are pairs of a rank from 0 to {topology.num_ranks - 1} and a weight of at least 0, not all 0; "
+            f"not {(wrong or list(owners))[:8]}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Atom:
+    owner: int
+    size: int
+    place: float
+    """How far it is from the beginning of its owner's range, as a part of it."""
+
+
+def _cut(runs: Owners, num_atoms: int) -> list[_Atom]:
+    total, atoms = sum(weight for _, weight in runs), []
+    for rank, weight in runs:
+        count = min(_FINENESS, max(1, round(weight * num_atoms / total)))
+        bounds = [weight * _FINENESS * number // count for number in range(count + 1)]
+        atoms += [
+            _Atom(owner=rank, size=bounds[number + 1] - bounds[number], place=number / count) for number in range(count)
+        ]
+    return atoms
+
+
+class _InTrees:
+    """Draws atom after atom, those at the same place of their owners' ranges one after another."""
+
+    def __init__(self, topology: Topology, collective: Collective, flow: Flow, atoms: Sequence[_Atom]) -> None:
+        nodes = tuple(branch_of(topology, swapped=collective is Collective.ALL_GATHER).walk())
+        number = {id(branch): place for place, branch in enumerate(nodes)}
+        self._num_ranks = topology.num_ranks
+        self._children = [[number[id(child)] for child in branch.children] for branch in nodes]
+        self._rank = [branch.ranks[0] for branch in nodes]
+        self._atoms = atoms
+        self._nodes_above = {
+            rank: frozenset(place for place, branch in enumerate(nodes) if rank in branch.ranks)
+            for rank in {atom.owner for atom in atoms}
+        }
+        self._balances = _Balances(self._children, flow, self._owned(len(nodes)))
+        self._goes_to: dict[int, int] = {}
+
+    def _owned(self, num_nodes: int) -> list[int]:
+        """Return how much is owned below each node."""
+        owned = [0] * num_nodes
+        for atom in self._atoms:
+            for node in self._nodes_above[atom.owner]:
+                owned[node] += atom.size
+        return owned
+
+    def draw(self) -> Transfers:
+        """Return the reduce-scatter; within a step each rank sends first to the next one."""
+        order = sorted(range(len(self._atoms)), key=lambda index: (self._atoms[index].place, index))
+        columns = np.concatenate([self._draw_atom(index) for index in order], axis=1)
+        step, src, dst, first = columns
+        place = np.lexsort((first, (dst - src) % self._num_ranks, step))
+        rows = Transfers(
+            step=step[place],
+            src=src[place],
+            dst=dst[place],
+            first=first[place],
+            last=first[place] + 1,
+            add=np.ones(len(place), dtype=np.bool_),
+        )
+        return rows.merged()
+
+    def _draw_atom(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the columns step, source, destination and atom of one atom's in-tree."""
+        atom = self._atoms[index]
+        self._goes_to = {}
+        self._balances.begin(self._nodes_above[atom.owner], atom.size)
+        self._visit(0, 0)
+        steps = _steps(self._goes_to)
+        rows = [(step, src, self._goes_to[src], index) for src, step in steps.items()]
+        return np.array(rows, dtype=np.int64).reshape(-1, 4).T
+
+    def _visit(self, node: int, coming: int) -> _Joined:
+        """Join the ranks below a node; ``coming`` messages come to them from outside."""
+        children = self._children[node]
+        if not children:
+            return _Joined(self._rank[node], [self._rank[node]] * coming)
+        if len(children) == 1:
+            return self._visit(children[0], coming)
+        total = coming + len(children) - 1
+        first, counts = self._balances.apportion(node, children, total)
+        return self._join([self._visit(child, counts.get(child, 0)) for child in children], first, coming)
+
+    def _join(self, parts: Sequence[_Joined], first: int, coming: int) -> _Joined:
+        """Let all parts but one send to that one, or to one that does; keep places for messages from outside."""
+        root = parts[first]
+        kept = min(coming, len(root.places) - 1)
+        free = deque(root.places[kept:])
+        others = [parts[(first + offset) % len(parts)] for offset in range(1, len(parts))]
+        for part in sorted(others, key=lambda part: -len(part.places)):
+            self._goes_to[part.sender] = free.popleft()
+            free.extend(part.places)
+        return _Joined(root.sender, [*root.places[:kept], *free])
+
+
+class _Joined(NamedTuple):
+    """Ranks that are joined: the one that sends their sum, and for each message from outside who takes it."""
+
+    sender: int
+    places: list[int]
+
+
+class _Balances:
+    """What each child should have had of the atoms so far, less what it had; in units of 1 / RESOLUTION.
+
+    Elements that are owned elsewhere may come to any child; of those that are owned below a child some make a detour by
+    way of its siblings.
+    """
+
+    def __init__(self, children: Sequence[Sequence[int]], flow: Flow, owned: Sequence[int]) -> None:
+        whole = owned[0]
+        self._detours = [0] * len(owned)
+        self._sibling = [0] * len(owned)
+        self._outside = [0] * len(owned)
+        for node, below in enumerate(children):
+            here = flow.own[node] * whole / owned[node] if owned[node] else 0.0
+            for child in below:
+                if owned[child]:
+                    coming = flow.own[child] * whole / owned[child]
+                    self._detours[child] = max(0, round((here + len(below) - 1 - coming) * RESOLUTION))
+                if owned[node] > owned[child]:
+                    self._sibling[child] = round(
+                        flow.sibling[child] * whole / (owned[node] - owned[child]) * RESOLUTION
+                    )
+                if whole > owned[node]:
+                    self._outside[child] = round(flow.outside[child] * whole / (whole - owned[node]) * RESOLUTION)
+        self._had = {kind: [0] * len(owned) for kind in ("detours", "sibling", "outside")}
+        self._seen = [0] * len(owned)
+        self._above: frozenset[int] = frozenset()
+        self._size = 0
+
+    def begin(self, nodes_above: frozenset[int], size: int) -> None:
+        """Take the next atom, of that size, whose owner is below these nodes."""
+        self._above, self._size = nodes_above, size
+        for node in nodes_above:
+            self._seen[node] += size
+
+    def apportion(self, node: int, children: Sequence[int], total: int) -> tuple[int, dict[int, int]]:
+        """Divide ``total`` messages among children; return the place of the one that the others send to, and all."""
+        if node in self._above:
+            return self._apportion_own(node, children, total)
+        seen, had = self._seen[0] - self._seen[node], self._had["outside"]
+        first = max(
+            range(len(children)), key=lambda place: seen * self._outside[children[place]] - had[children[place]]
+        )
+        had[children[first]] += total * self._size * RESOLUTION
+        return first, {children[first]: total}
+
+    def _apportion_own(self, node: int, children: Sequence[int], total: int) -> tuple[int, dict[int, int]]:
+        first = next(place for place, child in enumerate(children) if child in self._above)
+        child, unit, had = children[first], self._size * RESOLUTION, self._had["sibling"]
+        due = self._seen[child] * self._detours[child] - self._had["detours"][child]
+        num_detours = min(total - 1, max(0, (2 * due + unit) // (2 * unit)))
+        counts = {child: total - num_detours}
+        if not num_detours:
+            return first, counts
+        self._had["detours"][child] += num_detours * unit
+        balances = {
+            other: (self._seen[node] - self._seen[other]) * self._sibling[other] - had[other]
+            for other in children
+            if other != child
+        }
+        queue = [
+            (-balances[other], other) for other in heapq.nlargest(counts[child], balances, key=balances.__getitem__)
+        ]
+        heapq.heapify(queue)
+        for _ in range(num_detours):
+            balance, other = queue[0]
+            heapq.heapreplace(queue, (balance + unit, other))
+            counts[other] = counts.get(other, 0) + 1
+            had[other] += unit
+        return first, counts
+
+
+def _steps(goes_to: Mapping[int, int]) -> dict[int, int]:
+    """Return for each rank the first step in which it may send: after all that come to it."""
+    waiting = Counter(goes_to.values())
+    steps = dict.fromkeys(goes_to, 0)
+    ready = [rank for rank in goes_to if not waiting[rank]]
+    for rank in ready:
+        peer = goes_to[rank]
+        waiting[peer] -= 1
+        if peer not in steps:
+            continue
+        steps[peer] = max(steps[peer], steps[rank] + 1)
+        if not waiting[peer]:
+            ready.append(peer)
+    return steps

@@ -1,0 +1,362 @@
+"""The planner of a sharded step: a reduce-scatter and, after it, an all-gather with the same owners.
+
+The halves follow each other, so that each link works in one direction at a time: owners that suit an all-reduce, which
+has both at once, do not suit them. Candidates are the halves of the all-reduces of all planners, and schedules with
+the owners for which T_rs + T_ag is least (:mod:`syncline.schedule.step_flow`), drawn with different numbers of atoms
+(:mod:`syncline.schedule.in_trees`). The least predicted sum of both wins; of those within 2 % of it, the one with the
+fewest full links.
+
+Owners that suit slow links may be few, and hold much memory each. So *balanced* portions give no rank more than 1.25
+times its equal share, unless that takes over a tenth longer than *fastest* ones; then it is the least multiple that
+does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from syncline.errors import ScheduleError
+from syncline.schedule.bound import lower_bound
+from syncline.schedule.collective import Collective
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, fastest, predict, window_messages
+from syncline.schedule.draft import Draft
+from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
+from syncline.schedule.layout import Layout
+from syncline.schedule.planners import PLANNERS, is_worth_drawing
+from syncline.schedule.schedule import Schedule
+from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
+from syncline.schedule.verifier import split_at_owners, verify
+from syncline.topology import Topology
+
+Portions = Literal["balanced", "fastest"] | Sequence[float]
+
+MOST_RANKS = 256
+"""Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
+_MOST_TRANSFERS = 1 << 17
+_ATOMS_PER_RANK = (1, 2, 4, 8)
+_BALANCED = 1.25
+_MAY_TAKE = 1.1
+_CAP_GROWTH = 1.15
+_ROUNDING = 1e-6
+Pair = tuple[Draft, Draft]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedStep:
+    """A proved reduce-scatter and a proved all-gather with the same cuts and owners.
+
+    Raises :class:`ScheduleError` for anything else.
+
+    >>> step = plan_sharded_step(Topology.flat(4, rate=125e6), 16 << 20)
+    >>> step.shares
+    (0.25, 0.25, 0.25, 0.25)
+    """
+
+    reduce_scatter: Schedule
+    all_gather: Schedule
+
+    def __post_init__(self) -> None:
+        scatter, gather = self.reduce_scatter, self.all_gather
+        kinds = (scatter.collective, gather.collective)
+        is_alike = scatter.cuts == gather.cuts and np.array_equal(scatter.owners, gather.owners)
+        if kinds != (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) or not is_alike:
+            raise ScheduleError(
+                "a sharded step is a reduce_scatter and an all_gather with the same cuts and owners, not "
+                f"{scatter!r} and {gather!r}; let plan_sharded_step make both"
+            )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the data that each rank owns; they sum to 1."""
+        return _shares(self.reduce_scatter.draft)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """How long the halves of a sharded step take, one after another, or both at once for one bucket after another.
+
+    >>> topology = Topology.flat(2, rate=1e6)
+    >>> step = plan_sharded_step(topology, 1 << 20)
+    >>> prediction = predict_sharded_step(step, topology, 1 << 20)
+    >>> prediction.overlapped_s < prediction.time_s == prediction.reduce_scatter.time_s + prediction.all_gather.time_s
+    True
+    """
+
+    reduce_scatter: Prediction
+    all_gather: Prediction
+
+    @property
+    def time_s(self) -> float:
+        """Both halves, the all-gather after the reduce-scatter."""
+        return self.reduce_scatter.time_s + self.all_gather.time_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """Both halves at once, where each bucket is updated as soon as its own reduce-scatter is over."""
+        scatter, gather = self.reduce_scatter, self.all_gather
+        links_s = max((scatter.link_s[link] + gather.link_s[link] for link in scatter.link_s), default=0.0)
+        busy_s = max(links_s, scatter.rank_s + gather.rank_s, scatter.processor_s + gather.processor_s)
+        first_s = scatter.first_slice_s + gather.first_slice_s
+        return min(self.time_s, first_s + busy_s * (1 - 1 / scatter.num_slices))
+
+    @property
+    def num_full_links(self) -> int:
+        """Number of directed links that are nearly as busy as the busiest, in both halves together."""
+        return self.reduce_scatter.num_full_links + self.all_gather.num_full_links
+
+
+def plan_sharded_step(
+    topology: Topology,
+    num_bytes: int,
+    *,
+    most: Sequence[float] | None = None,
+    portions: Portions = "balanced",
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    cost: CostModel | None = None,
+) -> ShardedStep:
+    """Plan a reduce-scatter and an all-gather with the same owners, such that both together take the least time.
+
+    ``portions``: "balanced" (no rank owns over 1.25 / N, unless that takes over 10 % longer), "fastest", or the part
+    that each rank owns. ``most``: the most that each rank may own in any case, as parts of the data (of its memory).
+    Parts are met to 1 / 16384. ``num_bytes``, ``slice_bytes`` and ``cost`` are those of :func:`predict_sharded_step`.
+
+    Two linear programmes over the tree, and O(candidates x ranks^2) transfers. Raises :class:`ScheduleError` if ranks
+    may own less than everything together, or portions are not one for each rank, at least 0, with the sum 1.
+
+    >>> topology = Topology.load("deep-asymmetric")
+    >>> step = plan_sharded_step(topology, 16 << 20)
+    >>> max(step.shares) < 1.25 / topology.num_ranks + 1e-3
+    True
+    """
+    limits = _limits(topology, most)
+    search = _Search(topology, num_bytes, slice_bytes, cost)
+    if isinstance(portions, str):
+        pair = search.fastest(limits) if portions == "fastest" else search.balanced(limits)
+    else:
+        pair = search.exact(_exact(topology, portions, limits))
+    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]))
+
+
+def predict_sharded_step(
+    step: ShardedStep,
+    topology: Topology,
+    num_bytes: int,
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    *,
+    cost: CostModel | None = None,
+) -> StepPrediction:
+    """Predict both halves for ``num_bytes`` in slices of ``slice_bytes``, laid out as :func:`layout_of_step` does.
+
+    Arguments and errors are those of :func:`predict`.
+
+    >>> topology = Topology.load("two-racks-5-3")
+    >>> step = plan_sharded_step(topology, 16 << 20)
+    >>> round(predict_sharded_step(step, topology, 16 << 20).time_s / sharded_step_bound(topology, 16 << 20), 1)
+    1.1
+    """
+    return _predict_pair((step.reduce_scatter.draft, step.all_gather.draft), topology, num_bytes, slice_bytes, cost)
+
+
+def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[float] | None = None) -> float:
+    """Return the seconds below which no reduce-scatter and all-gather with the same owners can be, one after another.
+
+    ``most``: the most that each rank may own, as parts of the data. Latencies and the cost of messages are left out.
+    :mod:`syncline.schedule.step_flow` has the proof. Raises :class:`ScheduleError` as :func:`plan_sharded_step`.
+
+    >>> topology = Topology.load("three-racks-uneven-uplinks")
+    >>> round(sharded_step_bound(topology, 16 << 20), 2)
+    1.34
+    """
+    if num_bytes < 0:
+        raise ScheduleError(f"a step moves at least 0 bytes, not {num_bytes}")
+    limits = _limits(topology, most)
+    return (
+        solve_step_flow(topology, _upto(limits), is_bound=True).seconds * num_bytes if topology.num_ranks > 1 else 0.0
+    )
+
+
+def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) -> Layout:
+    """Return how both halves of a step are laid over a buffer: in windows where these take fewer messages, or slices.
+
+    Windows are of one owner's part each (:meth:`Layout.contiguous`), so that many atoms of an owner cost few messages;
+    slices each look like the whole (:meth:`Layout.build`), so that a transfer of many owners' parts is one message.
+
+    >>> step = plan_sharded_step(Topology.flat(2), 1000)
+    >>> layout_of_step(step, 10, 5).slices
+    ((0, 2, 5), (5, 7, 10))
+    """
+    num_slices = max(1, -(-num_elements // slice_elements)) if slice_elements > 0 else 1
+    pair = (step.reduce_scatter.draft, step.all_gather.draft)
+    build = Layout.contiguous if _in_windows(pair, num_slices) else Layout.build
+    return build(step.reduce_scatter, num_elements, slice_elements)
+
+
+def _in_windows(pair: Pair, num_slices: int) -> bool:
+    in_windows = sum(float(window_messages(draft, num_slices).sum()) for draft in pair)
+    return in_windows < sum(len(draft.transfers) for draft in pair) * (1 - _ROUNDING)
+
+
+def _predict_pair(
+    pair: Pair, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None
+) -> StepPrediction:
+    in_windows = _in_windows(pair, max(1, -(-num_bytes // max(1, slice_bytes))))
+    scatter, gather = (
+        predict(half, topology, num_bytes, slice_bytes, in_windows=in_windows, cost=cost) for half in pair
+    )
+    return StepPrediction(reduce_scatter=scatter, all_gather=gather)
+
+
+def _shares(draft: Draft) -> tuple[float, ...]:
+    sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
+    return tuple(np.bincount(draft.owners, sizes, draft.num_ranks).tolist())
+
+
+def _limits(topology: Topology, most: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the most that each rank may own."""
+    given = tuple(min(1.0, float(part)) for part in most) if most is not None else (1.0,) * topology.num_ranks
+    if len(given) != topology.num_ranks or not all(part >= 0 for part in given):
+        raise ScheduleError(
+            f"each of {topology.num_ranks} ranks may own some part of at least 0, not {list(given)[:8]}"
+        )
+    if sum(given) < 1 - _ROUNDING:
+        raise ScheduleError(
+            f"all ranks together own everything, but may own {sum(given):.4g} of it at most; give ranks more memory, "
+            "take more ranks, or shard less"
+        )
+    return given
+
+
+def _exact(topology: Topology, portions: Sequence[float], limits: Sequence[float]) -> tuple[float, ...]:
+    """Return the portions, checked."""
+    exact = tuple(float(part) for part in portions)
+    is_whole = len(exact) == topology.num_ranks and all(part >= 0 for part in exact)
+    if not is_whole or abs(sum(exact) - 1) > _ROUNDING:
+        raise ScheduleError(
+            f"portions are one for each of {topology.num_ranks} ranks, at least 0, with the sum 1; not {exact[:8]}"
+        )
+    over = [rank for rank, (part, limit) in enumerate(zip(exact, limits, strict=True)) if part > limit + _ROUNDING]
+    if over:
+        raise ScheduleError(
+            f"rank {over[0]} is to own {exact[over[0]]:.4g} of everything, but may own {limits[over[0]]:.4g} at most; "
+            "give it a smaller portion or more memory"
+        )
+    return exact
+
+
+class _Search:
+    """Draws candidates and takes the fastest."""
+
+    def __init__(self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None) -> None:
+        self._topology = topology
+        self._num_bytes = num_bytes
+        self._slice_bytes = slice_bytes
+        self._cost = cost
+        self._flows_may_gain = 1 < topology.num_ranks <= MOST_RANKS and _has_rates(topology)
+        self._others = list(_halves_of_all_reduces(topology))
+
+    def fastest(self, limits: Sequence[float]) -> Pair:
+        """Return the fastest within limits."""
+        return self._choose(self._within(limits))
+
+    def balanced(self, limits: Sequence[float]) -> Pair:
+        """Return the fastest of those in which no rank owns much more than others, if it is nearly as fast as any."""
+        best = self.fastest(limits)
+        allowed_s = self._predict(best).time_s * _MAY_TAKE
+        for cap in _caps(self._topology.num_ranks):
+            if cap >= max(_shares(best[0])):
+                break
+            capped = [min(limit, cap) for limit in limits]
+            if sum(capped) < 1 or self._least_s(capped) > allowed_s:
+                continue
+            found = self.fastest(capped)
+            if self._predict(found).time_s <= allowed_s:
+                return found
+        return best
+
+    def exact(self, portions: Sequence[float]) -> Pair:
+        """Return the fastest in which each rank owns just that."""
+        return self._choose(self._with_flows([(part, part) for part in portions]))
+
+    def _least_s(self, limits: Sequence[float]) -> float:
+        """Return how long links alone take."""
+        if not self._flows_may_gain:
+            return 0.0
+        return solve_step_flow(self._topology, _upto(limits)).seconds * self._num_bytes
+
+    def _within(self, limits: Sequence[float]) -> Iterator[Pair]:
+        fitting = [pair for pair in self._others if _fits(pair[0], limits)]
+        yield from fitting
+        if self._flows_may_gain or not fitting:
+            yield from self._with_flows(_upto(limits))
+
+    def _with_flows(self, limits: Limits) -> Iterator[Pair]:
+        """Yield schedules with the best owners within limits, of few and of many atoms, with detours and without."""
+        num_ranks = self._topology.num_ranks
+        flow = solve_step_flow(self._topology, limits)
+        flows = [flow, solve_step_flow(self._topology, limits, is_direct=True)] if flow.has_detours else [flow]
+        fewest, *more = _ATOMS_PER_RANK
+        for each in flows:
+            weights = _weights(each.shares, [limit for _, limit in limits])
+            for per_rank in (fewest, *(count for count in more if count * num_ranks**2 <= _MOST_TRANSFERS)):
+                yield self._draw(each, weights, per_rank * num_ranks)
+
+    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int) -> Pair:
+        owners = tuple(enumerate(weights))
+        scatter, gather = (
+            draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part)
+            for half, part in zip(STEP, flow.halves, strict=True)
+        )
+        return scatter, gather
+
+    def _predict(self, pair: Pair) -> StepPrediction:
+        return _predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
+
+    def _choose(self, pairs: Iterator[Pair]) -> Pair:
+        return fastest((pair, self._predict(pair)) for pair in pairs)
+
+
+def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
+    for planner in PLANNERS.values():
+        if Collective.ALL_REDUCE not in planner.collectives or not is_worth_drawing(planner, topology):
+            continue
+        halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
+        if halves is not None:
+            yield halves
+
+
+def _has_rates(topology: Topology) -> bool:
+    return any(lower_bound(topology, half, 1) > 0 for half in STEP)
+
+
+def _upto(limits: Sequence[float]) -> Limits:
+    return [(0.0, limit) for limit in limits]
+
+
+def _fits(draft: Draft, limits: Sequence[float]) -> bool:
+    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(_shares(draft), limits, strict=True))
+
+
+def _caps(num_ranks: int) -> Iterator[float]:
+    """Yield what a rank may own, from a little more than its equal share to everything."""
+    cap = _BALANCED / num_ranks
+    while cap < 1:
+        yield cap
+        cap *= _CAP_GROWTH
+
+
+def _weights(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
+    if max(parts) - min(parts) < 1 / RESOLUTION:
+        return [1] * len(parts)
+    scaled = [part * RESOLUTION for part in parts]
+    weights = [math.floor(part + _ROUNDING) for part in scaled]
+    room = [limit * RESOLUTION - weight + _ROUNDING >= 1 for limit, weight in zip(limits, weights, strict=True)]
+    order = sorted(range(len(parts)), key=lambda rank: (not room[rank], round(weights[rank] - scaled[rank], 3), rank))
+    for rank in order[: RESOLUTION - sum(weights)]:
+        weights[rank] += 1
+    return weights

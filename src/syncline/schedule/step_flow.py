@@ -1,0 +1,305 @@
+"""How much of a sharded step may cross each link, at best: a linear programme over the nodes of the tree.
+
+A reduce-scatter makes an in-tree of each element: every rank but the owner sends once, when all that comes to it is
+added, and all paths end at the owner. (More messages never help: of any schedule that is correct, keep of each rank the
+last message of which a path leads to the owner. These are such a tree, and no link carries more than before.) Of the
+messages of the average element, let *I_v* go down the link of node v and *U_v* up, and let x_v be the share that is
+owned below v. At a parent v with children k nothing ends and nothing begins, so
+
+    sum_k (I_k - U_k) = I_v - U_v,    U_k >= 1 - x_k,    I_k >= x_k,    I_k <= T down_k,    U_k <= T up_k,
+
+I and U are 0 where all ranks are below, and a rank sends its own contribution on, U = 1 - x. Elements that are owned
+below a node, below its siblings, and outside its parent obey this each for themselves, so messages are counted in these
+three classes, *own*, *sibling* and *outside*. An all-gather is the reverse in time, with up and down exchanged.
+
+Every schedule has such averages, so the least T_rs + T_ag is a lower bound of a step whose owners are the same in both
+halves; all arguments of :mod:`syncline.schedule.bound` follow from the same sums, those about several links too: the
+sum over the nodes of any connected set gives what must enter that hub. Conversely, averages with U = 1 - x (branches
+*merge* what they send) are reached by :mod:`syncline.schedule.in_trees`. So a plan minimises the same programme with
+that rule and small prices: on messages that make a detour by way of the owner's siblings, each of which costs a step;
+on shares that are not equal; on children of a parent that get more than others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from syncline.errors import ScheduleError
+from syncline.schedule.bound import Branch, branch_of, lower_bound
+from syncline.schedule.collective import Collective
+from syncline.schedule.traffic import Floats
+from syncline.topology import Topology
+
+STEP = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+_PRICE = 1e-3
+_DIRECT_PRICE = 1e3
+_NONE = 1e-6
+Limits = Sequence[tuple[float, float]]
+"""The least and the most that each rank may own, as parts of the data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """One half of a step: messages of the average element that come down to each node, in the order of the tree.
+
+    ``seconds`` is for one byte; ``own``, ``sibling`` and ``outside`` say where the elements are owned.
+    """
+
+    seconds: float
+    own: tuple[float, ...]
+    sibling: tuple[float, ...]
+    outside: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFlow:
+    """The share of each rank, and the flow of each half."""
+
+    shares: tuple[float, ...]
+    halves: tuple[Flow, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long all halves take for one byte, one after another."""
+        return sum(half.seconds for half in self.halves)
+
+    @property
+    def has_detours(self) -> bool:
+        """Whether sums meet at siblings of the owner's branch on their way."""
+        return any(messages > _NONE for half in self.halves for messages in half.sibling)
+
+
+def solve_step_flow(
+    topology: Topology,
+    limits: Limits,
+    *,
+    halves: Sequence[Collective] = STEP,
+    is_bound: bool = False,
+    is_direct: bool = False,
+) -> StepFlow:
+    """Return the flow that takes the least time; ``is_direct`` avoids detours at any price.
+
+    ``is_bound`` lets branches send without merging, and has no prices. O(nodes) variables and rows. Raises
+    :class:`ScheduleError` if no shares are within the limits.
+    """
+    fastest = [lower_bound(topology, half, 1) for half in halves]
+    trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
+    unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
+    layout = _Columns(tuple(trees[0].walk()), len(halves))
+    program = _Program(num_columns=layout.num_columns)
+    _divide(program, layout, limits)
+    for number, tree in enumerate(trees):
+        _Half(program, layout, number, tuple(tree.walk())).build(
+            unit, least=fastest[number] / unit, merges=not is_bound
+        )
+        program.costs[layout.seconds(number)] = 1.0
+    if not is_bound:
+        _set_prices(program, layout, is_direct=is_direct)
+    values = program.solve()
+    return StepFlow(
+        shares=tuple(values[layout.shares(node)] for node in layout.node_of_rank),
+        halves=tuple(layout.flow(values, number, unit) for number in range(len(halves))),
+    )
+
+
+def _rates(tree: Branch) -> Iterator[float]:
+    return (rate for branch in tree.walk() for rate in (branch.up, branch.down))
+
+
+class _Columns:
+    """Where each variable of the programme stands: shares, distances from equal shares, and a block for each half."""
+
+    OWN, SIBLING, OUTSIDE, OWN_MORE, SIBLING_MORE, OUTSIDE_MORE, MOST = range(7)
+
+    def __init__(self, nodes: Sequence[Branch], num_halves: int) -> None:
+        number = {id(branch): place for place, branch in enumerate(nodes)}
+        self.nodes = nodes
+        self.num_ranks = len(nodes[0].ranks)
+        self.children = [[number[id(child)] for child in branch.children] for branch in nodes]
+        leaves = {branch.ranks[0]: place for place, branch in enumerate(nodes) if not branch.children}
+        self.node_of_rank = [leaves[rank] for rank in range(self.num_ranks)]
+        self._per_half = 7 * len(nodes) + 1
+        self._halves_begin = len(nodes) + self.num_ranks
+        self.num_columns = self._halves_begin + num_halves * self._per_half
+        self.num_halves = num_halves
+
+    def shares(self, node: int) -> int:
+        return node
+
+    def distance(self, rank: int) -> int:
+        return len(self.nodes) + rank
+
+    def seconds(self, half: int) -> int:
+        return self._halves_begin + (half + 1) * self._per_half - 1
+
+    def messages(self, half: int, kind: int, node: int) -> int:
+        return self._halves_begin + half * self._per_half + kind * len(self.nodes) + node
+
+    def flow(self, values: Floats, half: int, unit: float) -> Flow:
+        """Return what the solution says of one half."""
+        kinds = {"own": self.OWN, "sibling": self.SIBLING, "outside": self.OUTSIDE}
+        columns = {
+            name: [self.messages(half, kind, node) for node in range(len(self.nodes))] for name, kind in kinds.items()
+        }
+        found = {name: tuple(values[column].tolist()) for name, column in columns.items()}
+        return Flow(seconds=float(values[self.seconds(half)]) * unit, **found)
+
+
+@dataclass(slots=True)
+class _Program:
+    """Rows of a linear programme, in lists: minimise ``costs``, all variables at least 0 and within their bounds."""
+
+    num_columns: int
+    costs: Floats = field(init=False)
+    highest: Floats = field(init=False)
+    lowest: Floats = field(init=False)
+    _rows: dict[bool, tuple[list[int], list[int], list[float], list[float]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.costs, self.lowest = np.zeros(self.num_columns), np.zeros(self.num_columns)
+        self.highest = np.full(self.num_columns, np.inf)
+        self._rows = {is_equal: ([], [], [], []) for is_equal in (True, False)}
+
+    def add(self, terms: Sequence[tuple[int, float]], value: float = 0.0, *, is_equal: bool = False) -> None:
+        """Add a row: the sum of column times factor is at most, or is equal to, the value."""
+        rows, columns, factors, values = self._rows[is_equal]
+        rows += [len(values)] * len(terms)
+        columns += [column for column, _ in terms]
+        factors += [factor for _, factor in terms]
+        values.append(value)
+
+    def solve(self) -> Floats:
+        """Return the values of all variables."""
+        from scipy.optimize import linprog  # takes a third of a second to import, and most programs never plan
+
+        matrices: dict[str, Any] = {}
+        for is_equal, names in ((True, ("A_eq", "b_eq")), (False, ("A_ub", "b_ub"))):
+            matrices |= dict(zip(names, self._matrix(is_equal), strict=True))
+        bounds = np.stack([self.lowest, self.highest], axis=1)
+        found = linprog(self.costs, **matrices, bounds=bounds, method="highs")
+        if found.x is None:
+            raise ScheduleError(
+                f"no shares of a sharded step are within the limits ({found.message}); let ranks own more"
+            )
+        values: Floats = found.x
+        return values
+
+    def _matrix(self, is_equal: bool) -> tuple[Any, Any]:
+        from scipy.sparse import csr_array
+
+        rows, columns, factors, values = self._rows[is_equal]
+        if not values:
+            return None, None
+        return csr_array((factors, (rows, columns)), shape=(len(values), self.num_columns)), np.array(values)
+
+
+def _divide(program: _Program, layout: _Columns, limits: Limits) -> None:
+    """Shares add up along the tree, to 1 at the root, and are within their limits."""
+    program.lowest[layout.shares(0)] = program.highest[layout.shares(0)] = 1.0
+    for node, children in enumerate(layout.children):
+        if children:
+            parts = [(layout.shares(child), 1.0) for child in children]
+            program.add([*parts, (layout.shares(node), -1.0)], is_equal=True)
+    for node, (least, most) in zip(layout.node_of_rank, limits, strict=True):
+        if layout.num_ranks > 1:
+            program.lowest[layout.shares(node)], program.highest[layout.shares(node)] = least, most
+
+
+def _set_prices(program: _Program, layout: _Columns, *, is_direct: bool) -> None:
+    num_ranks, fair = layout.num_ranks, 1 / layout.num_ranks
+    for rank, node in enumerate(layout.node_of_rank):
+        share, distance = layout.shares(node), layout.distance(rank)
+        program.costs[distance] = _PRICE
+        program.add([(share, 1.0), (distance, -1.0)], fair)
+        program.add([(share, -1.0), (distance, -1.0)], -fair)
+    parents = [node for node, children in enumerate(layout.children) if len(children) > 1]
+    for half in range(layout.num_halves):
+        for node in parents:
+            most = layout.messages(half, layout.MOST, node)
+            program.costs[most] = _PRICE / len(parents)
+            for child in layout.children[node]:
+                coming = [(layout.messages(half, kind, child), 1.0) for kind in range(3)]
+                program.add([*coming, (most, -1.0)])
+                detours = layout.messages(half, layout.SIBLING, child)
+                program.costs[detours] = _DIRECT_PRICE if is_direct else _PRICE / num_ranks
+
+
+class _Half:
+    """The rows of one half; ``nodes`` have its rates."""
+
+    def __init__(self, program: _Program, layout: _Columns, half: int, nodes: Sequence[Branch]) -> None:
+        self._program = program
+        self._layout = layout
+        self._half = half
+        self._nodes = nodes
+
+    def build(self, unit: float, *, least: float, merges: bool) -> None:
+        """Add all rows; ``unit`` are the seconds that count as one, ``least`` as many as it takes in any case."""
+        layout = self._layout
+        for node, children in enumerate(layout.children):
+            if self._nodes[node].is_whole:
+                self._limit_to_zero(node, range(6))
+            for child in children:
+                self._limit(node, child, merges=merges)
+                if not self._nodes[child].is_whole:
+                    self._keep_to_rates(child, unit, least)
+            if children:
+                self._conserve(node, children)
+
+    def _column(self, kind: int, node: int) -> int:
+        return self._layout.messages(self._half, kind, node)
+
+    def _limit_to_zero(self, node: int, kinds: Sequence[int]) -> None:
+        for kind in kinds:
+            self._program.highest[self._column(kind, node)] = 0.0
+
+    def _limit(self, node: int, child: int, *, merges: bool) -> None:
+        """Keep messages of elements that a child's class does not have from coming or going; an owner hears of all."""
+        layout, add = self._layout, self._program.add
+        here, below = layout.shares(node), layout.shares(child)
+        most = float(layout.num_ranks - 1)
+        if not self._nodes[child].is_whole:
+            add([(below, 1.0), (self._column(layout.OWN, child), -1.0)])
+        add([(self._column(layout.OWN, child), 1.0), (below, -most)])
+        add([(self._column(layout.SIBLING, child), 1.0), (here, -most), (below, most)])
+        add([(self._column(layout.OUTSIDE, child), 1.0), (here, most)], most)
+        others = float(len(self._nodes[child].ranks) - 1)
+        if merges or others == 0:
+            self._limit_to_zero(child, (layout.OWN_MORE, layout.SIBLING_MORE, layout.OUTSIDE_MORE))
+            return
+        add([(self._column(layout.OWN_MORE, child), 1.0), (below, -others)])
+        add([(self._column(layout.SIBLING_MORE, child), 1.0), (here, -others), (below, others)])
+        add([(self._column(layout.OUTSIDE_MORE, child), 1.0), (here, others)], others)
+
+    def _conserve(self, node: int, children: Sequence[int]) -> None:
+        """Let what comes to children be what comes from above or leaves another child, for each class of elements."""
+        layout, more = self._layout, float(len(children) - 1)
+        column, share = self._column, layout.shares(node)
+        coming = [(column(kind, child), 1.0) for child in children for kind in (layout.OWN, layout.SIBLING)]
+        going = [(column(kind, child), -1.0) for child in children for kind in (layout.OWN_MORE, layout.SIBLING_MORE)]
+        above = [(column(layout.OWN, node), -1.0), (column(layout.OWN_MORE, node), 1.0), (share, -more)]
+        self._program.add([*coming, *going, *above], is_equal=True)
+        coming = [(column(layout.OUTSIDE, child), 1.0) for child in children]
+        going = [(column(layout.OUTSIDE_MORE, child), -1.0) for child in children]
+        above = [(column(kind, node), -1.0) for kind in (layout.SIBLING, layout.OUTSIDE)]
+        above += [(column(kind, node), 1.0) for kind in (layout.SIBLING_MORE, layout.OUTSIDE_MORE)]
+        self._program.add([*coming, *going, *above, (share, more)], more, is_equal=True)
+
+    def _keep_to_rates(self, node: int, unit: float, least: float) -> None:
+        """Bound what a link carries, unless it can carry anything in the least time."""
+        layout, branch = self._layout, self._nodes[node]
+        seconds = layout.seconds(self._half)
+        self._program.lowest[seconds] = least
+        most = layout.num_ranks
+        if branch.down * unit * least < most:
+            coming = [(self._column(kind, node), 1.0) for kind in (layout.OWN, layout.SIBLING, layout.OUTSIDE)]
+            self._program.add([*coming, (seconds, -branch.down * unit)])
+        if branch.up * unit * least < most:
+            kinds = (layout.OWN_MORE, layout.SIBLING_MORE, layout.OUTSIDE_MORE)
+            going = [(self._column(kind, node), 1.0) for kind in kinds]
+            self._program.add([*going, (layout.shares(node), -1.0), (seconds, -branch.up * unit)], -1.0)

@@ -1,0 +1,171 @@
+"""Sharded steps: near the least time of links, within caps, the same in every process; and what they cost."""
+
+import subprocess
+import sys
+
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from schedule_trees import links, star, trees
+
+from syncline.errors import ScheduleError
+from syncline.schedule import (
+    Collective,
+    CostModel,
+    ShardedStep,
+    layout_of_step,
+    lower_bound,
+    plan_sharded_step,
+    plan_tree,
+    predict_sharded_step,
+    sharded_step_bound,
+)
+from syncline.topology import Topology
+from syncline.topology.shipped import shipped_names
+
+SIZE = 64 << 20
+WIRE = CostModel.of_links_alone()
+HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+
+
+def capped(topology):
+    return [min(1.0, 1.25 / topology.num_ranks)] * topology.num_ranks
+
+
+def over_bound(topology, most):
+    """What a step takes beyond the bound, if links alone cost anything."""
+    step = plan_sharded_step(topology, SIZE, most=most, portions="fastest", cost=WIRE)
+    assert all(share <= part + 1e-4 for share, part in zip(step.shares, most, strict=True))
+    bound = sharded_step_bound(topology, SIZE, most=most)
+    return predict_sharded_step(step, topology, SIZE, cost=WIRE).time_s / bound if bound else 1.0
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_topologies_are_within_a_tenth_of_the_bound(name):
+    topology = Topology.load(name)
+    assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.1
+    assert 1 - 1e-6 <= over_bound(topology, [1.0] * topology.num_ranks) < 1.1
+
+
+@effort(max_examples=40)
+@given(trees(max_ranks=16, max_degree=4))
+def test_random_trees_are_within_a_tenth_of_the_bound(topology):
+    assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.1
+
+
+@effort(max_examples=30)
+@given(trees(max_ranks=12, link=links(st.integers(1, 1000).map(lambda rate: rate * 1e6))))
+def test_the_bound_of_a_step_is_no_less_than_those_of_its_halves_and_no_plan_is_below_it(topology):
+    bound = sharded_step_bound(topology, SIZE)
+    assert bound >= sum(lower_bound(topology, half, SIZE) for half in HALVES) * (1 - 1e-6)
+    assert sharded_step_bound(topology, SIZE, most=capped(topology)) >= bound * (1 - 1e-6)
+    for portions in ("balanced", "fastest"):
+        step = plan_sharded_step(topology, SIZE, portions=portions)
+        busiest = [max(half.link_s.values()) for half in _halves(predict_sharded_step(step, topology, SIZE, cost=WIRE))]
+        assert sum(busiest) >= bound * (1 - 1e-6)
+
+
+def _halves(prediction):
+    return prediction.reduce_scatter, prediction.all_gather
+
+
+@effort(max_examples=20)
+@given(trees(max_ranks=10), st.sampled_from([1, 1000, 10**6, 10**8]), st.integers(0, 200), st.integers(1, 50))
+def test_a_step_sums_and_gathers(topology, num_bytes, num_elements, slice_elements):
+    step = plan_sharded_step(topology, num_bytes)
+    layout = layout_of_step(step, num_elements, slice_elements)
+    for half in (step.reduce_scatter, step.all_gather):
+        reference.check(half, layout)
+        assert reference.owns_everything_once(half, layout)
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_balanced_owners_are_nearly_equal_or_a_tenth_of_the_time_is_at_stake(name):
+    topology = Topology.load(name)
+    fastest, balanced = (
+        plan_sharded_step(topology, 16 << 20, portions=portions) for portions in ("fastest", "balanced")
+    )
+    taken = [predict_sharded_step(step, topology, 16 << 20).time_s for step in (fastest, balanced)]
+    assert taken[1] <= taken[0] * 1.1
+    assert max(balanced.shares) <= 1.25 / topology.num_ranks + 1e-4
+
+
+def test_a_cap_rises_where_equal_portions_would_cost_much():
+    topology = star([(1e6, 1e6), (1e9, 1e9), (1e9, 1e9)])
+    step = plan_sharded_step(topology, 1 << 20)
+    assert step.shares[0] > 0.45, "whoever is behind the slow link keeps half: the rest of it must go over the link"
+    with pytest.raises(ScheduleError, match="rank 0 is to own .* of everything, but may own .* at most"):
+        plan_sharded_step(topology, 1 << 20, portions=[0.5, 0.25, 0.25], most=[0.1, 1.0, 1.0])
+
+
+def test_exact_portions_are_met():
+    topology = Topology.load("three-racks-uneven-uplinks")
+    portions = [0.2, 0.05, 0.05, 0.3, 0.0, 0.1, 0.1, 0.1, 0.1]
+    step = plan_sharded_step(topology, 1 << 20, portions=portions)
+    assert step.shares == pytest.approx(portions, abs=1e-4)
+    equal = plan_sharded_step(topology, 1 << 20, portions=[1 / 9] * 9)
+    assert equal.shares == pytest.approx([1 / 9] * 9, abs=1e-12)
+
+
+def test_what_memory_allows_goes_before_all_else():
+    topology = Topology.load("deep-asymmetric")
+    most = [0.02, 0.3, *[1 / 8] * 8]
+    step = plan_sharded_step(topology, 1 << 20, most=most)
+    assert all(share <= part + 1e-4 for share, part in zip(step.shares, most, strict=True))
+    tight = [0.1] * 10
+    assert plan_sharded_step(topology, 1 << 20, most=tight).shares == pytest.approx(tight, abs=1e-4)
+
+
+def test_too_little_memory_and_portions_that_cannot_be_are_refused():
+    topology = Topology.flat(4, rate=1e6)
+    for call in (plan_sharded_step, sharded_step_bound):
+        with pytest.raises(ScheduleError, match="of it at most; give ranks more memory"):
+            call(topology, 1000, most=[0.2] * 4)
+        with pytest.raises(ScheduleError, match="each of 4 ranks may own some part"):
+            call(topology, 1000, most=[0.5, -0.1, 0.5, 0.5])
+    for portions in ([0.5] * 4, [1.0], [1.5, -0.5, 0.0, 0.0]):
+        with pytest.raises(ScheduleError, match="portions are one for each of 4 ranks"):
+            plan_sharded_step(topology, 1000, portions=portions)
+    with pytest.raises(ScheduleError, match="at least 0 bytes"):
+        sharded_step_bound(topology, -1)
+
+
+def test_halves_of_different_owners_are_no_step():
+    scatter = plan_tree(Topology.flat(3), Collective.REDUCE_SCATTER)
+    other = plan_tree(Topology.load("two-racks-5-3"), Collective.ALL_GATHER)
+    for gather in (other, scatter):
+        with pytest.raises(ScheduleError, match="same cuts and owners"):
+            ShardedStep(reduce_scatter=scatter, all_gather=gather)
+
+
+def test_without_rates_owners_are_equal():
+    step = plan_sharded_step(Topology.flat(6), 1 << 20)
+    assert step.shares == pytest.approx([1 / 6] * 6)
+    assert sharded_step_bound(Topology.flat(6), 1 << 20) == 0.0
+    assert plan_sharded_step(Topology.flat(1), 1 << 20).shares == (1.0,)
+
+
+def test_every_process_plans_the_same():
+    program = (
+        "from syncline.schedule import plan_sharded_step\nfrom syncline.topology import Topology\n"
+        "step = plan_sharded_step(Topology.load('deep-asymmetric'), 1 << 24)\n"
+        "print(step.reduce_scatter.digest, step.all_gather.digest)"
+    )
+    step = plan_sharded_step(Topology.load("deep-asymmetric"), 1 << 24)
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert told.split() == [step.reduce_scatter.digest, step.all_gather.digest]
+
+
+def test_updating_in_the_backward_pass_uses_both_directions_at_once():
+    """Of two ranks one owns everything: what is reduced goes one way, what is gathered the other."""
+    topology = Topology.flat(2, rate=125e6)
+    one, both = (
+        predict_sharded_step(plan_sharded_step(topology, SIZE, portions=portions), topology, SIZE, cost=WIRE)
+        for portions in ([1.0, 0.0], [0.5, 0.5])
+    )
+    assert one.time_s == pytest.approx(2 * SIZE / 125e6)
+    assert one.overlapped_s == pytest.approx(SIZE / 125e6, rel=0.02)
+    assert both.overlapped_s == pytest.approx(both.time_s), "halves that fill both directions gain nothing"
+    assert both.time_s == pytest.approx(SIZE / 125e6)
