@@ -45,7 +45,7 @@ def over_bound(topology, most):
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_topologies_are_within_a_tenth_of_the_bound(name):
     topology = Topology.load(name)
-    assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.1
+    assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.05
     assert 1 - 1e-6 <= over_bound(topology, [1.0] * topology.num_ranks) < 1.1
 
 
@@ -55,7 +55,7 @@ def test_random_trees_are_within_a_tenth_of_the_bound(topology):
     assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.1
 
 
-@effort(max_examples=30)
+@effort(max_examples=12)
 @given(trees(max_ranks=12, link=links(st.integers(1, 1000).map(lambda rate: rate * 1e6))))
 def test_the_bound_of_a_step_is_no_less_than_those_of_its_halves_and_no_plan_is_below_it(topology):
     bound = sharded_step_bound(topology, SIZE)
@@ -84,20 +84,20 @@ def test_a_step_sums_and_gathers(topology, num_bytes, num_elements, slice_elemen
 @pytest.mark.parametrize("name", shipped_names())
 def test_balanced_owners_are_nearly_equal_or_a_tenth_of_the_time_is_at_stake(name):
     topology = Topology.load(name)
-    fastest, balanced = (
-        plan_sharded_step(topology, 16 << 20, portions=portions) for portions in ("fastest", "balanced")
-    )
-    taken = [predict_sharded_step(step, topology, 16 << 20).time_s for step in (fastest, balanced)]
-    assert taken[1] <= taken[0] * 1.1
-    assert max(balanced.shares) <= 1.25 / topology.num_ranks + 1e-4
+    fastest, balanced = (plan_sharded_step(topology, SIZE, portions=portions) for portions in ("fastest", "balanced"))
+    fastest_s, balanced_s = (predict_sharded_step(step, topology, SIZE).time_s for step in (fastest, balanced))
+    assert balanced_s <= 1.1 * fastest_s
+    if max(balanced.shares) > 1.25 / topology.num_ranks + 1e-4:
+        equal = plan_sharded_step(topology, SIZE, portions="fastest", most=capped(topology))
+        assert predict_sharded_step(equal, topology, SIZE).time_s > 1.1 * fastest_s
+        assert max(balanced.shares) <= max(fastest.shares)
 
 
 def test_a_cap_rises_where_equal_portions_would_cost_much():
+    """Of the slow link's rank half must go up and half come down, whatever it owns; a third costs a third more."""
     topology = star([(1e6, 1e6), (1e9, 1e9), (1e9, 1e9)])
-    step = plan_sharded_step(topology, 1 << 20)
-    assert step.shares[0] > 0.45, "whoever is behind the slow link keeps half: the rest of it must go over the link"
-    with pytest.raises(ScheduleError, match="rank 0 is to own .* of everything, but may own .* at most"):
-        plan_sharded_step(topology, 1 << 20, portions=[0.5, 0.25, 0.25], most=[0.1, 1.0, 1.0])
+    assert plan_sharded_step(topology, SIZE, portions="fastest").shares[0] == pytest.approx(0.5, abs=0.01)
+    assert 0.42 < plan_sharded_step(topology, SIZE).shares[0] < 0.5
 
 
 def test_exact_portions_are_met():
@@ -105,6 +105,8 @@ def test_exact_portions_are_met():
     portions = [0.2, 0.05, 0.05, 0.3, 0.0, 0.1, 0.1, 0.1, 0.1]
     step = plan_sharded_step(topology, 1 << 20, portions=portions)
     assert step.shares == pytest.approx(portions, abs=1e-4)
+    with pytest.raises(ScheduleError, match=r"may own 0.1 at most; give it a smaller portion"):
+        plan_sharded_step(topology, 1 << 20, portions=portions, most=[0.1] * 3 + [0.2] * 6)
     equal = plan_sharded_step(topology, 1 << 20, portions=[1 / 9] * 9)
     assert equal.shares == pytest.approx([1 / 9] * 9, abs=1e-12)
 

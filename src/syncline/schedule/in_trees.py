@@ -133,16 +133,12 @@ class _InTrees:
             rank: frozenset(place for place, branch in enumerate(nodes) if rank in branch.ranks)
             for rank in {atom.owner for atom in atoms}
         }
-        self._balances = _Balances(self._children, flow, self._owned(len(nodes)))
+        of_rank = Counter[int]()
+        for atom in atoms:
+            of_rank[atom.owner] += atom.size
+        owned = [sum(of_rank[rank] for rank in branch.ranks) for branch in nodes]
+        self._balances = _Balances(self._children, flow, owned, of_rank)
         self._goes_to: dict[int, int] = {}
-
-    def _owned(self, num_nodes: int) -> list[int]:
-        """Return how much is owned below each node."""
-        owned = [0] * num_nodes
-        for atom in self._atoms:
-            for node in self._nodes_above[atom.owner]:
-                owned[node] += atom.size
-        return owned
 
     def draw(self) -> Transfers:
         """Return the reduce-scatter; within a step each rank sends first to the next one."""
@@ -164,7 +160,7 @@ class _InTrees:
         """Return the columns step, source, destination and atom of one atom's in-tree."""
         atom = self._atoms[index]
         self._goes_to = {}
-        self._balances.begin(self._nodes_above[atom.owner], atom.size)
+        self._balances.begin(self._nodes_above[atom.owner], atom)
         self._visit(0, 0)
         steps = _steps(self._goes_to)
         rows = [(step, src, self._goes_to[src], index) for src, step in steps.items()]
@@ -203,73 +199,95 @@ class _Joined(NamedTuple):
 class _Balances:
     """What each child should have had of the atoms so far, less what it had; in units of 1 / RESOLUTION.
 
-    Elements that are owned elsewhere may come to any child; of those that are owned below a child some make a detour by
-    way of its siblings.
+    Elements that are owned elsewhere may come to any child; of those that are owned below a parent some make a detour
+    by way of siblings of the owner's branch.
     """
 
-    def __init__(self, children: Sequence[Sequence[int]], flow: Flow, owned: Sequence[int]) -> None:
+    def __init__(
+        self, children: Sequence[Sequence[int]], flow: Flow, owned: Sequence[int], of_rank: Mapping[int, int]
+    ) -> None:
         whole = owned[0]
-        self._detours = [0] * len(owned)
-        self._sibling = [0] * len(owned)
-        self._outside = [0] * len(owned)
+        self._sibling, self._outside = [0] * len(owned), [0] * len(owned)
         for node, below in enumerate(children):
-            here = flow.own[node] * whole / owned[node] if owned[node] else 0.0
             for child in below:
-                if owned[child]:
-                    coming = flow.own[child] * whole / owned[child]
-                    self._detours[child] = max(0, round((here + len(below) - 1 - coming) * RESOLUTION))
-                if owned[node] > owned[child]:
-                    self._sibling[child] = round(
-                        flow.sibling[child] * whole / (owned[node] - owned[child]) * RESOLUTION
-                    )
-                if whole > owned[node]:
-                    self._outside[child] = round(flow.outside[child] * whole / (whole - owned[node]) * RESOLUTION)
-        self._had = {kind: [0] * len(owned) for kind in ("detours", "sibling", "outside")}
+                self._sibling[child] = _rate(flow.sibling[child], owned[node] - owned[child], whole)
+                self._outside[child] = _rate(flow.outside[child], whole - owned[node], whole)
+        self._detours = {
+            (node, owner): _rate(messages, of_rank.get(owner, 0), whole)
+            for (node, owner), messages in flow.detours.items()
+        }
+        self._had_as_sibling, self._had_from_outside = [0] * len(owned), [0] * len(owned)
+        self._due, self._due_of_all = Counter[tuple[int, int]](), Counter[int]()
         self._seen = [0] * len(owned)
         self._above: frozenset[int] = frozenset()
         self._size = 0
+        self._owner = 0
 
-    def begin(self, nodes_above: frozenset[int], size: int) -> None:
-        """Take the next atom, of that size, whose owner is below these nodes."""
-        self._above, self._size = nodes_above, size
+    def begin(self, nodes_above: frozenset[int], atom: _Atom) -> None:
+        """Take the next atom, whose owner is below these nodes."""
+        self._above, self._size, self._owner = nodes_above, atom.size, atom.owner
         for node in nodes_above:
-            self._seen[node] += size
+            self._seen[node] += atom.size
 
     def apportion(self, node: int, children: Sequence[int], total: int) -> tuple[int, dict[int, int]]:
         """Divide ``total`` messages among children; return the place of the one that the others send to, and all."""
         if node in self._above:
             return self._apportion_own(node, children, total)
-        seen, had = self._seen[0] - self._seen[node], self._had["outside"]
+        seen, had = self._seen[0] - self._seen[node], self._had_from_outside
         first = max(
-            range(len(children)), key=lambda place: seen * self._outside[children[place]] - had[children[place]]
+            range(len(children)), key=lambda place: _urgency(seen, self._outside[children[place]], had[children[place]])
         )
         had[children[first]] += total * self._size * RESOLUTION
         return first, {children[first]: total}
 
     def _apportion_own(self, node: int, children: Sequence[int], total: int) -> tuple[int, dict[int, int]]:
         first = next(place for place, child in enumerate(children) if child in self._above)
-        child, unit, had = children[first], self._size * RESOLUTION, self._had["sibling"]
-        due = self._seen[child] * self._detours[child] - self._had["detours"][child]
-        num_detours = min(total - 1, max(0, (2 * due + unit) // (2 * unit)))
-        counts = {child: total - num_detours}
+        num_detours = self._take_detours(node, total - 1)
+        counts = {children[first]: total - num_detours}
         if not num_detours:
             return first, counts
-        self._had["detours"][child] += num_detours * unit
-        balances = {
-            other: (self._seen[node] - self._seen[other]) * self._sibling[other] - had[other]
-            for other in children
-            if other != child
+        unit, had = self._size * RESOLUTION, self._had_as_sibling
+        others = [child for child in children if child != children[first]]
+        urgencies = {
+            child: _urgency(self._seen[node] - self._seen[child], self._sibling[child], had[child]) for child in others
         }
-        queue = [
-            (-balances[other], other) for other in heapq.nlargest(counts[child], balances, key=balances.__getitem__)
-        ]
+        chosen = sorted(others, key=urgencies.__getitem__, reverse=True)[: counts[children[first]]]
+        queue = [(not urgencies[child][0], -urgencies[child][1], child) for child in chosen]
         heapq.heapify(queue)
         for _ in range(num_detours):
-            balance, other = queue[0]
-            heapq.heapreplace(queue, (balance + unit, other))
+            is_avoided, had_less, other = queue[0]
+            heapq.heapreplace(queue, (is_avoided, had_less + unit, other))
             counts[other] = counts.get(other, 0) + 1
             had[other] += unit
         return first, counts
+
+    def _take_detours(self, node: int, most: int) -> int:
+        """Return how many of an atom's messages make a detour at a parent.
+
+        What is rounded off is made good by the next atoms, first by those of other owners where either way is as near.
+        """
+        wanted = self._detours[node, self._owner]
+        if not wanted:
+            return 0
+        unit = self._size * RESOLUTION
+        due = self._due[node, self._owner] + self._size * wanted
+        due_of_all = self._due_of_all[node] + self._size * wanted
+        whole, quarters = due // unit, 4 * due % (4 * unit) // unit
+        is_more = quarters == 3 or (quarters > 0 and 2 * (due_of_all - whole * unit) >= unit)
+        num_detours = min(most, max(0, whole + is_more))
+        self._due[node, self._owner] = due - num_detours * unit
+        self._due_of_all[node] = due_of_all - num_detours * unit
+        return num_detours
+
+
+def _urgency(seen: int, rate: int, had: int) -> tuple[bool, int]:
+    """Return what orders children that may take messages: those that are to have none come last."""
+    return rate > 0, seen * rate - had
+
+
+def _rate(messages: float, owned: int, whole: int) -> int:
+    """Return how many messages that is for an element of those that are owned there, in units of 1 / RESOLUTION."""
+    return round(messages * whole / owned * RESOLUTION) if owned else 0
 
 
 def _steps(goes_to: Mapping[int, int]) -> dict[int, int]:

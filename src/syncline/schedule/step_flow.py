@@ -23,8 +23,9 @@ on shares that are not equal; on children of a parent that get more than others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,14 @@ Limits = Sequence[tuple[float, float]]
 class Flow:
     """One half of a step: messages of the average element that come down to each node, in the order of the tree.
 
-    ``seconds`` is for one byte; ``own``, ``sibling`` and ``outside`` say where the elements are owned.
+    ``seconds`` is for one byte. ``sibling`` and ``outside``: of elements that are owned below a sibling of the node, or
+    not below its parent. ``detours``: by number of a parent and owner, what comes to siblings of the owner's branch.
     """
 
     seconds: float
-    own: tuple[float, ...]
     sibling: tuple[float, ...]
     outside: tuple[float, ...]
+    detours: Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +125,23 @@ class _Columns:
         self.children = [[number[id(child)] for child in branch.children] for branch in nodes]
         leaves = {branch.ranks[0]: place for place, branch in enumerate(nodes) if not branch.children}
         self.node_of_rank = [leaves[rank] for rank in range(self.num_ranks)]
-        self._per_half = 7 * len(nodes) + 1
-        self._halves_begin = len(nodes) + self.num_ranks
+        self.ancestors = [
+            [node for node, branch in enumerate(nodes) if rank in branch.ranks] for rank in range(self.num_ranks)
+        ]
+        pairs = (
+            (node, rank) for rank, path in enumerate(self.ancestors) for node in path if len(self.children[node]) > 1
+        )
+        self._pairs = {pair: place for place, pair in enumerate(pairs)}
+        self._per_half = 7 * len(nodes) + len(self._pairs) + 1
+        self._halves_begin = 2 * len(nodes)
         self.num_columns = self._halves_begin + num_halves * self._per_half
         self.num_halves = num_halves
 
     def shares(self, node: int) -> int:
         return node
 
-    def distance(self, rank: int) -> int:
-        return len(self.nodes) + rank
+    def most_owned(self, node: int) -> int:
+        return len(self.nodes) + node
 
     def seconds(self, half: int) -> int:
         return self._halves_begin + (half + 1) * self._per_half - 1
@@ -140,14 +149,18 @@ class _Columns:
     def messages(self, half: int, kind: int, node: int) -> int:
         return self._halves_begin + half * self._per_half + kind * len(self.nodes) + node
 
+    def detour(self, half: int, node: int, owner: int) -> int:
+        return self.messages(half, 7, 0) + self._pairs[node, owner]
+
     def flow(self, values: Floats, half: int, unit: float) -> Flow:
         """Return what the solution says of one half."""
-        kinds = {"own": self.OWN, "sibling": self.SIBLING, "outside": self.OUTSIDE}
-        columns = {
-            name: [self.messages(half, kind, node) for node in range(len(self.nodes))] for name, kind in kinds.items()
-        }
-        found = {name: tuple(values[column].tolist()) for name, column in columns.items()}
-        return Flow(seconds=float(values[self.seconds(half)]) * unit, **found)
+        sibling, outside = (
+            tuple(values[self.messages(half, kind, 0) : self.messages(half, kind + 1, 0)].tolist())
+            for kind in (self.SIBLING, self.OUTSIDE)
+        )
+        detours = {pair: float(values[self.detour(half, *pair)]) for pair in self._pairs}
+        seconds = float(values[self.seconds(half)]) * unit
+        return Flow(seconds=seconds, sibling=sibling, outside=outside, detours=detours)
 
 
 @dataclass(slots=True)
@@ -211,22 +224,23 @@ def _divide(program: _Program, layout: _Columns, limits: Limits) -> None:
 
 
 def _set_prices(program: _Program, layout: _Columns, *, is_direct: bool) -> None:
-    num_ranks, fair = layout.num_ranks, 1 / layout.num_ranks
-    for rank, node in enumerate(layout.node_of_rank):
-        share, distance = layout.shares(node), layout.distance(rank)
-        program.costs[distance] = _PRICE
-        program.add([(share, 1.0), (distance, -1.0)], fair)
-        program.add([(share, -1.0), (distance, -1.0)], -fair)
+    """Prefer children of equal load, and no detours, where it does not matter for the time."""
+    num_ranks = layout.num_ranks
     parents = [node for node, children in enumerate(layout.children) if len(children) > 1]
-    for half in range(layout.num_halves):
-        for node in parents:
-            most = layout.messages(half, layout.MOST, node)
-            program.costs[most] = _PRICE / len(parents)
-            for child in layout.children[node]:
-                coming = [(layout.messages(half, kind, child), 1.0) for kind in range(3)]
-                program.add([*coming, (most, -1.0)])
-                detours = layout.messages(half, layout.SIBLING, child)
-                program.costs[detours] = _DIRECT_PRICE if is_direct else _PRICE / num_ranks
+    for node in parents:
+        peak = layout.most_owned(node)
+        program.costs[peak] = _PRICE * num_ranks / len(parents)
+        for child in layout.children[node]:
+            program.add([(layout.shares(child), 1 / len(layout.nodes[child].ranks)), (peak, -1.0)])
+    for half, node in product(range(layout.num_halves), parents):
+        peak = layout.messages(half, layout.MOST, node)
+        program.costs[peak] = _PRICE / len(parents)
+        for child in layout.children[node]:
+            coming = [(layout.messages(half, kind, child), 1.0) for kind in range(3)]
+            program.add([*coming, (peak, -1.0)])
+            program.costs[layout.messages(half, layout.SIBLING, child)] = (
+                _DIRECT_PRICE if is_direct else _PRICE / num_ranks
+            )
 
 
 class _Half:
@@ -250,6 +264,8 @@ class _Half:
                     self._keep_to_rates(child, unit, least)
             if children:
                 self._conserve(node, children)
+        if merges:
+            self._follow_owners()
 
     def _column(self, kind: int, node: int) -> int:
         return self._layout.messages(self._half, kind, node)
@@ -289,6 +305,25 @@ class _Half:
         above = [(column(kind, node), -1.0) for kind in (layout.SIBLING, layout.OUTSIDE)]
         above += [(column(kind, node), 1.0) for kind in (layout.SIBLING_MORE, layout.OUTSIDE_MORE)]
         self._program.add([*coming, *going, *above, (share, more)], more, is_equal=True)
+
+    def _follow_owners(self) -> None:
+        """Say what comes down to the branches that each owner is in: all that there is at a parent, but for detours."""
+        layout, seen = self._layout, {node: [] for node in range(len(self._nodes))}
+        for owner, path in enumerate(layout.ancestors):
+            share, num_coming, detours = layout.shares(path[-1]), 0.0, []
+            for node, child in pairwise(path):
+                if len(layout.children[node]) > 1:
+                    num_coming += len(layout.children[node]) - 1
+                    detours.append((layout.detour(self._half, node, owner), 1.0))
+                    self._program.add([*detours, (share, 1.0 - num_coming)])
+                seen[child] += [(column, -1.0) for column, _ in detours] + [(share, num_coming)]
+        for child, terms in seen.items():
+            self._program.add([*terms, (self._column(layout.OWN, child), -1.0)], is_equal=True)
+        for node, children in enumerate(layout.children):
+            for child in children if len(children) > 1 else ():
+                others = set(self._nodes[node].ranks) - set(self._nodes[child].ranks)
+                from_others = [(layout.detour(self._half, node, owner), -1.0) for owner in sorted(others)]
+                self._program.add([*from_others, (self._column(layout.SIBLING, child), 1.0)])
 
     def _keep_to_rates(self, node: int, unit: float, least: float) -> None:
         """Bound what a link carries, unless it can carry anything in the least time."""
