@@ -68,3 +68,23 @@ def test_owners_that_cannot_be_are_refused():
     for owners in ([(3, 1)], [(0, -1), (1, 2)], [(0, 0)], []):
         with pytest.raises(ScheduleError, match="a rank from 0 to 2 and a weight"):
             draft_with_owners(topology, Collective.REDUCE_SCATTER, owners)
+
+
+HOSTS = (
+    "{switch: s, children: [{host: 'a[0-1]', uplink: 1 Gbit/s, ranks: 3, gateway: one}, {host: b, uplink: 1 Gbit/s}]}"
+)
+
+
+@pytest.mark.parametrize("collective", STEP)
+def test_ranks_behind_a_gateway_speak_to_it_alone(collective):
+    topology = Topology.parse(HOSTS)
+    assert dict(topology.gateways) == {1: 0, 2: 0, 4: 3, 5: 3}
+    schedule = verify(draft_with_owners(topology, collective, [(0, 1), (6, 3), (3, 2)]))
+    peers = {rank: set() for rank in range(7)}
+    for row in schedule.transfers:
+        peers[row.src].add(row.dst)
+        peers[row.dst].add(row.src)
+    assert {rank: peers[rank] for rank in topology.gateways} == {1: {0}, 2: {0}, 4: {3}, 5: {3}}
+    assert predict(schedule, topology, 6, cost=WIRE).time_s > 0
+    with pytest.raises(ScheduleError, match="rank 4 speaks to its gateway, rank 3, alone and owns nothing"):
+        draft_with_owners(topology, collective, [(4, 1)])

@@ -171,3 +171,15 @@ def test_updating_in_the_backward_pass_uses_both_directions_at_once():
     assert one.overlapped_s == pytest.approx(SIZE / 125e6, rel=0.02)
     assert both.overlapped_s == pytest.approx(both.time_s), "halves that fill both directions gain nothing"
     assert both.time_s == pytest.approx(SIZE / 125e6)
+
+
+def test_ranks_behind_gateways_own_nothing():
+    hosts = "{host: 'a[0-1]', uplink: 1 Gbit/s, ranks: 3, gateway: one}, {host: b, uplink: 1 Gbit/s}"
+    topology = Topology.parse(f"{{switch: s, children: [{hosts}]}}")
+    step = plan_sharded_step(topology, SIZE)
+    assert step.shares == pytest.approx([1 / 3, 0, 0, 1 / 3, 0, 0, 1 / 3], abs=1e-4)
+    assert sharded_step_bound(topology, SIZE) == pytest.approx(4 / 3 * SIZE / 125e6)
+    with pytest.raises(ScheduleError, match=r"rank 1 is to own 0.1429 of everything, but may own 0 at most"):
+        plan_sharded_step(topology, SIZE, portions=[1 / 7] * 7)
+    one_host = Topology.parse("{host: a, ranks: 3, gateway: one}")
+    assert plan_sharded_step(one_host, SIZE).shares == (1.0, 0.0, 0.0)

@@ -16,7 +16,9 @@ owner's child can take from, so that no parent adds more than two steps; of an a
 with the largest balance takes everything. So what links carry differs from the flow by about an atom. All is counted in
 integers: every rank comes to the same plan.
 
-An all-gather is a reduce-scatter on the tree with up and down exchanged, reversed. Complexity: O(atoms x nodes).
+Ranks that speak to their host's gateway alone (:attr:`Topology.gateways`) send it everything first; the trees are then
+those of the other ranks. An all-gather is a reduce-scatter on the tree with up and down exchanged, reversed.
+Complexity: O(atoms x nodes).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ from syncline.schedule.bound import branch_of
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.step_flow import STEP, Flow, solve_step_flow
-from syncline.schedule.transfers import Transfers
+from syncline.schedule.transfers import Transfer, Transfers
 from syncline.topology import Topology
 
 Owners = Sequence[tuple[int, int]]
@@ -72,26 +74,51 @@ def draft_with_owners(
     """
     _check_owners(topology, collective, owners)
     runs = [(rank, weight) for rank, weight in owners if weight > 0]
-    total = sum(weight for _, weight in runs)
+    speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
+    among = topology.restricted(speakers) if topology.gateways else topology
+    place = {rank: number for number, rank in enumerate(speakers)}
+    inner = [(place[rank], weight) for rank, weight in runs]
     if flow is None:
-        shares = np.bincount([rank for rank, _ in runs], [weight / total for _, weight in runs], topology.num_ranks)
-        (flow,) = solve_step_flow(topology, [(share, share) for share in shares.tolist()], halves=[collective]).halves
-    atoms = _cut(runs, num_atoms or 4 * topology.num_ranks)
-    trees = _InTrees(topology, collective, flow, atoms)
-    transfers = trees.draw()
+        flow = _flow_for(among, collective, inner)
+    atoms = _cut(inner, num_atoms or 4 * len(speakers))
+    scatter = _InTrees(among, collective, flow, atoms).draw()
+    if topology.gateways:
+        scatter = _through_gateways(scatter, speakers, topology.gateways, len(atoms))
     return Draft(
         collective=collective,
         num_ranks=topology.num_ranks,
         cuts=lowest_terms([0, *accumulate(atom.size for atom in atoms)]),
-        transfers=transfers.reversed() if collective is Collective.ALL_GATHER else transfers,
-        owners=np.array([atom.owner for atom in atoms], dtype=np.int32),
+        transfers=scatter.reversed() if collective is Collective.ALL_GATHER else scatter,
+        owners=np.array([speakers[atom.owner] for atom in atoms], dtype=np.int32),
         planner=planner,
     )
+
+
+def _flow_for(topology: Topology, collective: Collective, owners: Owners) -> Flow:
+    total = sum(weight for _, weight in owners)
+    shares = np.bincount([rank for rank, _ in owners], [weight / total for _, weight in owners], topology.num_ranks)
+    return solve_step_flow(topology, [(share, share) for share in shares.tolist()], halves=[collective]).halves[0]
+
+
+def _through_gateways(
+    scatter: Transfers, speakers: Sequence[int], gateways: Mapping[int, int], num_atoms: int
+) -> Transfers:
+    """Return the same with the numbers of all ranks, after those behind gateways have sent everything to theirs."""
+    numbers = np.array(speakers)
+    renumbered = replace(scatter.shifted(1), src=numbers[scatter.src], dst=numbers[scatter.dst])
+    first = Transfers.of([Transfer(0, rank, gateway, 0, num_atoms, True) for rank, gateway in gateways.items()])
+    return Transfers.concatenate([first, renumbered])
 
 
 def _check_owners(topology: Topology, collective: Collective, owners: Owners) -> None:
     if collective not in STEP:
         raise ScheduleError(f"owners matter to reduce_scatter and all_gather, not to {collective}; take plan_tree")
+    behind = [rank for rank, weight in owners if weight > 0 and rank in topology.gateways]
+    if behind:
+        raise ScheduleError(
+            f"rank {behind[0]} speaks to its gateway, rank {topology.gateways[behind[0]]}, alone and owns nothing; "
+            "let the gateway own it"
+        )
     wrong = [(rank, weight) for rank, weight in owners if not 0 <= rank < topology.num_ranks or weight < 0]
     if wrong or not any(weight for _, weight in owners):
         raise ScheduleError(
@@ -173,8 +200,7 @@ class _InTrees:
             return _Joined(self._rank[node], [self._rank[node]] * coming)
         if len(children) == 1:
             return self._visit(children[0], coming)
-        total = coming + len(children) - 1
-        first, counts = self._balances.apportion(node, children, total)
+        first, counts = self._balances.apportion(node, children, coming + len(children) - 1)
         return self._join([self._visit(child, counts.get(child, 0)) for child in children], first, coming)
 
     def _join(self, parts: Sequence[_Joined], first: int, coming: int) -> _Joined:

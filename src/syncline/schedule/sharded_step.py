@@ -13,8 +13,9 @@ does not.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,11 +38,13 @@ Portions = Literal["balanced", "fastest"] | Sequence[float]
 
 MOST_RANKS = 256
 """Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
-_MOST_TRANSFERS = 1 << 17
+_MOST_TRANSFERS = 1 << 14
+"""Of each half; only the least number of atoms, one for each rank, may take more."""
 _ATOMS_PER_RANK = (1, 2, 4, 8)
 _BALANCED = 1.25
 _MAY_TAKE = 1.1
 _CAP_GROWTH = 1.15
+_CLOSE_ENOUGH = 1.01
 _ROUNDING = 1e-6
 Pair = tuple[Draft, Draft]
 
@@ -110,6 +113,9 @@ class StepPrediction:
         return self.reduce_scatter.num_full_links + self.all_gather.num_full_links
 
 
+Candidate = tuple[Pair, StepPrediction]
+
+
 def plan_sharded_step(
     topology: Topology,
     num_bytes: int,
@@ -133,13 +139,30 @@ def plan_sharded_step(
     >>> max(step.shares) < 1.25 / topology.num_ranks + 1e-3
     True
     """
+    (pair, _), *_ = draft_sharded_steps(
+        topology, num_bytes, most=most, portions=portions, slice_bytes=slice_bytes, cost=cost
+    )
+    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]))
+
+
+def draft_sharded_steps(
+    topology: Topology,
+    num_bytes: int,
+    *,
+    most: Sequence[float] | None = None,
+    portions: Portions = "balanced",
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    cost: CostModel | None = None,
+) -> list[Candidate]:
+    """Return the drafts that :func:`plan_sharded_step` compares, with predictions, its choice first.
+
+    Arguments and errors are those of :func:`plan_sharded_step`.
+    """
     limits = _limits(topology, most)
     search = _Search(topology, num_bytes, slice_bytes, cost)
-    if isinstance(portions, str):
-        pair = search.fastest(limits) if portions == "fastest" else search.balanced(limits)
-    else:
-        pair = search.exact(_exact(topology, portions, limits))
-    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]))
+    if not isinstance(portions, str):
+        return search.exact(_exact(topology, portions, limits))
+    return search.fastest(limits) if portions == "fastest" else search.balanced(limits)
 
 
 def predict_sharded_step(
@@ -223,6 +246,7 @@ def _limits(topology: Topology, most: Sequence[float] | None) -> tuple[float, ..
         raise ScheduleError(
             f"each of {topology.num_ranks} ranks may own some part of at least 0, not {list(given)[:8]}"
         )
+    given = tuple(0.0 if rank in topology.gateways else part for rank, part in enumerate(given))
     if sum(given) < 1 - _ROUNDING:
         raise ScheduleError(
             f"all ranks together own everything, but may own {sum(given):.4g} of it at most; give ranks more memory, "
@@ -249,75 +273,99 @@ def _exact(topology: Topology, portions: Sequence[float], limits: Sequence[float
 
 
 class _Search:
-    """Draws candidates and takes the fastest."""
+    """Draws candidates and takes the fastest.
+
+    Flows are those of the ranks that speak to other hosts (:attr:`Topology.gateways`); no other owns anything.
+    """
 
     def __init__(self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None) -> None:
         self._topology = topology
         self._num_bytes = num_bytes
         self._slice_bytes = slice_bytes
         self._cost = cost
-        self._flows_may_gain = 1 < topology.num_ranks <= MOST_RANKS and _has_rates(topology)
-        self._others = list(_halves_of_all_reduces(topology))
+        self._speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
+        self._among = topology.restricted(self._speakers) if topology.gateways else topology
+        self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
+        self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
 
-    def fastest(self, limits: Sequence[float]) -> Pair:
-        """Return the fastest within limits."""
-        return self._choose(self._within(limits))
+    def fastest(self, limits: Sequence[float]) -> list[Candidate]:
+        """Return all candidates within limits, the fastest first."""
+        return _fastest_first(self._within(limits))
 
-    def balanced(self, limits: Sequence[float]) -> Pair:
-        """Return the fastest of those in which no rank owns much more than others, if it is nearly as fast as any."""
+    def balanced(self, limits: Sequence[float]) -> list[Candidate]:
+        """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
         best = self.fastest(limits)
-        allowed_s = self._predict(best).time_s * _MAY_TAKE
-        for cap in _caps(self._topology.num_ranks):
-            if cap >= max(_shares(best[0])):
-                break
-            capped = [min(limit, cap) for limit in limits]
-            if sum(capped) < 1 or self._least_s(capped) > allowed_s:
-                continue
-            found = self.fastest(capped)
-            if self._predict(found).time_s <= allowed_s:
+        allowed_s = best[0][1].time_s * _MAY_TAKE
+        most = max(_shares(best[0][0][0]))
+        capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
+        for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
+            found = self.fastest(each)
+            if found[0][1].time_s <= allowed_s:
                 return found
         return best
 
-    def exact(self, portions: Sequence[float]) -> Pair:
-        """Return the fastest in which each rank owns just that."""
-        return self._choose(self._with_flows([(part, part) for part in portions]))
+    def exact(self, portions: Sequence[float]) -> list[Candidate]:
+        """Return all in which each rank owns just that, the fastest first."""
+        return _fastest_first(self._with_flows([(part, part) for part in portions]))
 
     def _least_s(self, limits: Sequence[float]) -> float:
-        """Return how long links alone take."""
-        if not self._flows_may_gain:
-            return 0.0
-        return solve_step_flow(self._topology, _upto(limits)).seconds * self._num_bytes
+        """Return how long links alone take; for ever where ranks may own too little."""
+        if sum(limits) < 1:
+            return math.inf
+        return self._solve(_upto(limits)).seconds * self._num_bytes if self._flows_may_gain else 0.0
 
-    def _within(self, limits: Sequence[float]) -> Iterator[Pair]:
-        fitting = [pair for pair in self._others if _fits(pair[0], limits)]
+    def _solve(self, limits: Limits, *, is_direct: bool = False) -> StepFlow:
+        return solve_step_flow(self._among, [limits[rank] for rank in self._speakers], is_direct=is_direct)
+
+    def _within(self, limits: Sequence[float]) -> Iterator[Candidate]:
+        fitting = [one for one in self._others if _fits(one[0][0], limits)]
         yield from fitting
         if self._flows_may_gain or not fitting:
-            yield from self._with_flows(_upto(limits))
+            least_s = min((prediction.time_s for _, prediction in fitting), default=math.inf)
+            yield from self._with_flows(_upto(limits), least_s=least_s)
 
-    def _with_flows(self, limits: Limits) -> Iterator[Pair]:
-        """Yield schedules with the best owners within limits, of few and of many atoms, with detours and without."""
-        num_ranks = self._topology.num_ranks
-        flow = solve_step_flow(self._topology, limits)
-        flows = [flow, solve_step_flow(self._topology, limits, is_direct=True)] if flow.has_detours else [flow]
-        fewest, *more = _ATOMS_PER_RANK
-        for each in flows:
-            weights = _weights(each.shares, [limit for _, limit in limits])
-            for per_rank in (fewest, *(count for count in more if count * num_ranks**2 <= _MOST_TRANSFERS)):
-                yield self._draw(each, weights, per_rank * num_ranks)
+    def _with_flows(self, limits: Limits, *, least_s: float = math.inf) -> Iterator[Candidate]:
+        """Yield schedules with the best owners within limits, with detours and without, of more and more atoms.
 
-    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int) -> Pair:
-        owners = tuple(enumerate(weights))
+        None where ``least_s``, which is known to be possible, is about what they can reach.
+        """
+        num_ranks = len(self._speakers)
+        flow = self._solve(limits)
+        if least_s <= self._wire_s(flow) * _CLOSE_ENOUGH:
+            return
+        for each in [flow, self._solve(limits, is_direct=True)] if flow.has_detours else [flow]:
+            weights = _weights(each.shares, [limits[rank][1] for rank in self._speakers])
+            for per_rank in _ATOMS_PER_RANK:
+                candidate = self._draw(each, weights, per_rank * num_ranks)
+                yield candidate
+                is_full = 2 * per_rank * num_ranks**2 > _MOST_TRANSFERS
+                if is_full or _busy_s(candidate[1]) <= self._wire_s(each) * _CLOSE_ENOUGH:
+                    break
+
+    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int) -> Candidate:
+        owners = tuple(zip(self._speakers, weights, strict=True))
         scatter, gather = (
             draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part)
             for half, part in zip(STEP, flow.halves, strict=True)
         )
-        return scatter, gather
+        return self._predicted((scatter, gather))
 
-    def _predict(self, pair: Pair) -> StepPrediction:
-        return _predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
+    def _wire_s(self, flow: StepFlow) -> float:
+        return flow.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
 
-    def _choose(self, pairs: Iterator[Pair]) -> Pair:
-        return fastest((pair, self._predict(pair)) for pair in pairs)
+    def _predicted(self, pair: Pair) -> Candidate:
+        return pair, _predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
+
+
+def _fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    given = list(candidates)
+    first = fastest((one, one[1]) for one in given)
+    return [first, *(one for one in given if one is not first)]
+
+
+def _busy_s(prediction: StepPrediction) -> float:
+    """Return how long the busiest link of each half is busy, both together."""
+    return sum(max(half.link_s.values(), default=0.0) for half in (prediction.reduce_scatter, prediction.all_gather))
 
 
 def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:

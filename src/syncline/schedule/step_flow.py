@@ -308,7 +308,8 @@ class _Half:
 
     def _follow_owners(self) -> None:
         """Say what comes down to the branches that each owner is in: all that there is at a parent, but for detours."""
-        layout, seen = self._layout, {node: [] for node in range(len(self._nodes))}
+        layout = self._layout
+        seen: dict[int, list[tuple[int, float]]] = {node: [] for node in range(len(self._nodes))}
         for owner, path in enumerate(layout.ancestors):
             share, num_coming, detours = layout.shares(path[-1]), 0.0, []
             for node, child in pairwise(path):
