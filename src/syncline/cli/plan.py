@@ -14,6 +14,7 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
+from syncline.cli.step_plan import StepPlan, plan_step, show_step
 from syncline.report import format_rates, network_links
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Direction, Link, Topology
@@ -34,6 +35,14 @@ class CollectiveName(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     BROADCAST = "broadcast"
+    SHARDED_STEP = "sharded_step"
+
+
+class PortionsName(StrEnum):
+    """The choices of ``--portions``."""
+
+    BALANCED = "balanced"
+    FASTEST = "fastest"
 
 
 class TargetName(StrEnum):
@@ -53,6 +62,9 @@ def plan(
         TargetName, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
     ] = TargetName.BALANCED,
     root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
+    portions: Annotated[
+        PortionsName, typer.Option(help="Who owns what in a sharded step: about the same, or whatever is fastest.")
+    ] = PortionsName.BALANCED,
     model: Annotated[
         str | None,
         typer.Option(
@@ -70,6 +82,10 @@ def plan(
     if model is not None:
         _plan_model(Topology.load(topology), model, as_json=as_json)
         return
+    if collective is CollectiveName.SHARDED_STEP:
+        found = plan_step(Topology.load(topology), parse_size(size), portions.value)
+        _print_step(found, as_json=as_json)
+        return
     comparison = compare_planners(
         Topology.load(topology), Collective[collective.name], parse_size(size), target=target.value, root=root
     )
@@ -77,6 +93,16 @@ def plan(
         print(json.dumps(comparison.to_json(), indent=2))
     else:
         show(comparison, Console(highlight=False))
+
+
+def _print_step(found: StepPlan, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    _show_tree(found.topology, console)
+    show_step(found, console)
 
 
 def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
@@ -96,17 +122,22 @@ def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
 def show(comparison: Comparison, console: Console) -> None:
     """Print the tree, the planners and the links."""
     console.width = min(console.width, MAX_WIDTH)
-    tree = comparison.topology.render().splitlines()
-    console.print("\n".join(tree[:MAX_ROWS]), style="cyan", markup=False)
-    if len(tree) > MAX_ROWS:
-        console.print(f"[dim]... and {len(tree) - MAX_ROWS} more lines[/]")
+    _show_tree(comparison.topology, console)
     console.print(
-        f"\n[bold]{comparison.collective}[/] of {format_size(comparison.num_bytes)} among "
+        f"[bold]{comparison.collective}[/] of {format_size(comparison.num_bytes)} among "
         f"{comparison.topology.num_ranks} ranks: nothing can take less than "
         f"[bold]{format_duration(comparison.bound_s)}[/]\n"
     )
     console.print(planner_table(comparison))
     console.print(link_bytes_table(comparison))
+
+
+def _show_tree(topology: Topology, console: Console) -> None:
+    tree = topology.render().splitlines()
+    console.print("\n".join(tree[:MAX_ROWS]), style="cyan", markup=False)
+    if len(tree) > MAX_ROWS:
+        console.print(f"[dim]... and {len(tree) - MAX_ROWS} more lines[/]")
+    console.print()
 
 
 def planner_table(comparison: Comparison) -> Table:

@@ -76,7 +76,7 @@ class ShardedStep:
     @property
     def shares(self) -> tuple[float, ...]:
         """The part of the data that each rank owns; they sum to 1."""
-        return _shares(self.reduce_scatter.draft)
+        return shares_of(self.reduce_scatter.draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,8 @@ def _predict_pair(
     return StepPrediction(reduce_scatter=scatter, all_gather=gather)
 
 
-def _shares(draft: Draft) -> tuple[float, ...]:
+def shares_of(draft: Draft) -> tuple[float, ...]:
+    """Return the part of the data that each rank owns."""
     sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
     return tuple(np.bincount(draft.owners, sizes, draft.num_ranks).tolist())
 
@@ -296,7 +297,7 @@ class _Search:
         """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
         best = self.fastest(limits)
         allowed_s = best[0][1].time_s * _MAY_TAKE
-        most = max(_shares(best[0][0][0]))
+        most = max(shares_of(best[0][0][0]))
         capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
         for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
             found = self.fastest(each)
@@ -336,16 +337,17 @@ class _Search:
         for each in [flow, self._solve(limits, is_direct=True)] if flow.has_detours else [flow]:
             weights = _weights(each.shares, [limits[rank][1] for rank in self._speakers])
             for per_rank in _ATOMS_PER_RANK:
-                candidate = self._draw(each, weights, per_rank * num_ranks)
+                planner = "flow" if each is flow else "direct_flow"
+                candidate = self._draw(each, weights, per_rank * num_ranks, planner)
                 yield candidate
                 is_full = 2 * per_rank * num_ranks**2 > _MOST_TRANSFERS
                 if is_full or _busy_s(candidate[1]) <= self._wire_s(each) * _CLOSE_ENOUGH:
                     break
 
-    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int) -> Candidate:
+    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int, planner: str) -> Candidate:
         owners = tuple(zip(self._speakers, weights, strict=True))
         scatter, gather = (
-            draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part)
+            draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part, planner=planner)
             for half, part in zip(STEP, flow.halves, strict=True)
         )
         return self._predicted((scatter, gather))
@@ -386,7 +388,7 @@ def _upto(limits: Sequence[float]) -> Limits:
 
 
 def _fits(draft: Draft, limits: Sequence[float]) -> bool:
-    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(_shares(draft), limits, strict=True))
+    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(shares_of(draft), limits, strict=True))
 
 
 def _caps(num_ranks: int) -> Iterator[float]:

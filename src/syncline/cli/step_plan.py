@@ -1,0 +1,178 @@
+"""``syncline plan --collective sharded_step``: reduce-scatter and all-gather with the same owners, who own what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.schedule import StepPrediction, sharded_step_bound
+from syncline.schedule.sharded_step import draft_sharded_steps, shares_of
+from syncline.topology import Topology
+from syncline.units import format_duration, format_size
+
+Portions = Literal["balanced", "fastest"]
+PAYS_FROM = 0.95
+"""Both directions at once are worth it if they take no more than this part of the time."""
+MAX_ROWS = 48
+"""Of the table of shares; --json has all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One candidate in figures."""
+
+    planner: str
+    prediction: StepPrediction
+    num_atoms: int
+    num_steps: int
+    num_messages: int
+    most_owned: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What was compared for a sharded step, the chosen one first, and the share of each rank in that one."""
+
+    topology: Topology
+    portions: Portions
+    num_bytes: int
+    bound_s: float
+    capped_bound_s: float
+    """The bound if no rank may own more than the one that owns most."""
+    shares: tuple[float, ...]
+    results: tuple[StepResult, ...]
+
+    @property
+    def overlap_pays(self) -> bool:
+        """Whether it is worth it to update each bucket in the backward pass, as soon as it is reduced."""
+        prediction = self.results[0].prediction
+        return prediction.overlapped_s <= PAYS_FROM * prediction.time_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "topology": self.topology.name,
+            "num_ranks": self.topology.num_ranks,
+            "collective": "sharded_step",
+            "portions": self.portions,
+            "num_bytes": self.num_bytes,
+            "bound_s": self.bound_s,
+            "capped_bound_s": self.capped_bound_s,
+            "shares": list(self.shares),
+            "step_in_backward_pays": self.overlap_pays,
+            "winner": self.results[0].planner,
+            "planners": [_result_json(result, self.bound_s) for result in self.results],
+        }
+
+
+def plan_step(topology: Topology, num_bytes: int, portions: Portions) -> StepPlan:
+    """Compare the candidates for a sharded step of ``num_bytes``."""
+    candidates = draft_sharded_steps(topology, num_bytes, portions=portions)
+    shares = shares_of(candidates[0][0][0])
+    return StepPlan(
+        topology=topology,
+        portions=portions,
+        num_bytes=num_bytes,
+        bound_s=sharded_step_bound(topology, num_bytes),
+        capped_bound_s=sharded_step_bound(topology, num_bytes, most=[max(shares)] * topology.num_ranks),
+        shares=shares,
+        results=tuple(
+            StepResult(
+                planner=scatter.planner,
+                prediction=prediction,
+                num_atoms=scatter.num_atoms,
+                num_steps=scatter.num_steps + gather.num_steps,
+                num_messages=len(scatter.transfers) + len(gather.transfers),
+                most_owned=max(shares_of(scatter)),
+            )
+            for (scatter, gather), prediction in candidates
+        ),
+    )
+
+
+def _result_json(result: StepResult, bound_s: float) -> dict[str, Any]:
+    prediction = result.prediction
+    return {
+        "planner": result.planner,
+        "reduce_scatter_s": prediction.reduce_scatter.time_s,
+        "all_gather_s": prediction.all_gather.time_s,
+        "time_s": prediction.time_s,
+        "overlapped_s": prediction.overlapped_s,
+        "ratio": prediction.time_s / bound_s if bound_s > 0 else None,
+        "num_atoms": result.num_atoms,
+        "num_steps": result.num_steps,
+        "num_messages": result.num_messages,
+        "most_owned": result.most_owned,
+    }
+
+
+def show_step(plan: StepPlan, console: Console) -> None:
+    """Print the candidates, who owns what, and when both directions at once pay."""
+    first = plan.results[0].prediction
+    num_ranks, size = plan.topology.num_ranks, format_size(plan.num_bytes)
+    console.print(
+        f"[bold]sharded step[/] of {size} among {num_ranks} ranks, {plan.portions} portions: a reduce-scatter (RS) and "
+        f"then an all-gather (AG) can take no less than [bold]{format_duration(plan.bound_s)}[/], or {format_duration(plan.capped_bound_s)} "
+        f"where nobody owns more than {max(plan.shares):.1%}\n"
+    )
+    console.print(candidate_table(plan))
+    console.print(share_table(plan))
+    verdict = "pays" if plan.overlap_pays else "gains nothing"
+    console.print(
+        f"step_in_backward {verdict}: {format_duration(first.overlapped_s)} with both directions at once, "
+        f"{format_duration(first.time_s)} one after the other"
+    )
+
+
+def candidate_table(plan: StepPlan) -> Table:
+    """Lay out one row for each candidate, the winner first."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("planner", no_wrap=True)
+    for heading in ("RS", "AG", "both", "x bound", "messages", "most owned"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in plan.results:
+        prediction, is_winner = result.prediction, result is plan.results[0]
+        halves = (prediction.reduce_scatter.time_s, prediction.all_gather.time_s, prediction.time_s)
+        ratio = prediction.time_s / plan.bound_s if plan.bound_s > 0 else math.inf
+        table.add_row(
+            f"{result.planner}{' (wins)' if is_winner else ''}",
+            *(format_duration(seconds) for seconds in halves),
+            f"{ratio:.2f}",
+            f"{result.num_messages:,}",
+            f"{result.most_owned:.1%}",
+            style="bold green" if is_winner else "",
+        )
+    return table
+
+
+def share_table(plan: StepPlan) -> Table:
+    """Lay out what each host owns, neighbours that own the same in one row."""
+    rows = [
+        (tuple(round(100 * plan.shares[rank.rank], 1) for rank in host.ranks), host.name)
+        for host in plan.topology.hosts
+    ]
+    groups = [(parts, [name for _, name in group]) for parts, group in groupby(rows, key=lambda row: row[0])]
+    left_out = len(groups) - MAX_ROWS
+    caption = f"... and {left_out} more rows: --json has all ranks" if left_out > 0 else None
+    table = Table(title="Who owns what", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("hosts")
+    table.add_column("each", justify="right")
+    table.add_column("its ranks", justify="right")
+    for parts, names in groups[:MAX_ROWS]:
+        hosts = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        table.add_row(hosts, f"{sum(parts):.1f} %", _list(parts))
+    return table
+
+
+def _list(parts: Iterable[float]) -> str:
+    return ", ".join(
+        f"{part:g}" if len(same) == 1 else f"{len(same)} x {part:g}"
+        for part, same in ((part, list(same)) for part, same in groupby(parts))
+    )

@@ -1,0 +1,53 @@
+"""``syncline plan --collective sharded_step``: its figures, and what it says of them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from syncline.cli.step_plan import candidate_table, plan_step, share_table, show_step
+from syncline.schedule import plan_sharded_step, predict_sharded_step, sharded_step_bound
+from syncline.topology import Topology
+
+NUM_BYTES = 16 << 20
+
+
+@pytest.mark.parametrize("name", ["deep-asymmetric", "three-racks-uneven-uplinks", "flat-8"])
+def test_the_winner_is_what_the_library_plans(name):
+    topology = Topology.load(name)
+    found, step = plan_step(topology, NUM_BYTES, "balanced"), plan_sharded_step(topology, NUM_BYTES)
+    assert found.shares == step.shares
+    assert found.results[0].prediction == predict_sharded_step(step, topology, NUM_BYTES)
+    assert found.bound_s == sharded_step_bound(topology, NUM_BYTES) <= found.capped_bound_s * (1 + 1e-6)
+    assert min(result.prediction.time_s for result in found.results) >= found.bound_s
+
+
+def test_the_tables_show_every_candidate_and_every_host():
+    found = plan_step(Topology.load("deep-asymmetric"), NUM_BYTES, "fastest")
+    cells = [list(column.cells) for column in candidate_table(found).columns]
+    assert [name.split()[0] for name in cells[0]] == [result.planner for result in found.results]
+    assert [name for name in cells[0] if "wins" in name] == [cells[0][0]]
+    assert float(cells[4][0]) == pytest.approx(found.results[0].prediction.time_s / found.bound_s, abs=0.01)
+    hosts = list(share_table(found).columns[0].cells)
+    assert hosts[0].startswith("h0")
+    assert hosts[-1].endswith(("h8", "(2)"))
+
+
+def test_it_says_when_a_step_in_the_backward_pass_pays():
+    console = Console(record=True, width=100)
+    found = plan_step(Topology.load("flat-8"), NUM_BYTES, "balanced")
+    show_step(found, console)
+    assert not found.overlap_pays
+    assert "step_in_backward gains nothing" in console.export_text()
+
+
+def test_programs_can_read_the_figures():
+    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
+    done = subprocess.run([*command, "--portions", "fastest", "--json"], capture_output=True, text=True, check=True)
+    shown = json.loads(done.stdout)
+    assert sum(shown["shares"]) == pytest.approx(1)
+    first = shown["planners"][0]
+    assert first["time_s"] == pytest.approx(first["reduce_scatter_s"] + first["all_gather_s"])
+    assert (shown["portions"], shown["winner"]) == ("fastest", first["planner"])
