@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.schedule import StepPrediction, sharded_step_bound
-from syncline.schedule.sharded_step import draft_sharded_steps, shares_of
+from syncline.schedule.step_candidates import draft_sharded_steps
+from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
@@ -116,10 +117,10 @@ def _result_json(result: StepResult, bound_s: float) -> dict[str, Any]:
 def show_step(plan: StepPlan, console: Console) -> None:
     """Print the candidates, who owns what, and when both directions at once pay."""
     first = plan.results[0].prediction
-    num_ranks, size = plan.topology.num_ranks, format_size(plan.num_bytes)
+    size, bounds = format_size(plan.num_bytes), (format_duration(plan.bound_s), format_duration(plan.capped_bound_s))
     console.print(
-        f"[bold]sharded step[/] of {size} among {num_ranks} ranks, {plan.portions} portions: a reduce-scatter (RS) and "
-        f"then an all-gather (AG) can take no less than [bold]{format_duration(plan.bound_s)}[/], or {format_duration(plan.capped_bound_s)} "
+        f"[bold]sharded step[/] of {size} among {plan.topology.num_ranks} ranks, {plan.portions} portions: a "
+        f"reduce-scatter (RS) and then an all-gather (AG) can take no less than [bold]{bounds[0]}[/], or {bounds[1]} "
         f"where nobody owns more than {max(plan.shares):.1%}\n"
     )
     console.print(candidate_table(plan))

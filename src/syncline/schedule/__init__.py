@@ -18,12 +18,12 @@ from syncline.schedule.ring import plan_ring
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.sharded_step import (
     ShardedStep,
-    StepPrediction,
     layout_of_step,
     plan_sharded_step,
     predict_sharded_step,
     sharded_step_bound,
 )
+from syncline.schedule.step_prediction import StepPrediction
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.tree import plan_tree
 from syncline.schedule.verifier import split, verify

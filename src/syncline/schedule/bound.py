@@ -87,7 +87,8 @@ def lower_bound(
     """Return the seconds below which no schedule can bring the collective about, whatever its kind.
 
     With target "balanced" ranks may own whatever is fastest; with "rank_order" 1/N each. Latencies and the cost of
-    messages are left out, so the bound is that of large sizes. Raises :class:`ScheduleError` for a negative size.
+    messages are left out, so the bound is that of large sizes. Raises :class:`ScheduleError` for a negative size. Where
+    a reduce-scatter and an all-gather have the same owners, :func:`sharded_step_bound` says more than their sum.
 
     >>> round(lower_bound(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, 64 << 20), 2)
     2.68

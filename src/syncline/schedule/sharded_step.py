@@ -5,48 +5,25 @@ has both at once, do not suit them. Candidates are the halves of the all-reduces
 the owners for which T_rs + T_ag is least (:mod:`syncline.schedule.step_flow`), drawn with different numbers of atoms
 (:mod:`syncline.schedule.in_trees`). The least predicted sum of both wins; of those within 2 % of it, the one with the
 fewest full links.
-
-Owners that suit slow links may be few, and hold much memory each. So *balanced* portions give no rank more than 1.25
-times its equal share, unless that takes over a tenth longer than *fastest* ones; then it is the least multiple that
-does not.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
-from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, fastest, predict, window_messages
-from syncline.schedule.draft import Draft
-from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
 from syncline.schedule.layout import Layout
-from syncline.schedule.planners import PLANNERS, is_worth_drawing
 from syncline.schedule.schedule import Schedule
-from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
-from syncline.schedule.verifier import split_at_owners, verify
+from syncline.schedule.step_candidates import Portions, draft_sharded_steps, limits_of, upto
+from syncline.schedule.step_flow import solve_step_flow
+from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair, shares_of
+from syncline.schedule.verifier import verify
 from syncline.topology import Topology
-
-Portions = Literal["balanced", "fastest"] | Sequence[float]
-
-MOST_RANKS = 256
-"""Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
-_MOST_TRANSFERS = 1 << 14
-"""Of each half; only the least number of atoms, one for each rank, may take more."""
-_ATOMS_PER_RANK = (1, 2, 4, 8)
-_BALANCED = 1.25
-_MAY_TAKE = 1.1
-_CAP_GROWTH = 1.15
-_CLOSE_ENOUGH = 1.01
-_ROUNDING = 1e-6
-Pair = tuple[Draft, Draft]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,43 +56,6 @@ class ShardedStep:
         return shares_of(self.reduce_scatter.draft)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrediction:
-    """How long the halves of a sharded step take, one after another, or both at once for one bucket after another.
-
-    >>> topology = Topology.flat(2, rate=1e6)
-    >>> step = plan_sharded_step(topology, 1 << 20)
-    >>> prediction = predict_sharded_step(step, topology, 1 << 20)
-    >>> prediction.overlapped_s < prediction.time_s == prediction.reduce_scatter.time_s + prediction.all_gather.time_s
-    True
-    """
-
-    reduce_scatter: Prediction
-    all_gather: Prediction
-
-    @property
-    def time_s(self) -> float:
-        """Both halves, the all-gather after the reduce-scatter."""
-        return self.reduce_scatter.time_s + self.all_gather.time_s
-
-    @property
-    def overlapped_s(self) -> float:
-        """Both halves at once, where each bucket is updated as soon as its own reduce-scatter is over."""
-        scatter, gather = self.reduce_scatter, self.all_gather
-        links_s = max((scatter.link_s[link] + gather.link_s[link] for link in scatter.link_s), default=0.0)
-        busy_s = max(links_s, scatter.rank_s + gather.rank_s, scatter.processor_s + gather.processor_s)
-        first_s = scatter.first_slice_s + gather.first_slice_s
-        return min(self.time_s, first_s + busy_s * (1 - 1 / scatter.num_slices))
-
-    @property
-    def num_full_links(self) -> int:
-        """Number of directed links that are nearly as busy as the busiest, in both halves together."""
-        return self.reduce_scatter.num_full_links + self.all_gather.num_full_links
-
-
-Candidate = tuple[Pair, StepPrediction]
-
-
 def plan_sharded_step(
     topology: Topology,
     num_bytes: int,
@@ -145,26 +85,6 @@ def plan_sharded_step(
     return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]))
 
 
-def draft_sharded_steps(
-    topology: Topology,
-    num_bytes: int,
-    *,
-    most: Sequence[float] | None = None,
-    portions: Portions = "balanced",
-    slice_bytes: int = DEFAULT_SLICE_BYTES,
-    cost: CostModel | None = None,
-) -> list[Candidate]:
-    """Return the drafts that :func:`plan_sharded_step` compares, with predictions, its choice first.
-
-    Arguments and errors are those of :func:`plan_sharded_step`.
-    """
-    limits = _limits(topology, most)
-    search = _Search(topology, num_bytes, slice_bytes, cost)
-    if not isinstance(portions, str):
-        return search.exact(_exact(topology, portions, limits))
-    return search.fastest(limits) if portions == "fastest" else search.balanced(limits)
-
-
 def predict_sharded_step(
     step: ShardedStep,
     topology: Topology,
@@ -182,7 +102,7 @@ def predict_sharded_step(
     >>> round(predict_sharded_step(step, topology, 16 << 20).time_s / sharded_step_bound(topology, 16 << 20), 1)
     1.1
     """
-    return _predict_pair((step.reduce_scatter.draft, step.all_gather.draft), topology, num_bytes, slice_bytes, cost)
+    return predict_pair((step.reduce_scatter.draft, step.all_gather.draft), topology, num_bytes, slice_bytes, cost)
 
 
 def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[float] | None = None) -> float:
@@ -197,10 +117,8 @@ def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[flo
     """
     if num_bytes < 0:
         raise ScheduleError(f"a step moves at least 0 bytes, not {num_bytes}")
-    limits = _limits(topology, most)
-    return (
-        solve_step_flow(topology, _upto(limits), is_bound=True).seconds * num_bytes if topology.num_ranks > 1 else 0.0
-    )
+    limits = limits_of(topology, most)
+    return solve_step_flow(topology, upto(limits), is_bound=True).seconds * num_bytes if topology.num_ranks > 1 else 0.0
 
 
 def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) -> Layout:
@@ -215,198 +133,5 @@ def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) ->
     """
     num_slices = max(1, -(-num_elements // slice_elements)) if slice_elements > 0 else 1
     pair = (step.reduce_scatter.draft, step.all_gather.draft)
-    build = Layout.contiguous if _in_windows(pair, num_slices) else Layout.build
+    build = Layout.contiguous if in_windows(pair, num_slices) else Layout.build
     return build(step.reduce_scatter, num_elements, slice_elements)
-
-
-def _in_windows(pair: Pair, num_slices: int) -> bool:
-    in_windows = sum(float(window_messages(draft, num_slices).sum()) for draft in pair)
-    return in_windows < sum(len(draft.transfers) for draft in pair) * (1 - _ROUNDING)
-
-
-def _predict_pair(
-    pair: Pair, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None
-) -> StepPrediction:
-    in_windows = _in_windows(pair, max(1, -(-num_bytes // max(1, slice_bytes))))
-    scatter, gather = (
-        predict(half, topology, num_bytes, slice_bytes, in_windows=in_windows, cost=cost) for half in pair
-    )
-    return StepPrediction(reduce_scatter=scatter, all_gather=gather)
-
-
-def shares_of(draft: Draft) -> tuple[float, ...]:
-    """Return the part of the data that each rank owns."""
-    sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
-    return tuple(np.bincount(draft.owners, sizes, draft.num_ranks).tolist())
-
-
-def _limits(topology: Topology, most: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the most that each rank may own."""
-    given = tuple(min(1.0, float(part)) for part in most) if most is not None else (1.0,) * topology.num_ranks
-    if len(given) != topology.num_ranks or not all(part >= 0 for part in given):
-        raise ScheduleError(
-            f"each of {topology.num_ranks} ranks may own some part of at least 0, not {list(given)[:8]}"
-        )
-    given = tuple(0.0 if rank in topology.gateways else part for rank, part in enumerate(given))
-    if sum(given) < 1 - _ROUNDING:
-        raise ScheduleError(
-            f"all ranks together own everything, but may own {sum(given):.4g} of it at most; give ranks more memory, "
-            "take more ranks, or shard less"
-        )
-    return given
-
-
-def _exact(topology: Topology, portions: Sequence[float], limits: Sequence[float]) -> tuple[float, ...]:
-    """Return the portions, checked."""
-    exact = tuple(float(part) for part in portions)
-    is_whole = len(exact) == topology.num_ranks and all(part >= 0 for part in exact)
-    if not is_whole or abs(sum(exact) - 1) > _ROUNDING:
-        raise ScheduleError(
-            f"portions are one for each of {topology.num_ranks} ranks, at least 0, with the sum 1; not {exact[:8]}"
-        )
-    over = [rank for rank, (part, limit) in enumerate(zip(exact, limits, strict=True)) if part > limit + _ROUNDING]
-    if over:
-        raise ScheduleError(
-            f"rank {over[0]} is to own {exact[over[0]]:.4g} of everything, but may own {limits[over[0]]:.4g} at most; "
-            "give it a smaller portion or more memory"
-        )
-    return exact
-
-
-class _Search:
-    """Draws candidates and takes the fastest.
-
-    Flows are those of the ranks that speak to other hosts (:attr:`Topology.gateways`); no other owns anything.
-    """
-
-    def __init__(self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None) -> None:
-        self._topology = topology
-        self._num_bytes = num_bytes
-        self._slice_bytes = slice_bytes
-        self._cost = cost
-        self._speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
-        self._among = topology.restricted(self._speakers) if topology.gateways else topology
-        self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
-        self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
-
-    def fastest(self, limits: Sequence[float]) -> list[Candidate]:
-        """Return all candidates within limits, the fastest first."""
-        return _fastest_first(self._within(limits))
-
-    def balanced(self, limits: Sequence[float]) -> list[Candidate]:
-        """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
-        best = self.fastest(limits)
-        allowed_s = best[0][1].time_s * _MAY_TAKE
-        most = max(shares_of(best[0][0][0]))
-        capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
-        for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
-            found = self.fastest(each)
-            if found[0][1].time_s <= allowed_s:
-                return found
-        return best
-
-    def exact(self, portions: Sequence[float]) -> list[Candidate]:
-        """Return all in which each rank owns just that, the fastest first."""
-        return _fastest_first(self._with_flows([(part, part) for part in portions]))
-
-    def _least_s(self, limits: Sequence[float]) -> float:
-        """Return how long links alone take; for ever where ranks may own too little."""
-        if sum(limits) < 1:
-            return math.inf
-        return self._solve(_upto(limits)).seconds * self._num_bytes if self._flows_may_gain else 0.0
-
-    def _solve(self, limits: Limits, *, is_direct: bool = False) -> StepFlow:
-        return solve_step_flow(self._among, [limits[rank] for rank in self._speakers], is_direct=is_direct)
-
-    def _within(self, limits: Sequence[float]) -> Iterator[Candidate]:
-        fitting = [one for one in self._others if _fits(one[0][0], limits)]
-        yield from fitting
-        if self._flows_may_gain or not fitting:
-            least_s = min((prediction.time_s for _, prediction in fitting), default=math.inf)
-            yield from self._with_flows(_upto(limits), least_s=least_s)
-
-    def _with_flows(self, limits: Limits, *, least_s: float = math.inf) -> Iterator[Candidate]:
-        """Yield schedules with the best owners within limits, with detours and without, of more and more atoms.
-
-        None where ``least_s``, which is known to be possible, is about what they can reach.
-        """
-        num_ranks = len(self._speakers)
-        flow = self._solve(limits)
-        if least_s <= self._wire_s(flow) * _CLOSE_ENOUGH:
-            return
-        for each in [flow, self._solve(limits, is_direct=True)] if flow.has_detours else [flow]:
-            weights = _weights(each.shares, [limits[rank][1] for rank in self._speakers])
-            for per_rank in _ATOMS_PER_RANK:
-                planner = "flow" if each is flow else "direct_flow"
-                candidate = self._draw(each, weights, per_rank * num_ranks, planner)
-                yield candidate
-                is_full = 2 * per_rank * num_ranks**2 > _MOST_TRANSFERS
-                if is_full or _busy_s(candidate[1]) <= self._wire_s(each) * _CLOSE_ENOUGH:
-                    break
-
-    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int, planner: str) -> Candidate:
-        owners = tuple(zip(self._speakers, weights, strict=True))
-        scatter, gather = (
-            draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part, planner=planner)
-            for half, part in zip(STEP, flow.halves, strict=True)
-        )
-        return self._predicted((scatter, gather))
-
-    def _wire_s(self, flow: StepFlow) -> float:
-        return flow.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
-
-    def _predicted(self, pair: Pair) -> Candidate:
-        return pair, _predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
-
-
-def _fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    given = list(candidates)
-    first = fastest((one, one[1]) for one in given)
-    return [first, *(one for one in given if one is not first)]
-
-
-def _busy_s(prediction: StepPrediction) -> float:
-    """Return how long the busiest link of each half is busy, both together."""
-    return sum(max(half.link_s.values(), default=0.0) for half in (prediction.reduce_scatter, prediction.all_gather))
-
-
-def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
-    for planner in PLANNERS.values():
-        if Collective.ALL_REDUCE not in planner.collectives or not is_worth_drawing(planner, topology):
-            continue
-        halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
-        if halves is not None:
-            yield halves
-
-
-def _has_rates(topology: Topology) -> bool:
-    return any(lower_bound(topology, half, 1) > 0 for half in STEP)
-
-
-def _upto(limits: Sequence[float]) -> Limits:
-    return [(0.0, limit) for limit in limits]
-
-
-def _fits(draft: Draft, limits: Sequence[float]) -> bool:
-    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(shares_of(draft), limits, strict=True))
-
-
-def _caps(num_ranks: int) -> Iterator[float]:
-    """Yield what a rank may own, from a little more than its equal share to everything."""
-    cap = _BALANCED / num_ranks
-    while cap < 1:
-        yield cap
-        cap *= _CAP_GROWTH
-
-
-def _weights(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
-    if max(parts) - min(parts) < 1 / RESOLUTION:
-        return [1] * len(parts)
-    scaled = [part * RESOLUTION for part in parts]
-    weights = [math.floor(part + _ROUNDING) for part in scaled]
-    room = [limit * RESOLUTION - weight + _ROUNDING >= 1 for limit, weight in zip(limits, weights, strict=True)]
-    order = sorted(range(len(parts)), key=lambda rank: (not room[rank], round(weights[rank] - scaled[rank], 3), rank))
-    for rank in order[: RESOLUTION - sum(weights)]:
-        weights[rank] += 1
-    return weights

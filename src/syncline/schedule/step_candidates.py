@@ -1,0 +1,233 @@
+"""The candidates for a sharded step: halves of all-reduces, and in-trees for the owners that suit both halves best.
+
+Owners that suit slow links may be few, and hold much memory each. So *balanced* portions give no rank more than 1.25
+times its equal share, unless that takes over a tenth longer than *fastest* ones; then it is the least of a row of
+multiples, each 1.15 times the one before, that does not. More and more atoms are tried until links carry, within 1 %,
+no more than they must. Nothing is proved here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from syncline.errors import ScheduleError
+from syncline.schedule.bound import lower_bound
+from syncline.schedule.collective import Collective
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
+from syncline.schedule.draft import Draft
+from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
+from syncline.schedule.planners import PLANNERS, is_worth_drawing
+from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
+from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair, shares_of
+from syncline.schedule.verifier import split_at_owners
+from syncline.topology import Topology
+
+Portions = Literal["balanced", "fastest"] | Sequence[float]
+
+MOST_RANKS = 256
+"""Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
+_MOST_TRANSFERS = 1 << 14
+"""Of each half; only the least number of atoms, one for each rank, may take more."""
+_ATOMS_PER_RANK = (1, 2, 4, 8)
+_BALANCED = 1.25
+_MAY_TAKE = 1.1
+_CAP_GROWTH = 1.15
+_CLOSE_ENOUGH = 1.01
+_ROUNDING = 1e-6
+Candidate = tuple[Pair, StepPrediction]
+
+
+def draft_sharded_steps(
+    topology: Topology,
+    num_bytes: int,
+    *,
+    most: Sequence[float] | None = None,
+    portions: Portions = "balanced",
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    cost: CostModel | None = None,
+) -> list[Candidate]:
+    """Return the drafts that :func:`plan_sharded_step` compares, with predictions, its choice first.
+
+    Arguments and errors are those of :func:`plan_sharded_step`.
+    """
+    limits = limits_of(topology, most)
+    search = _Search(topology, num_bytes, slice_bytes, cost)
+    if not isinstance(portions, str):
+        return search.exact(_exact(topology, portions, limits))
+    return search.fastest(limits) if portions == "fastest" else search.balanced(limits)
+
+
+def limits_of(topology: Topology, most: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the most that each rank may own."""
+    given = tuple(min(1.0, float(part)) for part in most) if most is not None else (1.0,) * topology.num_ranks
+    if len(given) != topology.num_ranks or not all(part >= 0 for part in given):
+        raise ScheduleError(
+            f"each of {topology.num_ranks} ranks may own some part of at least 0, not {list(given)[:8]}"
+        )
+    given = tuple(0.0 if rank in topology.gateways else part for rank, part in enumerate(given))
+    if sum(given) < 1 - _ROUNDING:
+        raise ScheduleError(
+            f"all ranks together own everything, but may own {sum(given):.4g} of it at most; give ranks more memory, "
+            "take more ranks, or shard less"
+        )
+    return given
+
+
+def _exact(topology: Topology, portions: Sequence[float], limits: Sequence[float]) -> tuple[float, ...]:
+    """Return the portions, checked."""
+    exact = tuple(float(part) for part in portions)
+    is_whole = len(exact) == topology.num_ranks and all(part >= 0 for part in exact)
+    if not is_whole or abs(sum(exact) - 1) > _ROUNDING:
+        raise ScheduleError(
+            f"portions are one for each of {topology.num_ranks} ranks, at least 0, with the sum 1; not {exact[:8]}"
+        )
+    over = [rank for rank, (part, limit) in enumerate(zip(exact, limits, strict=True)) if part > limit + _ROUNDING]
+    if over:
+        raise ScheduleError(
+            f"rank {over[0]} is to own {exact[over[0]]:.4g} of everything, but may own {limits[over[0]]:.4g} at most; "
+            "give it a smaller portion or more memory"
+        )
+    return exact
+
+
+class _Search:
+    """Draws candidates and takes the fastest.
+
+    Flows are those of the ranks that speak to other hosts (:attr:`Topology.gateways`); no other owns anything.
+    """
+
+    def __init__(self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None) -> None:
+        self._topology = topology
+        self._num_bytes = num_bytes
+        self._slice_bytes = slice_bytes
+        self._cost = cost
+        self._speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
+        self._among = topology.restricted(self._speakers) if topology.gateways else topology
+        self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
+        self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
+
+    def fastest(self, limits: Sequence[float]) -> list[Candidate]:
+        """Return all candidates within limits, the fastest first."""
+        return _fastest_first(self._within(limits))
+
+    def balanced(self, limits: Sequence[float]) -> list[Candidate]:
+        """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
+        best = self.fastest(limits)
+        allowed_s = best[0][1].time_s * _MAY_TAKE
+        most = max(shares_of(best[0][0][0]))
+        capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
+        for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
+            found = self.fastest(each)
+            if found[0][1].time_s <= allowed_s:
+                return found
+        return best
+
+    def exact(self, portions: Sequence[float]) -> list[Candidate]:
+        """Return all in which each rank owns just that, the fastest first."""
+        return _fastest_first(self._with_flows([(part, part) for part in portions]))
+
+    def _least_s(self, limits: Sequence[float]) -> float:
+        """Return how long links alone take; for ever where ranks may own too little."""
+        if sum(limits) < 1:
+            return math.inf
+        return self._solve(upto(limits)).seconds * self._num_bytes if self._flows_may_gain else 0.0
+
+    def _solve(self, limits: Limits, *, is_direct: bool = False) -> StepFlow:
+        return solve_step_flow(self._among, [limits[rank] for rank in self._speakers], is_direct=is_direct)
+
+    def _within(self, limits: Sequence[float]) -> Iterator[Candidate]:
+        fitting = [one for one in self._others if _fits(one[0][0], limits)]
+        yield from fitting
+        if self._flows_may_gain or not fitting:
+            least_s = min((prediction.time_s for _, prediction in fitting), default=math.inf)
+            yield from self._with_flows(upto(limits), least_s=least_s)
+
+    def _with_flows(self, limits: Limits, *, least_s: float = math.inf) -> Iterator[Candidate]:
+        """Yield schedules with the best owners within limits, with detours and without, of more and more atoms.
+
+        None where ``least_s``, which is known to be possible, is about what they can reach.
+        """
+        num_ranks = len(self._speakers)
+        flow = self._solve(limits)
+        if least_s <= self._wire_s(flow) * _CLOSE_ENOUGH:
+            return
+        for each in [flow, self._solve(limits, is_direct=True)] if flow.has_detours else [flow]:
+            weights = _weights(each.shares, [limits[rank][1] for rank in self._speakers])
+            for per_rank in _ATOMS_PER_RANK:
+                planner = "flow" if each is flow else "direct_flow"
+                candidate = self._draw(each, weights, per_rank * num_ranks, planner)
+                yield candidate
+                is_full = 2 * per_rank * num_ranks**2 > _MOST_TRANSFERS
+                if is_full or _busy_s(candidate[1]) <= self._wire_s(each) * _CLOSE_ENOUGH:
+                    break
+
+    def _draw(self, flow: StepFlow, weights: Sequence[int], num_atoms: int, planner: str) -> Candidate:
+        owners = tuple(zip(self._speakers, weights, strict=True))
+        scatter, gather = (
+            draft_with_owners(self._topology, half, owners, num_atoms=num_atoms, flow=part, planner=planner)
+            for half, part in zip(STEP, flow.halves, strict=True)
+        )
+        return self._predicted((scatter, gather))
+
+    def _wire_s(self, flow: StepFlow) -> float:
+        return flow.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
+
+    def _predicted(self, pair: Pair) -> Candidate:
+        return pair, predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
+
+
+def _fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    given = list(candidates)
+    first = fastest((one, one[1]) for one in given)
+    return [first, *(one for one in given if one is not first)]
+
+
+def _busy_s(prediction: StepPrediction) -> float:
+    """Return how long the busiest link of each half is busy, both together."""
+    return sum(max(half.link_s.values(), default=0.0) for half in (prediction.reduce_scatter, prediction.all_gather))
+
+
+def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
+    for planner in PLANNERS.values():
+        if Collective.ALL_REDUCE not in planner.collectives or not is_worth_drawing(planner, topology):
+            continue
+        halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
+        if halves is not None:
+            yield halves
+
+
+def _has_rates(topology: Topology) -> bool:
+    return any(lower_bound(topology, half, 1) > 0 for half in STEP)
+
+
+def upto(limits: Sequence[float]) -> Limits:
+    """Return limits that only say how much at most."""
+    return [(0.0, limit) for limit in limits]
+
+
+def _fits(draft: Draft, limits: Sequence[float]) -> bool:
+    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(shares_of(draft), limits, strict=True))
+
+
+def _caps(num_ranks: int) -> Iterator[float]:
+    """Yield what a rank may own, from a little more than its equal share to everything."""
+    cap = _BALANCED / num_ranks
+    while cap < 1:
+        yield cap
+        cap *= _CAP_GROWTH
+
+
+def _weights(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
+    if max(parts) - min(parts) < 1 / RESOLUTION:
+        return [1] * len(parts)
+    scaled = [part * RESOLUTION for part in parts]
+    weights = [math.floor(part + _ROUNDING) for part in scaled]
+    room = [limit * RESOLUTION - weight + _ROUNDING >= 1 for limit, weight in zip(limits, weights, strict=True)]
+    order = sorted(range(len(parts)), key=lambda rank: (not room[rank], round(weights[rank] - scaled[rank], 3), rank))
+    for rank in order[: RESOLUTION - sum(weights)]:
+        weights[rank] += 1
+    return weights
