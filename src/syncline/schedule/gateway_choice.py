@@ -7,7 +7,7 @@ from dataclasses import replace
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import predict
 from syncline.schedule.planners import choose
-from syncline.topology import Gateway, Host, Node, Switch, Topology
+from syncline.topology import Gateway, Host, Switch, Topology
 
 BUCKET_BYTES = 4 << 20
 """A training bucket of the usual size."""
@@ -35,11 +35,10 @@ def _time_s(topology: Topology, num_bytes: int) -> float:
 
 
 def _with_auto_as(topology: Topology, gateway: Gateway) -> Topology:
-    def decide(node: Node) -> Node:
+    def decide(node: Switch | Host) -> Switch | Host:
         if isinstance(node, Host):
             chosen = gateway if node.gateway == "auto" else node.gateway
             return replace(node, ranks=() if node.sockets else node.ranks, gateway=chosen)
-        assert isinstance(node, Switch), "what is inside a host is kept"
-        return replace(node, children=tuple(decide(child) for child in node.children))  # type: ignore[arg-type]
+        return replace(node, children=tuple(decide(child) for child in node.children))
 
-    return replace(topology, root=decide(topology.root))  # type: ignore[arg-type]
+    return replace(topology, root=decide(topology.root))
