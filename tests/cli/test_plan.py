@@ -108,3 +108,14 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(args, message):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
+
+
+def test_planners_that_cannot_keep_to_gateways_are_left_out():
+    hosts = "[{host: 'h[0-2]', uplink: 1 Gbit/s, ranks: 3, gateway: GATEWAY}]"
+    one, auto = (
+        Topology.parse(f"{{switch: s, children: {hosts.replace('GATEWAY', each)}}}") for each in ("one", "auto")
+    )
+    comparison = compare_planners(one, Collective.ALL_REDUCE, NUM_BYTES)
+    assert [result.planner for result in comparison.results] == ["tree", "weighted_tree"]
+    assert compare_planners(auto, Collective.ALL_REDUCE, NUM_BYTES).topology.gateways == {}
+    assert compare_planners(auto, Collective.ALL_REDUCE, 64 << 10).topology.gateways == one.gateways

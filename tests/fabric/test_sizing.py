@@ -44,6 +44,17 @@ def test_chunks_last_five_milliseconds_on_their_route():
     assert fit_options(FabricOptions(), rank=0, world_size=2, topology=None)[1] == FabricOptions()
 
 
+def test_a_socket_is_shared_by_its_ranks():
+    sockets = "[{socket: s, uplink: 40 MB/s, ranks: 2}, {socket: t, uplink: 80 MB/s, ranks: 2}]"
+    topology = Topology.parse(f"{{switch: w, children: [{{host: a, uplink: 1 GB/s, children: {sockets}}}]}}")
+    windows = [fit_grants(FabricOptions(), rank=rank, world_size=4, topology=topology)["window"] for rank in (0, 2)]
+    alone = [
+        fit_grants(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=rate))["window"]
+        for rate in (20e6, 40e6)
+    ]
+    assert [window.num_bytes for window in windows] == [window.num_bytes for window in alone]
+
+
 def test_with_several_classes_the_window_may_shrink():
     topology = Topology.flat(2, rate=20e6)
     scheduler = GrantScheduler(**fit_grants(FabricOptions(), rank=0, world_size=2, topology=topology))

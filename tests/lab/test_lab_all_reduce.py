@@ -10,7 +10,7 @@ from rank_scripts import script_environment
 from syncline.lab import Lab
 from syncline.runtime.plans import plan_best
 from syncline.schedule import Collective
-from syncline.topology import Topology
+from syncline.topology import DirectedLink, Topology
 
 NUM_BYTES = 16 << 20
 MOST_EXCESS = 0.06
@@ -35,9 +35,24 @@ def all_reduce(lab, folder):
     return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
 
 
-@pytest.mark.parametrize("name", ["two-racks-5-3", "deep-asymmetric"])
-def test_an_all_reduce_puts_on_each_link_what_its_plan_says(name, tmp_path):
-    topology = Topology.load(name)
+GATEWAYS = Topology.parse(
+    "{switch: s, children: [{host: a, uplink: 1 Gbit/s, ranks: 2, gateway: one}, {host: c, uplink: 1 Gbit/s}, "
+    "{host: b, uplink: 1 Gbit/s, ranks: 3, gateway: one}]}"
+)
+
+
+def test_behind_gateways_each_range_is_planned_once_for_each_host():
+    schedule = plan_best(GATEWAYS, Collective.ALL_REDUCE, NUM_BYTES, "balanced", 0)
+    planned = schedule.link_bytes(GATEWAYS, NUM_BYTES)
+    assert {round(planned[DirectedLink(host, "up")] / NUM_BYTES, 3) for host in "abc"} == {1.333}  # 2 (R - 1)/R
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology.load("two-racks-5-3"), Topology.load("deep-asymmetric"), GATEWAYS],
+    ids=["two-racks-5-3", "deep-asymmetric", "gateways"],
+)
+def test_an_all_reduce_puts_on_each_link_what_its_plan_says(topology, tmp_path):
     schedule = plan_best(topology, Collective.ALL_REDUCE, NUM_BYTES, "balanced", 0)
     with Lab(topology) as lab:
         before = lab.link_bytes()

@@ -85,3 +85,11 @@ def test_building_makes_namespaces_first_and_never_touches_the_machines_own():
     assert all(batch.namespace is not None for batch in batches[1:])
     limits = [line for batch in batches if batch.program == "tc" for line in batch.lines if "classid 1:1 " in line]
     assert len(limits) == 2 * len(plan(Topology.load("deep-asymmetric")).links)
+
+
+def test_sockets_are_inside_a_host_and_their_rates_are_left_out():
+    sockets = "[{socket: s, uplink: 1 GB/s, ranks: 2}, {socket: t, uplink: unlimited, ranks: 2}]"
+    topology = Topology.parse(f"{{switch: w, children: [{{host: a, uplink: 1 Gbit/s, children: {sockets}}}]}}")
+    lab = plan(topology)
+    assert [link.child for link in lab.links] == ["a"]
+    assert lab.notes() == ("Ranks of one host talk over its loopback: the rates of a/s are left out.",)

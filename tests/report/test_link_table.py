@@ -53,3 +53,9 @@ def test_nothing_is_marked_where_nothing_moved_or_nothing_limits(topology):
     flat = Topology.flat(2)
     table = link_table(flat, amounts_of(h0={"up": 1000}), title="Bytes")
     assert not any(row.style for row in table.rows)
+
+
+def test_links_of_sockets_are_inside_a_machine():
+    sockets = "[{socket: s, uplink: 1 GB/s}, {socket: t, uplink: 1 GB/s}]"
+    topology = Topology.parse(f"{{switch: w, children: [{{host: a, uplink: 1 Gbit/s, children: {sockets}}}]}}")
+    assert [name for name, _, _ in network_links(topology)] == ["a"]

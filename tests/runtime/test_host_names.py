@@ -10,6 +10,7 @@ import pytest
 from meeting_stores import DictStore
 from syncline.errors import RendezvousError, TopologyError
 from syncline.runtime import match_topology
+from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 
 TIMEOUT_S = 60.0
@@ -43,6 +44,13 @@ def pair() -> Topology:
 def test_ranks_in_another_order_get_one_topology() -> None:
     found = match_all(pair(), ["h1.example", "h0.example"])
     assert found[0] == found[1] == pair().permuted([1, 0])
+
+
+def test_gateways_that_are_left_open_are_chosen() -> None:
+    topology = Topology.parse("{switch: s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s, ranks: 2, gateway: auto}]}")
+    found = match_all(topology, ["h1", "h1", "h0", "h0"])
+    assert found == [with_gateways_chosen(topology.permuted([2, 3, 0, 1]))] * 4
+    assert all(host.gateway != "auto" for host in found[0].hosts)  # type: ignore[attr-defined]
 
 
 def test_an_earlier_attempt_in_the_same_store_is_not_believed() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import ConfigurationError
-from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict
+from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS
@@ -59,14 +59,15 @@ class Comparison:
 def compare_planners(
     topology: Topology, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
 ) -> Comparison:
-    """Plan ``collective`` with every planner that knows it, and prove and predict each schedule."""
+    """Plan ``collective`` with every planner that serves it, and prove and predict each schedule."""
     if not 0 <= root < topology.num_ranks:
         raise ConfigurationError(f"--root must be a rank from 0 to {topology.num_ranks - 1}, got {root}")
+    topology = with_gateways_chosen(topology, num_bytes)
     bound_s = lower_bound(topology, collective, num_bytes, target=target, root=root)
     schedules = [
         planner.plan(topology, collective, target=target, root=root)
         for planner in PLANNERS.values()
-        if collective in planner.collectives
+        if planner.serves(topology, collective, target)
     ]
     return Comparison(
         topology=topology,

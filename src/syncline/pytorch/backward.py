@@ -12,6 +12,7 @@ in a synchronised backward pass it moves the gradient, weighted, into the bucket
   Where the model was not called itself, each is a pass of its own, and what they bring adds up.
 - Several passes before a step add up. Where each rank has whole gradients, ``p.grad`` holds the mean of the passes
   before and autograd adds to it: the mean of equal terms is that term. Divided gradients are carried (``Updater``).
+- What others contributed (:mod:`syncline.pytorch.contributions`) joins each bucket when it leaves.
 - A sparse gradient travels dense, with a count for each row of the ranks that have it; so it is sparse again after.
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.pytorch.contributions import Contributions, Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import DividedGradient
 from syncline.pytorch.samples import ForwardPass, SampleCount
@@ -61,6 +63,7 @@ class GradientCollector:
         self._watch = watch
         self._before = before
         self._after = after
+        self._contributions = Contributions(self._buckets, sparse=sparse.positions if sparse is not None else ())
         num_parameters = sum(len(bucket.plan.slots) for bucket in self._buckets)
         self._expected = [1] * num_parameters
         self._fired = [0] * num_parameters
@@ -112,8 +115,27 @@ class GradientCollector:
             self._samples.forget_pass()
         self._is_running, self._outer_task = False, -1
 
+    def contribute(self, gradients: Gradients, num_samples: float) -> None:
+        """Let the next pass of this rank bring these too: means over so many samples."""
+        if not self._updater.is_synchronous:
+            raise UpdateError(
+                f"contribute() is for rules in which every rank makes every step, not {type(self._updater).__name__}"
+            )
+        if not self._samples.is_counting:
+            raise UpdateError(
+                "contribute() weighs gradients by their samples, and here every rank that runs a backward pass counts "
+                '1; write distribute(..., samples="batch"), on every rank'
+            )
+        has_gradients = any(parameter.grad is not None for bucket in self._buckets for parameter in bucket.tensors)
+        if self._is_running or (has_gradients and not self.has_local_gradients):
+            raise UpdateError(
+                "contribute() came after the backward pass that it belongs to began, or before the gradients of the "
+                "last step were dropped; call it before backward(), and zero_grad() after step()"
+            )
+        self._contributions.add(gradients, num_samples)
+
     def run_empty(self) -> None:
-        """Take part in a pass without a backward pass: no weight, zeros for every gradient."""
+        """Take part in a pass without a backward pass: what was contributed, else no weight and zeros."""
         self._begin(0.0)
         self._finish()
 
@@ -148,8 +170,7 @@ class GradientCollector:
         if self._fired[position] <= self._expected[position]:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
-                self._watch.look(bucket)
-                self._updater.reduce(bucket)
+                self._leave(bucket)
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -157,7 +178,7 @@ class GradientCollector:
         if self._sparse is not None:
             self._sparse.start_pass()
         self._weight = weight
-        self._expected_total = self._reports.expected_total(weight)
+        self._expected_total = self._reports.expected_total(weight + self._contributions.weight)
         self._scale = weight / self._expected_total
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
@@ -202,11 +223,16 @@ class GradientCollector:
         for bucket in self._buckets:
             if not has_left[bucket.index]:
                 self._complete(bucket)
-                self._watch.look(bucket)
-                self._updater.reduce(bucket)
-        present = [fired > 0 and self._weight > 0 for fired in self._fired]
+                self._leave(bucket)
+        contributed = self._contributions
+        present = [
+            (fired > 0 and self._weight > 0) or position in contributed.positions
+            for position, fired in enumerate(self._fired)
+        ]
         notes = (self._samples.batch if self._weight else -1.0, *self._watch.notes())
-        self.report = self._reports.start(self._weight, self._expected_total, present, notes)
+        weight = self._weight + contributed.weight
+        contributed.clear()
+        self.report = self._reports.start(weight, self._expected_total, present, notes)
         exist = self._updater.finish_backward(self.report)
         self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)
@@ -216,6 +242,12 @@ class GradientCollector:
         if self._sparse is not None and exist is not None:
             self._sparse.show(exist)
         self._samples.end_pass()
+
+    def _leave(self, bucket: Bucket) -> None:
+        """Hand a complete bucket to the update rule."""
+        self._contributions.join(bucket, 1.0 / self._expected_total)
+        self._watch.look(bucket)
+        self._updater.reduce(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""

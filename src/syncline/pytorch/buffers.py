@@ -17,13 +17,17 @@ from syncline.updates.control import ControlStream
 
 
 class BufferBroadcast:
-    """Keeps the buffers of a model equal on all ranks; ``control`` is a stream that nothing else uses."""
+    """Keeps the buffers of a model equal on all ranks; ``control`` is a stream that nothing else uses.
 
-    def __init__(self, model: nn.Module, control: ControlStream, *, is_enabled: bool) -> None:
+    ``root`` stands in for rank 0 where that makes no forward passes.
+    """
+
+    def __init__(self, model: nn.Module, control: ControlStream, *, is_enabled: bool, root: int = 0) -> None:
         self._model = model
         self._control = control
         self._is_enabled = is_enabled and control.world_size > 1
-        self._is_root = control.rank == 0
+        self._root = root
+        self._is_root = control.rank == root
         self._last: torch.Tensor | None = None
         """What rank 0 has sent last."""
         self._pending: tuple[Work, torch.Tensor] | None = None
@@ -40,7 +44,7 @@ class BufferBroadcast:
         self.finish()
         is_new = self._is_root and (self._last is None or not torch.equal(pack(buffers), self._last))
         flag = torch.tensor([is_new], dtype=torch.uint8)
-        work = self._control.start_broadcast(flag, "whether buffers were written")
+        work = self._control.start_broadcast(flag, "whether buffers were written", root=self._root)
         if not self._is_root:
             work.wait()
         if flag[0]:
@@ -75,7 +79,7 @@ class BufferBroadcast:
         packed = pack(buffers) if self._is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
         if self._is_root:
             self._last = packed
-        self._pending = (self._control.start_broadcast(packed, "buffers"), packed)
+        self._pending = (self._control.start_broadcast(packed, "buffers", root=self._root), packed)
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._model.buffers()) if self._is_enabled else []

@@ -52,6 +52,7 @@ def _save(
 ) -> None:
     if not group.saves:
         return
+    group.announce_save(str(target), extra)
     group.synchronize()
     together = _Together(group, target, "save_checkpoint()")
     together.run("cannot make a folder", lambda: _begin(target, group, extra))

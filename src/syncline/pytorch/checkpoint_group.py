@@ -38,6 +38,9 @@ class CheckpointGroup:
         """Return every rank's value, in rank order; ``call`` is the user's, which errors name."""
         return [json.loads(json.dumps(value))]
 
+    def announce_save(self, path: str, extra: Any) -> None:
+        """Let ranks take part that would not call ``save_checkpoint()`` by themselves."""
+
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
 
@@ -91,6 +94,11 @@ class FleetCheckpointGroup(CheckpointGroup):
         self._training = training
         self._control = training.updater.collectives.control
         self.rank, self.world_size = self._control.rank, self._control.world_size
+
+    def announce_save(self, path: str, extra: Any) -> None:
+        """Let ranks that follow the others take part."""
+        has_optimizer = self.optimizer is not None
+        self._training.announce_save({"path": path, "extra": extra, "has_optimizer": has_optimizer})
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return every rank's value, in rank order."""

@@ -21,7 +21,8 @@ def sampler(
     Every rank takes as many samples, so all loaders have as many batches: where the samples do not divide evenly, some
     are taken twice, or with ``drop_last`` the last ones not at all. ``shuffle`` draws the order from ``seed``, which
     must be the same on all ranks, and from the epoch: call ``sampler.set_epoch(epoch)`` before each, or all epochs have
-    the same order. ``fleet``: default, the one that ``syncline.init()`` made.
+    the same order. ``fleet``: default, the one that ``syncline.init()`` made. Helpers of the topology take no samples:
+    their loaders are empty.
 
     Raises :class:`ConfigurationError` for a data set without a length or without samples, or if there is no fleet.
 
@@ -37,15 +38,18 @@ def sampler(
             "(every fleet.world_size-th sample, from the fleet.rank-th on)"
         )
     fleet = fleet if fleet is not None else current_fleet()
-    if drop_last and len(dataset) < fleet.world_size:
+    helpers = fleet.topology.helpers
+    readers = [rank for rank in range(fleet.world_size) if rank not in helpers]
+    if drop_last and len(dataset) < len(readers):
         raise ConfigurationError(
-            f"{len(dataset)} samples are too few for {fleet.world_size} ranks with drop_last=True: nothing would be "
+            f"{len(dataset)} samples are too few for {len(readers)} ranks with drop_last=True: nothing would be "
             "left; give more samples, or leave drop_last out"
         )
+    has_data = fleet.rank in readers
     return DistributedSampler(
-        dataset,  # type: ignore[arg-type]  # it asks for the length alone
-        num_replicas=fleet.world_size,
-        rank=fleet.rank,
+        dataset if has_data else range(0),  # type: ignore[arg-type]  # it asks for the length alone
+        num_replicas=len(readers),
+        rank=readers.index(fleet.rank) if has_data else 0,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from syncline.errors import UpdateError
+from syncline.errors import UpdateError, name_ranks
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
@@ -22,7 +22,13 @@ from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.samples import CountSamples, SampleCount
-from syncline.pytorch.sync_batch_norm import check_layers, find_layers, restore_layers, synchronise_layers
+from syncline.pytorch.sync_batch_norm import (
+    check_joinable,
+    check_layers,
+    find_layers,
+    restore_layers,
+    synchronise_layers,
+)
 from syncline.pytorch.training import Training
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
@@ -79,17 +85,48 @@ def distribute(
     is_asked = priorities is not True or fleet.topology.priorities is not None
     tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked)
     updater = _start_rule(rule, Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
-    buffers = BufferBroadcast(model, buffer_control, is_enabled=broadcast_buffers and updater.is_synchronous)
-    training = Training(model, updater, count, tuner, buffers, joins=join_control, check_every=check_every)
+    try:
+        helpers = _checked_helpers(model, updater, fleet)
+    except UpdateError:
+        updater.close()
+        raise
+    first = next(rank for rank in range(fleet.world_size) if rank not in helpers)
+    is_enabled = broadcast_buffers and updater.is_synchronous
+    buffers = BufferBroadcast(model, buffer_control, is_enabled=is_enabled, root=first)
+    training = Training(
+        model, updater, count, tuner, buffers, joins=join_control, check_every=check_every, helpers=helpers
+    )
     updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
     _register(training, fleet)
-    return model, DistributedOptimizer(training)
+    return model, DistributedOptimizer(training, save_as_told=_save_as_told)
+
+
+def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[int, ...]:
+    """Return the ranks without data, if the rule and the model can do with them."""
+    helpers = fleet.topology.helpers
+    if not helpers:
+        return ()
+    if not updater.is_synchronous:
+        raise UpdateError(
+            f"The topology has helpers ({name_ranks(helpers)}), which need a rule in which every rank makes every "
+            "step; take AllReduce() or Sharded(), or write 'gateway: one' in the topology"
+        )
+    check_joinable(model)
+    return helpers
 
 
 def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> None:
     from syncline.pytorch.checkpoint import save_alone  # with torch's part, a third of what a rank would load at once
 
     save_alone(path, model, optimizer, extra={"iteration": iteration})
+
+
+def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:
+    """Take part in a checkpoint that another rank writes."""
+    from syncline.pytorch.checkpoint import save_checkpoint  # as above
+
+    given = optimizer if told["has_optimizer"] else None
+    save_checkpoint(told["path"], optimizer.training.model, given, extra=told["extra"])
 
 
 def _plan_collectives(

@@ -3,11 +3,14 @@
 Before each backward pass, clipping and step, a rank within ``join()`` tells what comes, in one small sum over all
 ranks. A rank that is done says so each time, and does the same with no weight; hyper-parameters of a step it takes from
 the lowest rank that is still at work, whose schedulers go on. All are done when nobody is at work any more.
+
+Where hosts have helpers, ranks without data, all of the training is such a ``join()``, in which helpers are done from
+the start: they follow in ``serve()``, or else when their fleet closes, and the others then follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +19,10 @@ from syncline.errors import UpdateError
 from syncline.updates.control import ControlStream
 from syncline.updates.rule import Updater
 
-_DONE, _PASS, _CLIP, _STEP = 0.0, 1.0, 2.0, 3.0
+_DONE, _PASS, _CLIP, _STEP, _SAVE = 0.0, 1.0, 2.0, 3.0, 4.0
+
+Save = Callable[[Mapping[str, Any]], None]
+"""Takes part in writing a checkpoint, as another rank has told it."""
 
 
 class Follower(Protocol):
@@ -50,8 +56,12 @@ class Joining:
         """Say that this rank makes a step, and with which hyper-parameters."""
         self._announce(_STEP, [_hyperparameters(group) for group in self._optimizer.param_groups])
 
-    def follow(self, training: Follower) -> None:
-        """Do what the others do, with no weight, until all are done."""
+    def announce_save(self, told: Mapping[str, Any]) -> None:
+        """Say that this rank writes a checkpoint, and what the others need for their part."""
+        self._announce(_SAVE, told)
+
+    def follow(self, training: Follower, save: Save | None = None) -> None:
+        """Do what the others do, with no weight, until all are done; ``save`` takes part in checkpoints."""
         while True:
             codes = self._control.gather_numbers(_DONE, "ranks that join")
             if not any(codes):
@@ -61,7 +71,14 @@ class Joining:
                 training.follow_pass()
                 continue
             told = self._control.all_gather(None, "what a rank that joins follows")[leader]
-            if codes[leader] == _CLIP:
+            if codes[leader] == _SAVE:
+                if save is None:
+                    raise UpdateError(
+                        "Ranks that still train write a checkpoint, for which the part of this one, which is done, is "
+                        "missing; save after join(), or on a helper call optimizer.serve() in place of the loop"
+                    )
+                save(told)
+            elif codes[leader] == _CLIP:
                 training.updater.clip_grad_norm(told["max_norm"], told["norm_type"], error_if_nonfinite=False)
             else:
                 for group, options in zip(self._optimizer.param_groups, told, strict=True):
@@ -73,8 +90,8 @@ class Joining:
         others = {other for other in codes if other not in {_DONE, code}}
         if others:
             raise UpdateError(
-                f"Within join() ranks differ in what they do next ({codes}: 0 done, 1 backward, 2 clip, 3 step): every "
-                "rank that has data runs the same backward passes, clipping and steps"
+                f"Within join() ranks differ in what they do next ({codes}: 0 done, 1 backward, 2 clip, 3 step, 4 "
+                "save): every rank that has data runs the same backward passes, clipping, steps and checkpoints"
             )
         if _DONE in codes and code != _PASS:
             self._control.all_gather(told, "what a rank that joins follows")

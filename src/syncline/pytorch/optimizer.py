@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from syncline.errors import UpdateError
 from syncline.priorities.tuner import TunerStatistics
+from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.private_torch import note_step, state_hooks
@@ -30,8 +32,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     0.05
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(
+        self, training: Training, *, save_as_told: Callable[[DistributedOptimizer, Mapping[str, Any]], None]
+    ) -> None:
         self.training = training
+        self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
         self.inner = training.updater.optimizer
         self._is_complete = False
         super().__init__(self.inner.param_groups, self.inner.defaults)  # what it sets is the inner optimizer's
@@ -129,27 +134,56 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank only serves the others (``Overlapped(servers="dedicated:k")``): see :meth:`serve`."""
-        return self.training.updater.is_server
+        """Whether this rank only serves the others: see :meth:`serve`.
+
+        So it is on the last ranks with ``Overlapped(servers="dedicated:k")``, and on the helpers of a topology.
+        """
+        return self.training.updater.is_server or self.training.is_helper
 
     def serve(self) -> None:
         """Serve the ranks that train, and return when all of them have closed their fleets, or are lost.
 
         It stands in place of the training loop on ranks where :attr:`is_server` is True; elsewhere it raises
-        :class:`UpdateError`. A server's model keeps the parameters that it began with. Collectives of the whole fleet
-        (``fleet.barrier()`` ...) would wait for it all the while.
+        :class:`UpdateError`. A dedicated server's model keeps the parameters that it began with; a helper's follows the
+        others', and it takes part in their steps, clipping and :func:`syncline.save_checkpoint`. Collectives of the
+        whole fleet (``fleet.barrier()``, ``optimizer.state_dict()`` ...) would wait for it all the while.
 
         >>> rule = syncline.Overlapped(servers="dedicated:1")  # the last rank serves, with two ranks or more
         >>> def run(optimizer, train):
         ...     optimizer.serve() if optimizer.is_server else train()
         """
         updater = self.training.updater
-        if not updater.is_server:
+        if not self.is_server:
             raise UpdateError(
                 f"rank {updater.collectives.rank} trains, and serves beside that; call serve() only where "
-                "optimizer.is_server is True: on the ranks of Overlapped(servers='dedicated:k')"
+                "optimizer.is_server is True: on the ranks of Overlapped(servers='dedicated:k'), and on helpers"
             )
-        updater.serve()
+        if updater.is_server:
+            updater.serve()
+        else:
+            self.training.follow(partial(self._save_as_told, self))
+
+    def contribute(self, gradients: Gradients, samples: float) -> None:
+        """Feed gradients that this rank was sent, by processing units behind it for example, into the coming step.
+
+        ``gradients``: tensors in the shapes and number types of their parameters, by name, or in the order of
+        ``model.parameters()`` (of those that are trained), None for one without. They are gradients of the *mean* loss
+        over ``samples`` samples, as ``backward()`` leaves them in ``p.grad``; divide a sum by its samples before. With
+        ``GradScaler`` they are scaled as this rank's own are.
+
+        They join what this rank's next backward pass brings, or all that it brings if ``step()`` comes without one; so
+        does what further calls bring. With ``samples="batch"`` in ``distribute()``, which this needs, the update is
+        that of one process over the union of all samples. With ``AllReduce`` and ``Sharded``. The tensors are free
+        again when it returns.
+
+        Raises :class:`UpdateError`, and takes nothing, for an unknown name, another shape or number type, a negative
+        number of samples, a rank that does not count samples, and after the backward pass of this step.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, samples="batch")
+        >>> optimizer.contribute({"bias": torch.tensor([1.0, 2.0])}, samples=8)
+        >>> optimizer.step()  # this rank ran no backward pass
+        """
+        self.training.contribute(gradients, samples)
 
     @property
     def iteration(self) -> int:

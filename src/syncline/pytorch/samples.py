@@ -57,7 +57,7 @@ class SampleCount:
 
     def see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ForwardPass:
         """Count the samples of a forward pass that has come to its end."""
-        return ForwardPass(_checked(self._count(*args, **kwargs)))
+        return ForwardPass(checked_number(self._count(*args, **kwargs)))
 
     def reach(self, forward: ForwardPass, task: int) -> None:
         """Note that a backward pass (by its number) has come to what a forward pass returned."""
@@ -72,7 +72,7 @@ class SampleCount:
 
     def tell(self, num_samples: float) -> None:
         """Let the user's number stand for the whole step."""
-        self._told = _checked(num_samples)
+        self._told = checked_number(num_samples)
 
     @property
     def so_far(self) -> float:
@@ -123,7 +123,8 @@ def first_dimension(*args: Any, **kwargs: Any) -> float:
     return 1.0
 
 
-def _checked(number: float) -> float:
+def checked_number(number: float) -> float:
+    """Return a number of samples; :class:`UpdateError` unless it is 0 or more, and finite."""
     if not 0 <= number < float("inf"):
         raise UpdateError(f"A number of samples is at least 0 and finite, not {number}")
     return float(number)

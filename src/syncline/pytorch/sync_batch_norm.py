@@ -62,8 +62,8 @@ def check_joinable(model: nn.Module) -> None:
     """Raise :class:`UpdateError` if a rank that is done would be missed in a layer's sums."""
     for name in find_layers(model):
         raise UpdateError(
-            f"join() lets ranks end early, but the forward pass of {name!r}, a SyncBatchNorm, waits for every rank; "
-            "give all ranks as many batches, or use BatchNorm"
+            f"join() lets ranks end early, and helpers make no forward passes, but that of {name!r}, a SyncBatchNorm, "
+            "waits for every rank; give all ranks as many batches, or use BatchNorm"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.compiled import has_compiled_parts
 from syncline.pytorch.consistency import Consistency
+from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import check_in_place
-from syncline.pytorch.joining import Joining
+from syncline.pytorch.joining import Joining, Save
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.stand_ins import StandIns
@@ -43,6 +44,7 @@ class Training:
         *,
         joins: ControlStream,
         check_every: int | None,
+        helpers: Sequence[int] = (),
     ) -> None:
         control = updater.collectives.control
         self.model = model
@@ -51,17 +53,18 @@ class Training:
         self._samples = samples
         self._buffers = buffers
         self._joins = joins
-        self._joining: Joining | None = None
+        self._joining = Joining(joins, updater.optimizer) if helpers else None
+        self.is_helper = control.rank in helpers
+        """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self._consistency = Consistency(updater, every=check_every)
         ranks = range(control.world_size) if updater.is_synchronous else (control.rank,)
         self._watch = StepWatch(updater.buckets, rank=control.rank, ranks=ranks)
-        whole = updater.takes_sparse_gradients
         self._collector = GradientCollector(
             updater,
             StepReports(control) if updater.is_synchronous else LocalReports(),
             samples,
             self._watch,
-            sparse=SparseGradients(model, updater.buckets, control) if whole else None,
+            sparse=SparseGradients(model, updater.buckets, control) if updater.takes_sparse_gradients else None,
             before=self._before_backward,
             after=self._after_backward,
         )
@@ -99,23 +102,37 @@ class Training:
             )
         check_joinable(self.model)
         if self._joining is not None:
-            raise UpdateError("join() is not called within another join() of the same model")
+            raise UpdateError(
+                "join() is not called within another of the same model, nor with helpers in the topology, when ranks "
+                "may make different numbers of steps without it"
+            )
         self._joining = Joining(self._joins, self.updater.optimizer)
         try:
             yield
-            self.zero_grad()
-            self._buffers.begin_forward()  # before others wait for it
-            self._joining.follow(self)
+            self.follow()
         finally:
             self._joining = None
 
-    def follow_pass(self) -> None:
-        """Take part in a backward pass of others with no weight."""
+    def follow(self, save: Save | None = None) -> None:
+        """Go on in the others' steps until all are done, within :meth:`join` or where there are helpers."""
+        if self._joining is None:
+            return
+        self.zero_grad()
+        self._buffers.begin_forward()  # before others wait for it
         self._following = True
         try:
-            self._collector.run_empty()
+            self._joining.follow(self, save)
         finally:
-            self._following = False
+            self._following, self._joining = False, None
+
+    def announce_save(self, told: Mapping[str, Any]) -> None:
+        """Let those who follow take part in a checkpoint."""
+        if self._joining is not None and not self._following:
+            self._joining.announce_save(told)
+
+    def follow_pass(self) -> None:
+        """Take part in a backward pass of others with no weight."""
+        self._collector.run_empty()
 
     def follow_step(self) -> None:
         """Make the step of others."""
@@ -138,6 +155,10 @@ class Training:
         """Weight this rank's gradient of the current step by ``num_samples``."""
         self._samples.tell(num_samples)
 
+    def contribute(self, gradients: Gradients, num_samples: float) -> None:
+        """Let the next pass of this rank bring these gradients too."""
+        self._collector.contribute(gradients, num_samples)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without weight if this rank ran no backward pass; return the closure's loss."""
         self._check_open()
@@ -152,8 +173,8 @@ class Training:
             self._make_complete()
         elif self._joining is not None:
             raise UpdateError(
-                "Within join() step(closure) is not served with AllReduce(), whose optimizer decides how often it "
-                "evaluates the model; call step() without a closure"
+                "Within join(), and with helpers, step(closure) is not served with AllReduce(), whose optimizer "
+                "decides how often it evaluates the model; call step() without a closure"
             )
         if self._joining is not None:
             self._joining.announce_step()
@@ -199,6 +220,7 @@ class Training:
 
     def finish(self) -> None:
         """End what is under way on all ranks, before the fleet closes."""
+        self.follow()
         with self._stepping():
             self.updater.finish()
         self.synchronize()

@@ -12,6 +12,7 @@ from syncline.errors import TopologyError
 from syncline.fabric import Rendezvous, Store
 from syncline.fabric.rendezvous import LINGER_S, MAX_NAME_LENGTH, SILENCE_S, Member
 from syncline.runtime.loop import CommunicationLoop
+from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 
 _NOWHERE, _NO_PORT = "0.0.0.0", 1  # noqa: S104 - nothing listens: nobody connects by what is told here
@@ -31,6 +32,8 @@ def match_topology(
     silence_s: float = SILENCE_S,
 ) -> Topology:
     """Tell the others ``host``, this rank's, and return the topology with the ranks where their hosts are.
+
+    Gateways that it leaves open (``gateway: auto``) are chosen.
 
     Every rank of the job calls this, with the same topology and ``job_id``; None is one switch, without rates, for all
     hosts. It blocks until the last rank has come; one of which the store hears nothing for ``silence_s`` is gone. The
@@ -66,5 +69,5 @@ def match_topology(
 
 def _numbered(topology: Topology | None, hosts: tuple[str, ...]) -> Topology:
     if topology is not None:
-        return topology.matched(hosts)
+        return with_gateways_chosen(topology.matched(hosts))
     return Topology.flat(len(hosts)) if len(set(hosts)) == 1 else Topology.flat_on(hosts)

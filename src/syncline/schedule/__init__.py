@@ -8,6 +8,7 @@ from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import After, Before, Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, predict
 from syncline.schedule.draft import UNOWNED, Draft
+from syncline.schedule.gateway_choice import with_gateways_chosen
 from syncline.schedule.in_trees import draft_with_owners
 from syncline.schedule.layout import Layout
 from syncline.schedule.ownership import Fractions, Target
@@ -55,6 +56,7 @@ __all__ = [
     "Planner",
     "PLANNERS",
     "choose",
+    "with_gateways_chosen",
     "predict",
     "Prediction",
     "CostModel",

@@ -11,6 +11,7 @@ from syncline.schedule.binomial import draft_binomial
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict
 from syncline.schedule.draft import Draft
+from syncline.schedule.gateways import is_bound_to_gateways
 from syncline.schedule.ownership import Target
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
 from syncline.schedule.ring import draft_ring
@@ -28,7 +29,8 @@ _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 class Planner:
     """A way to draw schedules, and the collectives that it knows.
 
-    ``draft(topology, collective, *, target, root)`` returns a :class:`Draft`.
+    ``draft(topology, collective, *, target, root)`` returns a :class:`Draft`. ``knows_gateways``: whether it keeps
+    ranks behind a gateway from speaking to other hosts; one that does not is no choice where there are gateways.
 
     >>> PLANNERS["binomial"].collectives == {Collective.BROADCAST}
     True
@@ -37,14 +39,30 @@ class Planner:
     name: str
     draft: Callable[..., Draft]
     collectives: frozenset[Collective]
+    knows_gateways: bool = False
+
+    def serves(self, topology: Topology, collective: Collective, target: Target = "balanced") -> bool:
+        """Whether it can plan ``collective`` as ``topology`` wants it.
+
+        >>> PLANNERS["ring"].serves(Topology.parse("{host: a, ranks: 2, gateway: one}"), Collective.ALL_REDUCE)
+        False
+        """
+        is_able = self.knows_gateways or not is_bound_to_gateways(topology, collective, target)
+        return is_able and collective in self.collectives
 
     def plan(
         self, topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
     ) -> Schedule:
-        """Draw a schedule and prove it; :class:`ScheduleError` for a collective that it does not know."""
+        """Draw a schedule and prove it; :class:`ScheduleError` for what it does not serve."""
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
             raise ScheduleError(f"planner {self.name!r} plans {known}, not {collective}; take another planner")
+        if not self.serves(topology, collective, target):
+            able = ", ".join(planner.name for planner in PLANNERS.values() if planner.knows_gateways)
+            raise ScheduleError(
+                f"planner {self.name!r} lets every rank speak to other hosts, and topology {topology.name!r} has "
+                f"gateways; take one of {able}, or write 'gateway: every'"
+            )
         return verify(self.draft(topology, collective, target=target, root=root))
 
 
@@ -55,8 +73,8 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
     {
         planner.name: planner
         for planner in (
-            Planner(name="tree", draft=draft_tree, collectives=_ALL),
-            Planner(name="weighted_tree", draft=draft_weighted_tree, collectives=_ALL),
+            Planner(name="tree", draft=draft_tree, collectives=_ALL, knows_gateways=True),
+            Planner(name="weighted_tree", draft=draft_weighted_tree, collectives=_ALL, knows_gateways=True),
             Planner(name="ring", draft=draft_ring, collectives=_ALL),
             Planner(name="recursive_doubling", draft=draft_recursive_doubling, collectives=_ALL - _BROADCAST),
             Planner(name="binomial", draft=draft_binomial, collectives=_BROADCAST),
@@ -79,7 +97,7 @@ def choose(
 ) -> Schedule:
     """Return the schedule that is predicted to be the fastest for ``num_bytes``; only that one is proved.
 
-    Every planner of :data:`PLANNERS` that knows the collective draws one (rings only up to 256 ranks), and
+    Every planner of :data:`PLANNERS` that serves the collective draws one (rings only up to 256 ranks), and
     :func:`predict` costs them in slices of ``slice_bytes``; ``cost`` as there.
     ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
     reduce-scatter and its all-gather.
@@ -91,7 +109,7 @@ def choose(
     drafts = [
         planner.draft(topology, collective, target=target, root=root)
         for planner in PLANNERS.values()
-        if collective in planner.collectives and is_worth_drawing(planner, topology)
+        if planner.serves(topology, collective, target) and is_worth_drawing(planner, topology)
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
     return verify(fastest((draft, predict(draft, topology, num_bytes, slice_bytes, cost=cost)) for draft in owned))

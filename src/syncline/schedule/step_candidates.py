@@ -192,7 +192,7 @@ def _busy_s(prediction: StepPrediction) -> float:
 
 def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
     for planner in PLANNERS.values():
-        if Collective.ALL_REDUCE not in planner.collectives or not is_worth_drawing(planner, topology):
+        if not (planner.serves(topology, Collective.ALL_REDUCE) and is_worth_drawing(planner, topology)):
             continue
         halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
         if halves is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.exchange import draw_exchanges
+from syncline.schedule.gateways import gateway_fractions, is_bound_to_gateways
 from syncline.schedule.ownership import Fractions, Target, TreeDivision, check_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfers
@@ -34,7 +35,8 @@ def plan_tree(
     """Plan a collective along the tree; equal portions unless ``fractions`` weighs the children of some parents.
 
     ``target="rank_order"`` makes rank k own exactly [k/N, (k+1)/N). ``root`` matters to a broadcast alone.
-    ``fractions``: for the name of a parent, an integer weight for each of its children.
+    ``fractions``: for the name of a parent, an integer weight for each of its children. Ranks behind a gateway of the
+    topology own nothing, whatever the fractions, but in a broadcast and in rank order, where every rank speaks.
 
     Cost: with the fractions f_c of R children, an all-reduce puts (1 + (R - 2) f_c) S on the link of child c in each
     direction; as many steps as parents on the longest path, twice for an all-reduce. O(transfers). Raises
@@ -60,6 +62,8 @@ def draft_tree(
     if collective is Collective.BROADCAST:
         return draft_tree_broadcast(topology, root=root, fractions=fractions, planner=planner)
     weights = check_fractions(topology, fractions)
+    if is_bound_to_gateways(topology, collective, target):
+        weights = {**weights, **gateway_fractions(topology)}
     division = TreeDivision(topology.root, num_ranks=topology.num_ranks, fractions=weights, target=target)
     cuts = tuple(sorted(division.cuts()))
     scatter = draw_exchanges(division.exchanges, cuts).merged()

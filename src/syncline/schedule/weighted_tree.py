@@ -15,6 +15,7 @@ from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import CostModel, fastest, predict
 from syncline.schedule.draft import Draft
+from syncline.schedule.gateways import is_bound_to_gateways, speaking
 from syncline.schedule.ownership import Fractions, Target
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
@@ -75,5 +76,7 @@ def _candidates(topology: Topology, collective: Collective, target: Target) -> l
     """Return whatever may be better than equal portions; for what cannot be solved, what is nearest to it."""
     if collective is Collective.BROADCAST:
         return [best_fractions(topology, Collective.ALL_GATHER)]
+    if is_bound_to_gateways(topology, collective, target):
+        topology = speaking(topology)  # what the others add to a gateway's own link is left out
     kin = [] if target == "balanced" or collective is Collective.ALL_REDUCE else [Collective.ALL_REDUCE]
     return [best_fractions(topology, each) for each in (collective, *kin)]

@@ -51,9 +51,9 @@ class ControlStream:
         self.start_sum(values, label).wait()
         return values
 
-    def start_broadcast(self, tensor: torch.Tensor, label: str) -> Work:
-        """Begin to replace ``tensor`` (contiguous, in host memory) by that of rank 0."""
-        return self._submit(Collective.BROADCAST, tensor, label, root=0)
+    def start_broadcast(self, tensor: torch.Tensor, label: str, *, root: int = 0) -> Work:
+        """Begin to replace ``tensor`` (contiguous, in host memory) by that of rank ``root``."""
+        return self._submit(Collective.BROADCAST, tensor, label, root=root)
 
     def gather_numbers(self, number: float, label: str) -> list[float]:
         """Return every rank's ``number``, in rank order."""
