@@ -149,7 +149,7 @@ class GradientCollector:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
                 self._watch.look(bucket)
-                self._updater.reduce(bucket)
+                self._updater.reduce_early(bucket)
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -159,6 +159,7 @@ class GradientCollector:
         self._weight = weight
         self._expected_total = self._reports.expected_total(weight)
         self._scale = weight / self._expected_total
+        self._updater.weigh(weight, self._expected_total)
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
         self._begin_ns = self._updater.collectives.trace.now_ns()
