@@ -12,7 +12,7 @@ from test_training_oracle import OPTIMIZERS, TOPOLOGIES, digest, train_together
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.pytorch.control import no_sync
+from syncline.pytorch.control import join, no_sync
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("perceptron", "element"),
         ("perceptron", "parameter"),
         ("perceptron", "overlapped"),
+        ("convolution_batchnorm", "element"),
         ("tied", "element"),
         ("sometimes_unused", "overlapped"),
         ("two_types", "parameter"),
@@ -143,6 +144,20 @@ def test_passes_under_no_sync_are_added_up_before() -> None:
             with no_sync(model):
                 loss_of(model, 2 * INPUTS, TARGETS).backward()
             good_step(model, optimizer)
+        return digest(model)
+
+    after, within = run_alike(body)
+    assert within == after
+
+
+def test_a_rank_without_data_follows_the_others() -> None:
+    template = CASES["perceptron"].make()
+
+    def body(fleet: Fleet, in_backward: bool) -> str:
+        model, optimizer = start(fleet, template, in_backward=in_backward)
+        with join(model):
+            for _ in range(2 + 2 * fleet.rank):
+                good_step(model, optimizer)
         return digest(model)
 
     after, within = run_alike(body)

@@ -26,6 +26,7 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.divided import DividedGradients
+from syncline.updates.host_portions import Portions
 from syncline.updates.readiness import Readiness
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
@@ -54,13 +55,19 @@ class _PendingUpdate:
 class InBackwardUpdater(ShardedUpdater):
     """The sharded update, made within the backward pass, at work on one model."""
 
-    def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool) -> None:
+    def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool, portions: Portions) -> None:
         for bucket in setting.buckets:
             bucket.step_beside()
         self._gathered = Readiness(len(setting.buckets))
         self._is_asked = [False] * len(setting.buckets)  # the update thread's alone
         self._pending: _PendingUpdate | None = None
-        super().__init__(setting, whole_parameters=whole_parameters, overlap_forward=overlap_forward, has_meter=False)
+        super().__init__(
+            setting,
+            whole_parameters=whole_parameters,
+            overlap_forward=overlap_forward,
+            portions=portions,
+            has_meter=False,
+        )
 
     @property
     def divided_gradients(self) -> DividedGradients:

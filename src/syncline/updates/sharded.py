@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from syncline.errors import ConfigurationError
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
+from syncline.updates.host_portions import Portions, check_portions
 from syncline.updates.in_backward import InBackwardUpdater
 from syncline.updates.inner import check_divisible
+from syncline.updates.parameter_owners import Cost
 from syncline.updates.rule import Setting
 from syncline.updates.sharded_updater import ShardedUpdater
 
@@ -22,7 +25,13 @@ class Sharded:
 
     ``align``: ``"element"`` divides buckets wherever the topology wants; it needs an optimizer that treats each element
     by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD). ``"parameter"`` gives
-    each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...).
+    each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...);
+    ``cost`` then says from a parameter's shape what its update costs, so that ranks have about their portions of that
+    (default: the number of elements; :func:`~syncline.updates.matrix_cost` suits Muon).
+    ``portions``: how much each rank owns. ``"balanced"`` leaves every rank at most 1.25 / N of the state, unless that
+    makes the predicted step more than 10 % longer; ``"fastest"`` is what the links like best; a mapping gives a number
+    to each host of the topology, of which the ratios count: a host's ranks share its part alike. Where the topology
+    says how much memory a host has, its ranks own no more state than that holds.
     ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
     its way; None leaves it to the runtime. ``overlap_forward``: ``step()`` returns before the parameters are final, and
     whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
@@ -47,6 +56,8 @@ class Sharded:
     """
 
     align: Literal["element", "parameter"] = "element"
+    portions: Portions = field(default="balanced", hash=False)
+    cost: Cost | None = field(default=None, repr=False)
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     slice_bytes: int | None = None
     overlap_forward: bool = False
@@ -55,6 +66,13 @@ class Sharded:
     def __post_init__(self) -> None:
         if self.align not in {"element", "parameter"}:
             raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
+        if self.cost is not None and not self.whole_parameters:
+            raise ConfigurationError(
+                'cost weighs whole parameters, and align="element" divides them; use align="parameter", or no cost'
+            )
+        check_portions(self.portions)
+        if not isinstance(self.portions, str):
+            object.__setattr__(self, "portions", dict(sorted(self.portions.items())))
         check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     @property
@@ -69,6 +87,9 @@ class Sharded:
             is_divided=True,
             whole_parameters=self.whole_parameters,
             slice_bytes=self.slice_bytes,
+            portions=self.portions,
+            cost=self.cost or math.prod,
+            num_copies=2 if self.step_in_backward else 1,
         )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,4 +99,9 @@ class Sharded:
     def start(self, setting: Setting) -> ShardedUpdater:
         """Begin to work on a model, and start the update thread; every rank calls it."""
         kind = InBackwardUpdater if self.step_in_backward else ShardedUpdater
-        return kind(setting, whole_parameters=self.whole_parameters, overlap_forward=self.overlap_forward)
+        return kind(
+            setting,
+            whole_parameters=self.whole_parameters,
+            overlap_forward=self.overlap_forward,
+            portions=self.portions,
+        )

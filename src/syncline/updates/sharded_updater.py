@@ -10,6 +10,7 @@ with shards that follow the topology's tree in place of equal ones.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,17 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.divided import DividedGradients, GradientsOfStep
+from syncline.updates.host_portions import Portions
 from syncline.updates.inner import hyperparameters
 from syncline.updates.readiness import Readiness
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
 from syncline.updates.shard import Shard
+from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.state import StateEntry, StateSource
 from syncline.updates.worker_thread import WorkerThread
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,13 @@ class ShardedUpdater(Updater):
     divides_gradients = True
 
     def __init__(
-        self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool, has_meter: bool = True
+        self,
+        setting: Setting,
+        *,
+        whole_parameters: bool,
+        overlap_forward: bool,
+        portions: Portions,
+        has_meter: bool = True,
     ) -> None:
         super().__init__(setting)
         self.defers_parameters = overlap_forward
@@ -57,6 +68,9 @@ class ShardedUpdater(Updater):
             Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
             for bucket in self.buckets
         ]
+        self._statistics = ShardedStatistics.of(bucket_schedules, portions)
+        if self.collectives.rank == 0:
+            _log.info("%s", self._statistics)
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
         self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
         self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
@@ -80,6 +94,10 @@ class ShardedUpdater(Updater):
     def num_state_bytes(self) -> int:
         """Memory of this rank's optimizer state."""
         return sum(shard.num_state_bytes for shard in self.shards)
+
+    def statistics(self) -> ShardedStatistics:
+        """Return which rank owns how much."""
+        return self._statistics
 
     def begin_backward(self) -> None:
         """Make ready for new gradients; raises what went wrong since the last step."""
