@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from meeting_stores import DictStore
+from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime import communicators_in_memory
+from syncline.runtime import Communicator, communicators_in_memory
 from syncline.topology import Topology
 
 JOIN_S = 180.0
@@ -34,6 +37,22 @@ def run_fleets(
             return body(fleet)
 
     return run_threads(len(fleets), on_rank, accept=accept)
+
+
+def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
+    """Run ``body`` on every rank, each a thread with sockets of its own."""
+    store, world_size = DictStore(), topology.num_ranks
+
+    def main(rank: int) -> Any:
+        options = FabricOptions(shares_memory=False)
+        communicator = Communicator.connect(
+            rank=rank, world_size=world_size, topology=topology, store=store, options=options, timeout_s=60.0
+        )
+        with Fleet(communicator) as fleet:
+            return body(fleet)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(main, range(world_size)))
 
 
 def run_threads(world: int, on_rank: Callable[[int], Any], *, accept: Accepted = ()) -> list[Any]:

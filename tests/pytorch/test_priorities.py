@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from meeting_stores import DictStore
 from syncline import Priorities
 from syncline.errors import ConfigurationError, SynclineError
-from syncline.fabric import FabricOptions
 from syncline.observe import Trace
 from syncline.priorities.decision import Decision, Verdict
 from syncline.priorities.forward_timing import predict_forward
 from syncline.priorities.meter import StepSample
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime import Communicator
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
+from thread_fleets import run_over_tcp
 
 NUM_STEPS = 12
 RULES: dict[str, UpdateRule] = {
@@ -128,22 +124,6 @@ def test_ranks_that_differ_in_priorities_are_told(run_fleets: Any) -> None:
         run_fleets(2, body)
 
 
-def over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
-    """Run ``body`` on every rank, each a thread with sockets of its own."""
-    store, world_size = DictStore(), topology.num_ranks
-
-    def main(rank: int) -> Any:
-        options = FabricOptions(shares_memory=False)
-        communicator = Communicator.connect(
-            rank=rank, world_size=world_size, topology=topology, store=store, options=options, timeout_s=60.0
-        )
-        with Fleet(communicator) as fleet:
-            return body(fleet)
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(main, range(world_size)))
-
-
 def connections_of(fleet: Fleet) -> tuple[int, int]:
     """Return how many classes are open, and how large a message may be that a neighbour is sent unasked."""
     fabric: Any = fleet.communicator._fabric
@@ -183,7 +163,7 @@ def test_by_default_sizes_are_those_of_one_class_and_others_last_as_long_as_a_ve
         by_class = fleet.statistics().fabric.by_class()
         return seen, [by_class[number].sent_messages if number in by_class else 0 for number in range(4)]
 
-    for seen, sent in over_tcp(Topology.flat(2, rate=125e6), body):
+    for seen, sent in run_over_tcp(Topology.flat(2, rate=125e6), body):
         if rule.overlap_forward:
             assert seen == [ONE] * 8 + [SEVERAL] * 8 + [ONE_AGAIN] * 2
             assert sent[0] > sent[1] > 0 == sent[2] == sent[3]
@@ -199,7 +179,7 @@ def test_what_a_user_asks_for_holds_from_the_first_step() -> None:
         distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule, priorities=Priorities(), fleet=fleet)
         return connections_of(fleet)
 
-    assert over_tcp(Topology.flat(2, rate=125e6), body) == [SEVERAL] * 2
+    assert run_over_tcp(Topology.flat(2, rate=125e6), body) == [SEVERAL] * 2
 
 
 def test_models_whose_priorities_do_not_go_together_are_refused_at_once() -> None:
@@ -210,4 +190,4 @@ def test_models_whose_priorities_do_not_go_together_are_refused_at_once() -> Non
             distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule, priorities=priorities, fleet=fleet)
 
     with pytest.raises(ConfigurationError, match="give all models of a job the same priorities"):
-        over_tcp(Topology.flat(2, rate=125e6), body)
+        run_over_tcp(Topology.flat(2, rate=125e6), body)

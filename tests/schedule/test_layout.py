@@ -28,7 +28,7 @@ def test_slices_are_even_and_divided_like_the_whole():
 
 
 def test_empty_buffer_has_one_empty_slice():
-    for layout in (Layout.build(FLAT, 0, 8), Layout.contiguous(FLAT, 0, 8), Layout.aligned(FLAT, [0], 8)):
+    for layout in (Layout.build(FLAT, 0, 8), Layout.contiguous(FLAT, 0, 8)):
         assert layout.slices == ((0, 0, 0, 0, 0),)
         assert [layout.owned_ranges(FLAT, rank) for rank in range(4)] == [()] * 4
 
@@ -46,30 +46,6 @@ def test_many_ranks_do_not_make_endless_slices():
     layout = Layout.contiguous(schedule, 10**6, 20)
     assert len(layout.slices) * 101 <= 1 << 21
     assert covered(layout)[0][0] == 0
-
-
-def test_cuts_move_to_the_nearest_boundary():
-    layout = Layout.aligned(FLAT, [0, 3, 9, 10, 20], 100)
-    assert layout.slices == ((0, 3, 10, 10, 20),)
-
-
-@effort(max_examples=30)
-@given(
-    trees(max_ranks=10),
-    st.sampled_from(["balanced", "rank_order"]),
-    st.lists(st.integers(0, 20), max_size=12),
-    st.integers(10, 60),
-)
-def test_no_parameter_has_two_owners(topology, target, lengths, slice_elements):
-    boundaries = [0]
-    for length in lengths:
-        boundaries.append(boundaries[-1] + length)
-    schedule = plan_tree(topology, Collective.ALL_REDUCE, target=target)
-    layout = Layout.aligned(schedule, boundaries, slice_elements)
-    ranges = [pair for rank in range(topology.num_ranks) for pair in layout.owned_ranges(schedule, rank)]
-    assert {end for pair in ranges for end in pair} <= set(boundaries)
-    assert reference.owns_everything_once(schedule, layout)
-    reference.check(schedule, layout)
 
 
 @effort(max_examples=30)
@@ -124,9 +100,6 @@ def test_impossible_sizes_are_refused():
     for parts in ([1, 2, 3], [1, 2, 3, -1]):
         with pytest.raises(ScheduleError, match="each of 4 ranks has a part of 0 or more elements"):
             Layout.uneven(FLAT, parts, 4)
-    for boundaries in ([], [1, 2], [0, 3, 2]):
-        with pytest.raises(ScheduleError, match="boundaries must rise from 0"):
-            Layout.aligned(FLAT, boundaries, 4)
 
 
 @given(st.integers(4, 2000))

@@ -170,7 +170,7 @@ class GradientCollector:
         if self._fired[position] <= self._expected[position]:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
-                self._leave(bucket)
+                self._leave(bucket, is_early=self._weight > 0)
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -180,6 +180,7 @@ class GradientCollector:
         self._weight = weight
         self._expected_total = self._reports.expected_total(weight + self._contributions.weight)
         self._scale = weight / self._expected_total
+        self._updater.weigh(weight + self._contributions.weight, self._expected_total)
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
         self._begin_ns = self._updater.collectives.trace.now_ns()
@@ -243,11 +244,11 @@ class GradientCollector:
             self._sparse.show(exist)
         self._samples.end_pass()
 
-    def _leave(self, bucket: Bucket) -> None:
-        """Hand a complete bucket to the update rule."""
+    def _leave(self, bucket: Bucket, *, is_early: bool = False) -> None:
+        """Hand a complete bucket to the update rule; early, if this rank's own pass made all of it."""
         self._contributions.join(bucket, 1.0 / self._expected_total)
         self._watch.look(bucket)
-        self._updater.reduce(bucket)
+        (self._updater.reduce_early if is_early else self._updater.reduce)(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""

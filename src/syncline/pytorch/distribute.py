@@ -35,6 +35,7 @@ from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import plan_bucket_schedules
 from syncline.updates.control import ControlStream
+from syncline.updates.host_portions import most_shares
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -79,7 +80,7 @@ def distribute(
     control, buffer_control, join_control = _open_control_streams(fleet, 3)
     chosen = Priorities.choose(priorities, fleet.topology.priorities)
     check_agreement([*describe(model, optimizer, rule, chosen), f"check_every={check_every!r}"], control)
-    collectives = _plan_collectives(fleet, plans, rule, control)
+    collectives = _plan_collectives(fleet, plans, rule, optimizer, control)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
     is_asked = priorities is not True or fleet.topology.priorities is not None
@@ -130,10 +131,18 @@ def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> N
 
 
 def _plan_collectives(
-    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, control: ControlStream
+    fleet: Fleet,
+    plans: Sequence[BucketPlan],
+    rule: UpdateRule,
+    optimizer: torch.optim.Optimizer,
+    control: ControlStream,
 ) -> BucketCollectives:
     communicator, first_stream = fleet.communicator, fleet.reserve_streams(len(plans)).start
-    schedules = plan_bucket_schedules(communicator, plans, rule.schedule_options, first_stream=first_stream)
+    options, most = rule.schedule_options, None
+    if options.is_divided:
+        tells, num_copies = fleet.rank == 0, options.num_copies
+        most = most_shares(fleet.topology, plans, optimizer, num_copies=num_copies, tells=tells)
+    schedules = plan_bucket_schedules(communicator, plans, options, first_stream=first_stream, most=most)
     return BucketCollectives(communicator, control=control, bucket_schedules=schedules)
 
 

@@ -275,5 +275,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_bytes(self) -> int:
-        """Bytes of the optimizer state that this rank keeps; with ``Sharded`` about 1 / ``world_size`` of all."""
+        """Bytes of the optimizer state that this rank keeps; with ``Sharded`` those of its own shard alone."""
         return self.training.updater.num_state_bytes

@@ -2,14 +2,12 @@
 
 A schedule is correct for any monotone map from its cuts to element offsets, so a layout may choose: even slices that
 each look like a small copy of the whole (:meth:`Layout.build`); slices that keep every rank's part in one piece
-(:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; the same with cuts moved to given
-boundaries (:meth:`Layout.aligned`), so that no parameter has two owners; ranges of any length for each rank
+(:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; ranges of any length for each rank
 (:meth:`Layout.uneven`).
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
 from collections.abc import Sequence
@@ -81,18 +79,6 @@ class Layout:
         return cls._windows(schedule, (*offsets, starts[-1]), slice_elements)
 
     @classmethod
-    def aligned(cls, schedule: Schedule, boundaries: Sequence[int], slice_elements: int) -> Layout:
-        """Move each cut to the nearest of ``boundaries``, so that what lies between two of them has one owner.
-
-        ``boundaries`` rise from 0 to the number of elements.
-        """
-        if not boundaries or boundaries[0] != 0 or any(left > right for left, right in pairwise(boundaries)):
-            raise ScheduleError(f"boundaries must rise from 0 to the number of elements, not {list(boundaries)[:8]}...")
-        _check_sizes(boundaries[-1], slice_elements)
-        offsets = tuple(_nearest(boundaries, offset) for offset in schedule.offsets(boundaries[-1]))
-        return cls._windows(schedule, offsets, slice_elements)
-
-    @classmethod
     def _windows(cls, schedule: Schedule, offsets: tuple[int, ...], slice_elements: int) -> Layout:
         num_elements = offsets[-1]
         parts = _parts(schedule, offsets)
@@ -142,12 +128,6 @@ def _bounds(num_elements: int, slice_elements: int, num_ramp: int) -> list[int]:
     num_slices = max(1, -(-between // slice_elements))
     even = [rising[-1] + between * number // num_slices for number in range(num_slices + 1)]
     return [*rising[:-1], *even, *(num_elements - size for size in rising[-2::-1])]
-
-
-def _nearest(boundaries: Sequence[int], offset: int) -> int:
-    above = bisect.bisect_left(boundaries, offset)
-    candidates = boundaries[max(0, above - 1) : above + 1]
-    return min(candidates, key=lambda boundary: abs(boundary - offset))
 
 
 def _parts(schedule: Schedule, offsets: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,11 +5,15 @@ from syncline.updates.clustered.rule import Clustered
 from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
+from syncline.updates.parameter_owners import matrix_cost
 from syncline.updates.rule import Setting, Updater, UpdateRule
 from syncline.updates.sharded import Sharded
+from syncline.updates.sharded_statistics import ShardedStatistics
 
 __all__ = [
     "Sharded",
+    "ShardedStatistics",
+    "matrix_cost",
     "AllReduce",
     "Overlapped",
     "Nesterov",

@@ -115,6 +115,8 @@ class Bucket:
         self.tensors = tuple(owners)
         self.wire_parameters = _wire(parameters)
         self.wire_gradients = _wire(gradients)
+        self.stepped = parameters
+        """What the optimizer steps on: the parameters, or a copy beside them."""
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -139,10 +141,16 @@ class Bucket:
         if self.wire_gradients is not self.gradients:
             self.gradients.copy_(self.wire_gradients)
 
+    def step_beside(self) -> None:
+        """From now on step on a copy beside the parameters, which keep their values until new ones are unstaged."""
+        self.stepped = torch.empty_like(self.parameters)
+        if self.wire_parameters is self.parameters:
+            self.wire_parameters = self.stepped
+
     def stage_parameters(self) -> None:
-        """Bring the parameters to where they can be sent from."""
-        if self.wire_parameters is not self.parameters:
-            self.wire_parameters.copy_(self.parameters)
+        """Bring the parameters that were stepped on to where they can be sent from."""
+        if self.wire_parameters is not self.stepped:
+            self.wire_parameters.copy_(self.stepped)
 
     def unstage_parameters(self) -> None:
         """Bring parameters that arrived to where the model reads them."""

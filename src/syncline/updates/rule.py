@@ -6,6 +6,7 @@ which does the work for one model. The seams to PyTorch call the updater, on the
     wait_parameters     before something reads the parameters of some buckets
     carry               before the first gradient of a pass, if gradients are divided: which of the passes before add up
     begin_backward      before the first gradient of a pass
+    weigh               after that: what this rank's gradients count in the mean
     reduce              when all gradients of one bucket are there, in any order of buckets
     finish_backward     when no more gradients will come
     step                when the user calls ``optimizer.step()``; or discard, when they drop the gradients
@@ -100,12 +101,19 @@ class Updater(ABC):
     def begin_backward(self) -> None:
         """Make ready for the gradients of a new step; raises what went wrong since the last one."""
 
+    def weigh(self, weight: float, expected: float) -> None:  # noqa: B027 - most rules learn it from the report
+        """Take this rank's weight in the pass that begins, and the sum over ranks that it is divided by for now."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> None:
         """Start to combine a bucket whose gradients, weighted by this rank's samples, are complete.
 
         Its ``gradients`` are the updater's from here to :meth:`finish_backward`. Ranks may come in other orders.
         """
+
+    def reduce_early(self, bucket: Bucket) -> None:
+        """Do so in the middle of a pass, in which this rank has made a gradient for each parameter of the bucket."""
+        self.reduce(bucket)
 
     @abstractmethod
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:

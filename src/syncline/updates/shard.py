@@ -9,6 +9,7 @@ from the start.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +35,7 @@ class Shard:
         self._views = [ShardView(bucket, group, shaped=whole_parameters) for group in groups if group]
         tensors = [view.tensor for view in self._views]
         self._inner = make_inner(optimizer, bucket.plan.group, tensors) if tensors else None
+        self._before_step: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -57,19 +59,44 @@ class Shard:
                 for start, stop in merged(tuple(run)):
                     self._bucket.gradients[start:stop].mul_(factor)
 
-    def step(self, options: Mapping[str, Any], present: Sequence[bool]) -> None:
-        """Step on the owned elements of the parameters that are ``present`` (by position)."""
+    def step(self, options: Mapping[str, Any], present: Sequence[bool], *, may_undo: bool = False) -> None:
+        """Step on the owned elements of the parameters that are ``present`` (by position).
+
+        With ``may_undo`` a copy of the state is kept until :meth:`undo` or :meth:`commit`.
+        """
         if self._inner is None:
             return
         self._divide(present)
         active = [view for view in self._views if present[view.segments[0].slot.position]]
+        if may_undo:
+            group = {name: value for name, value in self._inner.param_groups[0].items() if name != "params"}
+            self._before_step = deepcopy(([self._inner.state.get(view.tensor, {}) for view in self._views], group))
         with torch.no_grad():
+            if self._bucket.stepped is not self._bucket.parameters:
+                for start, stop in merged(self.segments):
+                    self._bucket.stepped[start:stop].copy_(self._bucket.parameters[start:stop])
             for view in active:
                 view.load()
             self._inner.param_groups[0].update(options)
             self._inner.step()
             for view in active:
                 view.store()
+
+    def commit(self) -> None:
+        """Forget what the state was before the last step."""
+        self._before_step = None
+
+    def undo(self) -> None:
+        """Make the state what it was before the last step, which was made with ``may_undo``."""
+        if self._inner is None or self._before_step is None:
+            return
+        states, group = self._before_step
+        for view, state in zip(self._views, states, strict=True):
+            self._inner.state.pop(view.tensor, None)
+            if state:
+                self._inner.state[view.tensor] = state
+        self._inner.param_groups[0].update(group)
+        self._before_step = None
 
     def gradients(self) -> Iterator[tuple[Segment, torch.Tensor]]:
         """Yield the combined gradient of each owned segment."""

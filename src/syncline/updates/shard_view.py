@@ -61,7 +61,7 @@ class ShardView:
         self._shaped = shaped
         self._ranges = merged(segments)
         self.is_view = len(self._ranges) == 1
-        flat = bucket.parameters
+        flat = bucket.stepped
         memory = self._pick(flat) if self.is_view else torch.empty_like(flat[: self.num_elements])
         self.tensor = torch.nn.Parameter(memory)
 
@@ -73,7 +73,7 @@ class ShardView:
     def load(self) -> None:
         """Fill the view and its gradient from the bucket."""
         if not self.is_view:
-            self._fill(self.tensor.data, self._bucket.parameters)
+            self._fill(self.tensor.data, self._bucket.stepped)
         self.tensor.grad = self._gather_gradient()
 
     def store(self) -> None:
@@ -81,7 +81,7 @@ class ShardView:
         self.tensor.grad = None
         if self.is_view:
             return
-        flat, start = self._bucket.parameters, 0
+        flat, start = self._bucket.stepped, 0
         for first, last in self._ranges:
             flat[first:last].copy_(self.tensor.data[start : start + last - first])
             start += last - first

@@ -1,36 +1,22 @@
-"""The sharded update: reduce-scatter the gradients, step the own shard, all-gather the parameters.
-
-A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of the hyper-parameters;
-an update thread steps this rank's shard of each bucket, front layers first, and starts its all-gather. ``step()``
-waits for that, unless the user asks that it run under the next forward pass. State exists for owned elements alone.
-
-After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1 and 2,
-with shards that follow the topology's tree in place of equal ones.
-"""
+"""The sharded update as users ask for it; :mod:`syncline.updates.sharded_updater` does the work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from syncline.errors import ConfigurationError, UpdateError
-from syncline.runtime.work import Work
-from syncline.schedule import Collective
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.errors import ConfigurationError
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
-from syncline.updates.divided import DividedGradients, GradientsOfStep
-from syncline.updates.inner import check_divisible, hyperparameters
-from syncline.updates.readiness import Readiness
-from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, Updater
-from syncline.updates.shard import Shard
-from syncline.updates.state import StateEntry, StateSource
-from syncline.updates.worker_thread import WorkerThread
+from syncline.updates.host_portions import Portions, check_portions
+from syncline.updates.in_backward import InBackwardUpdater
+from syncline.updates.inner import check_divisible
+from syncline.updates.parameter_owners import Cost
+from syncline.updates.rule import Setting
+from syncline.updates.sharded_updater import ShardedUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +25,24 @@ class Sharded:
 
     ``align``: ``"element"`` divides buckets wherever the topology wants; it needs an optimizer that treats each element
     by itself (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD). ``"parameter"`` gives
-    each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...).
+    each parameter to one rank whole, in its shape, for any optimizer that treats each parameter by itself (Muon, ...);
+    ``cost`` then says from a parameter's shape what its update costs, so that ranks have about their portions of that
+    (default: the number of elements; :func:`~syncline.updates.matrix_cost` suits Muon).
+    ``portions``: how much each rank owns. ``"balanced"`` leaves every rank at most 1.25 / N of the state, unless that
+    makes the predicted step more than 10 % longer; ``"fastest"`` is what the links like best; a mapping gives a number
+    to each host of the topology, of which the ratios count: a host's ranks share its part alike. Where the topology
+    says how much memory a host has, its ranks own no more state than that holds.
     ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
     its way; None leaves it to the runtime. ``overlap_forward``: ``step()`` returns before the parameters are final, and
     whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
     Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
     ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
+    ``step_in_backward``: a bucket is updated within the backward pass, as soon as its reduce-scatter is over, and its
+    all-gather goes on while other gradients still come. New values wait beside the old ones until ``step()``, which
+    costs memory for a second copy of all parameters and of this rank's state. Hyper-parameters are those at the
+    beginning of the backward pass, and what looks at gradients before ``step()`` (clipping, ``GradScaler``, the sum of
+    several backward passes) is refused; passes under ``no_sync()`` come before, and are served. A parameter that is
+    written between ``backward()`` and ``step()`` is overwritten; ``zero_grad()`` drops the update.
 
     Parameters keep their shapes and number types, and end on all ranks with the same bits. After Rajbhandari et al.,
     "ZeRO", 2020, stages 1 and 2. Raises :class:`ConfigurationError` for another ``align`` and for sizes of 0 or less;
@@ -58,13 +56,23 @@ class Sharded:
     """
 
     align: Literal["element", "parameter"] = "element"
+    portions: Portions = field(default="balanced", hash=False)
+    cost: Cost | None = field(default=None, repr=False)
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     slice_bytes: int | None = None
     overlap_forward: bool = False
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.align not in {"element", "parameter"}:
             raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
+        if self.cost is not None and not self.whole_parameters:
+            raise ConfigurationError(
+                'cost weighs whole parameters, and align="element" divides them; use align="parameter", or no cost'
+            )
+        check_portions(self.portions)
+        if not isinstance(self.portions, str):
+            object.__setattr__(self, "portions", dict(sorted(self.portions.items())))
         check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     @property
@@ -76,7 +84,12 @@ class Sharded:
     def schedule_options(self) -> BucketScheduleOptions:
         """Buckets move by reduce-scatter and all-gather, each range of one owned by one rank."""
         return BucketScheduleOptions(
-            is_divided=True, whole_parameters=self.whole_parameters, slice_bytes=self.slice_bytes
+            is_divided=True,
+            whole_parameters=self.whole_parameters,
+            slice_bytes=self.slice_bytes,
+            portions=self.portions,
+            cost=self.cost or math.prod,
+            num_copies=2 if self.step_in_backward else 1,
         )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,157 +98,10 @@ class Sharded:
 
     def start(self, setting: Setting) -> ShardedUpdater:
         """Begin to work on a model, and start the update thread; every rank calls it."""
-        return ShardedUpdater(setting, whole_parameters=self.whole_parameters, overlap_forward=self.overlap_forward)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What the update thread needs of one ``step()``, as it was when that was called."""
-
-    number: int
-    gradients: GradientsOfStep
-    options: tuple[dict[str, Any], ...]
-    """Hyper-parameters of each group."""
-
-
-class ShardedUpdater(Updater):
-    """The sharded update at work on one model."""
-
-    divides_gradients = True
-
-    def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool) -> None:
-        super().__init__(setting)
-        self.defers_parameters = overlap_forward
-        bucket_schedules = self.collectives.bucket_schedules
-        self.shards = [
-            Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
-            for bucket in self.buckets
-        ]
-        num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
-        self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
-        self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
-        self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._ready.fail)
-        if overlap_forward:
-            setting.tuner.tune(self._ready)
-
-    @property
-    def divided_gradients(self) -> DividedGradients:
-        """The combined gradients, for norms and scaling; waits until they are there, and a step on them is over."""
-        self.synchronize()
-        self._gradients.inspect()
-        return self._gradients
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """This rank's optimizer state, by the pieces that it owns."""
-        return {tensor: state for shard in self.shards for tensor, state in shard.state.items()}
-
-    @property
-    def num_state_bytes(self) -> int:
-        """Memory of this rank's optimizer state."""
-        return sum(shard.num_state_bytes for shard in self.shards)
-
-    def begin_backward(self) -> None:
-        """Make ready for new gradients; raises what went wrong since the last step."""
-        self._ready.raise_failure()
-        self._gradients.begin_pass()
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Start the reduce-scatter of a bucket."""
-        bucket.stage_gradients()
-        self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
-
-    def finish_backward(self, report: PendingReport) -> None:
-        """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
-        self._gradients.end_pass(report)
-
-    def step(self) -> None:
-        """Hand the step to the update thread, and return."""
-        self._ready.raise_failure()
-        step = _Step(
-            number=self.step_number,
-            gradients=self._gradients.hand_over(),
-            options=tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups))),
+        kind = InBackwardUpdater if self.step_in_backward else ShardedUpdater
+        return kind(
+            setting,
+            whole_parameters=self.whole_parameters,
+            overlap_forward=self.overlap_forward,
+            portions=self.portions,
         )
-        self._ready.begin()
-        for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
-            job = partial(self._update, step, bucket, reduction)
-            self._thread.submit(bucket.index, (step.gradients.report.work, reduction), job)
-        self.step_number += 1
-
-    def carry(self, kept: Sequence[bool]) -> None:
-        """Let the next pass add to the gradients of these positions."""
-        if any(kept):
-            self.synchronize()
-        self._gradients.carry(kept)
-
-    def drop(self, positions: Sequence[int]) -> None:
-        """Leave these parameters out of the next step."""
-        self._gradients.drop(positions)
-
-    def discard(self) -> None:
-        """Forget the combined gradients."""
-        self._gradients.discard()
-
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Wait until the all-gather of these buckets is over."""
-        self._ready.wait(buckets, self.collectives.timeout_s)
-
-    def synchronize(self) -> None:
-        """Wait until all parameters are final; raises what went wrong."""
-        self.wait_parameters(range(len(self.buckets)))
-        self._ready.raise_failure()
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scale the gradients to a norm of at most ``max_norm``; one number per rank is moved."""
-        gradients = self.divided_gradients
-        total = gradients.total_norm(norm_type)
-        if error_if_nonfinite and not math.isfinite(total):
-            raise UpdateError(
-                f"The total norm of order {norm_type} of the gradients is {total}, so it cannot be clipped"
-            )
-        gradients.scale(total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6)))
-        return torch.tensor(total, dtype=self.buckets[0].plan.dtype, device=self.buckets[0].plan.device)
-
-    def state_entries(self) -> list[StateEntry]:
-        """Return the state of the owned elements."""
-        self.synchronize()
-        return [entry for shard in self.shards for entry in shard.state_entries()]
-
-    def load_state(self, source: StateSource) -> None:
-        """Take the owned part of the state."""
-        self.synchronize()
-        for shard in self.shards:
-            shard.load_state(source)
-
-    def close(self) -> None:
-        """End the update thread."""
-        self._thread.close()
-
-    def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
-        """Step the shard of one bucket and start its all-gather; on the update thread."""
-        reduction.wait()
-        present, factors = step.gradients.present(), step.gradients.factors()
-        trace = self.collectives.trace
-        start_ns = trace.now_ns()
-        if step.gradients.scales is None:
-            bucket.unstage_gradients()
-        shard = self.shards[bucket.index]
-        shard.scale(factors)
-        shard.step(step.options[bucket.plan.group], present)
-        bucket.stage_parameters()
-        trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=step.number)
-        self._ready.gather(bucket.index)
-        gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
-        if bucket.wire_parameters is bucket.parameters:
-            gather.add_done_callback(partial(self._finish, bucket))
-        else:
-            self._thread.submit(bucket.index, (gather,), partial(self._finish, bucket, gather))
-
-    def _finish(self, bucket: Bucket, gather: Work) -> None:
-        error = gather.exception()
-        if error is not None:
-            self._ready.fail(error)
-            return
-        bucket.unstage_parameters()
-        self._ready.finish(bucket.index)

@@ -1,0 +1,133 @@
+"""Which rank owns which whole parameter: all parameters of a model are divided at once.
+
+Parameters go in order of falling cost, each to the branch of the tree that is then filled least for its share, and so
+on down to a rank (Graham, "Bounds on multiprocessing timing anomalies", 1969, for machines of unequal speed). Branches
+thus come as near to their shares as their ranks do, so links carry what they would with parameters cut anywhere.
+Parameters that cost the same go round the ranks, so that neighbours in the model, which move at the same time, have
+owners apart. Complexity: O(parameters x levels x children).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from syncline.errors import ConfigurationError
+from syncline.schedule import Collective, lower_bound
+from syncline.schedule.step_flow import solve_step_flow
+from syncline.topology import Node, Topology
+from syncline.updates.bucket import BucketPlan, Slot
+
+BALANCED, MAY_TAKE = 1.25, 1.1
+"""How many times its even share a rank may own where portions are balanced, and how much longer a step may be so."""
+Cost = Callable[[tuple[int, ...]], float]
+"""From the shape of a parameter to what its update costs, in any unit."""
+
+
+def matrix_cost(shape: tuple[int, ...]) -> float:
+    """Return the cost of an update that multiplies a parameter's matrix by itself, as Muon's does; else its elements.
+
+    >>> matrix_cost((1024, 256)), matrix_cost((1024,))
+    (67108864, 1024)
+    """
+    num_elements = math.prod(shape)
+    return num_elements * min(shape) if len(shape) == 2 else num_elements
+
+
+def assign_parameters(
+    topology: Topology,
+    plans: Sequence[BucketPlan],
+    shares: Sequence[float],
+    *,
+    cost: Cost = math.prod,
+    most: Sequence[float] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each bucket the owner of each of its parameters, in order; the same on every rank.
+
+    ``shares`` is what each rank should have of the sum of costs, and ``most`` what it may have of all elements: a rank
+    that is full gets no more, while others are not. Raises :class:`ConfigurationError` for a cost that is no number of
+    0 or more.
+    """
+    slots = [(plan.index, number, slot) for plan in plans for number, slot in enumerate(plan.slots)]
+    costs = [_checked(cost, slot) for _, _, slot in slots]
+    num_elements = sum(slot.num_elements for _, _, slot in slots)
+    tree = _Tree(topology, shares, [part * num_elements for part in most or [math.inf] * topology.num_ranks])
+    owners = {plan.index: [0] * len(plan.slots) for plan in plans}
+    for place in sorted(range(len(slots)), key=lambda place: (-costs[place], place)):
+        bucket, number, slot = slots[place]
+        owners[bucket][number] = tree.take(costs[place], slot.num_elements)
+    return tuple(tuple(owners[plan.index]) for plan in plans)
+
+
+def assign_balanced(
+    topology: Topology,
+    plans: Sequence[BucketPlan],
+    shares: Sequence[float],
+    *,
+    cost: Cost = math.prod,
+    most: Sequence[float] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Do so with at most 1.25 / N of all elements for a rank, or the largest share, where parameters are small enough.
+
+    As with parameters that are cut, this must not make the links take more than 10 % longer; else ranks own more.
+    """
+    free = assign_parameters(topology, plans, shares, cost=cost, most=most)
+    limit = max(BALANCED / topology.num_ranks, *shares)
+    limits = [min(limit, part) for part in most or [1.0] * topology.num_ranks]
+    even = assign_parameters(topology, plans, shares, cost=cost, most=limits)
+    if even == free or _links_s(topology, plans, even) <= MAY_TAKE * _links_s(topology, plans, free):
+        return even
+    return free
+
+
+def _links_s(topology: Topology, plans: Sequence[BucketPlan], owners: Sequence[Sequence[int]]) -> float:
+    """Return how long the links take at least for each byte of a step with these owners."""
+    if not lower_bound(topology, Collective.REDUCE_SCATTER, 1):
+        return 0.0
+    owned = [0] * topology.num_ranks
+    for plan, ranks in zip(plans, owners, strict=True):
+        for slot, rank in zip(plan.slots, ranks, strict=True):
+            owned[rank] += slot.num_elements
+    speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
+    shares = [owned[rank] / sum(owned) for rank in speakers]
+    return solve_step_flow(topology.restricted(speakers), [(share, share) for share in shares]).seconds
+
+
+class _Tree:
+    """How full each node is for its share, and what room its ranks have left."""
+
+    def __init__(self, topology: Topology, shares: Sequence[float], room: Sequence[float]) -> None:
+        self._root = topology.root
+        self._room = list(room)
+        self._shares: dict[str, float] = defaultdict(float)
+        self._ranks: dict[str, list[int]] = defaultdict(list)
+        self._load: dict[str, float] = defaultdict(float)
+        for rank, share in enumerate(shares):
+            for node in (*topology.path(rank), topology.root):
+                self._shares[node.name] += share
+                if share > 0:
+                    self._ranks[node.name].append(rank)
+
+    def take(self, cost: float, num_elements: int) -> int:
+        """Return who takes a parameter, and count it."""
+        largest = max(self._room[rank] for rank in self._ranks[self._root.name])
+        needed = min(float(num_elements), largest)  # where it fits nowhere, whoever has the most room takes it
+        node: Node = self._root
+        while node.children:
+            able = [one for one in node.children if any(self._room[rank] >= needed for rank in self._ranks[one.name])]
+            node = min(able, key=lambda one: (self._load[one.name] + cost) / self._shares[one.name])
+            self._load[node.name] += cost
+        rank: int = node.rank  # type: ignore[union-attr]
+        self._room[rank] -= num_elements
+        return rank
+
+
+def _checked(cost: Cost, slot: Slot) -> float:
+    value = cost(slot.shape)
+    if not 0 <= value < math.inf:
+        raise ConfigurationError(
+            f"cost gives the update of each parameter a number of 0 or more, but {value!r} for the shape {slot.shape} "
+            f"of {slot.name!r}"
+        )
+    return value

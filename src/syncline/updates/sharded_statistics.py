@@ -1,0 +1,69 @@
+"""Which rank owns how much with the sharded update: what users see of the portions that were chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from syncline.updates.bucket_schedule import BucketSchedule
+from syncline.updates.host_portions import Portions
+from syncline.updates.parameter_owners import BALANCED
+
+_ALIKE = 0.01
+_MOST_LISTED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStatistics:
+    """How the parameters, and with them the optimizer's state, are divided among the ranks.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded())
+    >>> print(optimizer.statistics())
+    portions="balanced": each rank owns 100.0 % of 10 elements
+    """
+
+    portions: Literal["balanced", "fastest", "given"]
+    """What was asked for; "given" are those of a mapping."""
+    shares: tuple[float, ...]
+    """The part of all elements that each rank owns."""
+    num_elements: int
+    """Of all parameters in buckets."""
+
+    @classmethod
+    def of(cls, bucket_schedules: Sequence[BucketSchedule], portions: Portions) -> ShardedStatistics:
+        """Count what the ranks own of all buckets."""
+        owned = [sum(numbers) for numbers in zip(*(one.num_owned for one in bucket_schedules), strict=True)]
+        return cls(
+            portions=portions if isinstance(portions, str) else "given",
+            shares=tuple(number / max(1, sum(owned)) for number in owned),
+            num_elements=sum(owned),
+        )
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether no rank owns more than 1.25 / N."""
+        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED
+
+    def __str__(self) -> str:
+        """One line for people."""
+        least, most = min(self.shares, default=0.0), max(self.shares, default=0.0)
+        if math.isclose(least, most, rel_tol=_ALIKE):
+            owned = f"each rank owns {_percent(most)} of {self.num_elements} elements"
+        else:
+            listed = ", ".join(
+                f"rank {rank} {_percent(share)}" for rank, share in enumerate(self.shares[:_MOST_LISTED])
+            )
+            more = ", ..." if len(self.shares) > _MOST_LISTED else ""
+            owned = f"of {self.num_elements} elements ranks own {_percent(least)} to {_percent(most)}: {listed}{more}"
+        if self.portions == "balanced" and not self.is_balanced:
+            owned += (
+                "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are "
+            )
+            owned += "too large"
+        return f'portions="{self.portions}": {owned}'
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

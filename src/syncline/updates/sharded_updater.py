@@ -1,0 +1,223 @@
+"""The sharded update: reduce-scatter the gradients, step the own shard, all-gather the parameters.
+
+A bucket's reduce-scatter runs under the rest of the backward pass. ``step()`` takes a snapshot of the hyper-parameters;
+an update thread steps this rank's shard of each bucket, front layers first, and starts its all-gather. ``step()``
+waits for that, unless the user asks that it run under the next forward pass. State exists for owned elements alone.
+
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1 and 2,
+with shards that follow the topology's tree in place of equal ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.updates.bucket import Bucket
+from syncline.updates.divided import DividedGradients, GradientsOfStep
+from syncline.updates.host_portions import Portions
+from syncline.updates.inner import hyperparameters
+from syncline.updates.readiness import Readiness
+from syncline.updates.report import PendingReport
+from syncline.updates.rule import Setting, Updater
+from syncline.updates.shard import Shard
+from syncline.updates.sharded_statistics import ShardedStatistics
+from syncline.updates.state import StateEntry, StateSource
+from syncline.updates.worker_thread import WorkerThread
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the update thread needs of one ``step()``, as it was when that was called."""
+
+    number: int
+    gradients: GradientsOfStep
+    options: tuple[dict[str, Any], ...]
+    """Hyper-parameters of each group."""
+
+
+class ShardedUpdater(Updater):
+    """The sharded update at work on one model."""
+
+    divides_gradients = True
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        whole_parameters: bool,
+        overlap_forward: bool,
+        portions: Portions,
+        has_meter: bool = True,
+    ) -> None:
+        super().__init__(setting)
+        self.defers_parameters = overlap_forward
+        bucket_schedules = self.collectives.bucket_schedules
+        self.shards = [
+            Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
+            for bucket in self.buckets
+        ]
+        self._statistics = ShardedStatistics.of(bucket_schedules, portions)
+        if self.collectives.rank == 0:
+            _log.info("%s", self._statistics)
+        num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
+        self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
+        self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
+        self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._fail)
+        if overlap_forward and has_meter:
+            setting.tuner.tune(self._ready)
+
+    @property
+    def divided_gradients(self) -> DividedGradients:
+        """The combined gradients, for norms and scaling; waits until they are there, and a step on them is over."""
+        self.synchronize()
+        self._gradients.inspect()
+        return self._gradients
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """This rank's optimizer state, by the pieces that it owns."""
+        return {tensor: state for shard in self.shards for tensor, state in shard.state.items()}
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of this rank's optimizer state."""
+        return sum(shard.num_state_bytes for shard in self.shards)
+
+    def statistics(self) -> ShardedStatistics:
+        """Return which rank owns how much."""
+        return self._statistics
+
+    def begin_backward(self) -> None:
+        """Make ready for new gradients; raises what went wrong since the last step."""
+        self._ready.raise_failure()
+        self._gradients.begin_pass()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket."""
+        bucket.stage_gradients()
+        self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
+
+    def finish_backward(self, report: PendingReport) -> None:
+        """Keep the report for the step; nothing is waited for, unless gradients of earlier passes are to be added."""
+        self._gradients.end_pass(report)
+
+    def step(self) -> None:
+        """Hand the step to the update thread, and return."""
+        self._ready.raise_failure()
+        step = _Step(
+            number=self.step_number,
+            gradients=self._gradients.hand_over(),
+            options=self._hyperparameters(),
+        )
+        self._ready.begin()
+        for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
+            job = partial(self._update, step, bucket, reduction)
+            self._thread.submit(bucket.index, (step.gradients.report.work, reduction), job)
+        self.step_number += 1
+
+    def carry(self, kept: Sequence[bool]) -> None:
+        """Let the next pass add to the gradients of these positions."""
+        if any(kept):
+            self.synchronize()
+        self._gradients.carry(kept)
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """Leave these parameters out of the next step."""
+        self._gradients.drop(positions)
+
+    def discard(self) -> None:
+        """Forget the combined gradients."""
+        self._gradients.discard()
+
+    def wait_parameters(self, buckets: Iterable[int]) -> None:
+        """Wait until the all-gather of these buckets is over."""
+        self._ready.wait(buckets, self.collectives.timeout_s)
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are final; raises what went wrong."""
+        self.wait_parameters(range(len(self.buckets)))
+        self._ready.raise_failure()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale the gradients to a norm of at most ``max_norm``; one number per rank is moved."""
+        gradients = self.divided_gradients
+        total = gradients.total_norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(total):
+            raise UpdateError(
+                f"The total norm of order {norm_type} of the gradients is {total}, so it cannot be clipped"
+            )
+        gradients.scale(total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6)))
+        return torch.tensor(total, dtype=self.buckets[0].plan.dtype, device=self.buckets[0].plan.device)
+
+    def state_entries(self) -> list[StateEntry]:
+        """Return the state of the owned elements."""
+        self.synchronize()
+        return [entry for shard in self.shards for entry in shard.state_entries()]
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the owned part of the state."""
+        self.synchronize()
+        for shard in self.shards:
+            shard.load_state(source)
+
+    def close(self) -> None:
+        """End the update thread."""
+        self._thread.close()
+
+    def _hyperparameters(self) -> tuple[dict[str, Any], ...]:
+        return tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups)))
+
+    def _fail(self, error: BaseException) -> None:
+        self._ready.fail(error)
+
+    def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
+        """Step the shard of one bucket and start its all-gather; on the update thread."""
+        reduction.wait()
+        present, factors = step.gradients.present(), step.gradients.factors()
+        if step.gradients.scales is None:
+            bucket.unstage_gradients()
+        self._step_shard(bucket, step.number, step.options, present=present, factors=factors)
+        self._ready.gather(bucket.index)
+        gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
+        if bucket.wire_parameters is bucket.parameters:
+            gather.add_done_callback(partial(self._finish, bucket))
+        else:
+            self._thread.submit(bucket.index, (gather,), partial(self._finish, bucket, gather))
+
+    def _step_shard(
+        self,
+        bucket: Bucket,
+        number: int,
+        options: Sequence[Mapping[str, Any]],
+        *,
+        present: Sequence[bool],
+        factors: Sequence[float],
+        may_undo: bool = False,
+    ) -> None:
+        trace = self.collectives.trace
+        start_ns = trace.now_ns()
+        shard = self.shards[bucket.index]
+        shard.scale(factors)
+        shard.step(options[bucket.plan.group], present, may_undo=may_undo)
+        bucket.stage_parameters()
+        trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=number)
+
+    def _finish(self, bucket: Bucket, gather: Work) -> None:
+        error = gather.exception()
+        if error is not None:
+            self._ready.fail(error)
+            return
+        bucket.unstage_parameters()
+        self._ready.finish(bucket.index)
