@@ -153,14 +153,12 @@ def test_a_cancelled_copy_is_not_written_any_more():
     run(scenario)
 
 
-def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(transport, monkeypatch):
-    async def scenario(fabrics, recorders, mail):
-        def refuse(*_):
-            raise ProcessLookupError(3, "No such process")
+def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(OfferTerms, "accept", lambda *_, **__: ended.pid)
 
-        monkeypatch.setattr(
-            f"syncline.fabric.{'inbox' if transport == 'python' else 'native_peer_transport'}.read_memory", refuse
-        )
+    async def scenario(fabrics, recorders, mail):
         mail.receive(1, 0, 7, MIB)
         mail.send(0, 1, 7, bytes(MIB))
         await gather(recorders[1].wait_until(lambda: recorders[1].lost))
