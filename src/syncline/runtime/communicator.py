@@ -155,6 +155,10 @@ class Communicator:
         """About how large a slice is between machines."""
         return self._plans.slice_bytes
 
+    def bucket_slice_bytes(self, num_bytes: int) -> int:
+        """About how large a slice is of a buffer of ``num_bytes`` that moves beside many others."""
+        return self._plans.bucket_slice_bytes(num_bytes)
+
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int) -> Layout:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
         return self._plans.layout(schedule, num_elements, itemsize)
