@@ -32,8 +32,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import syncline
+from syncline.pytorch.flatten import flatten, plan_model
 from syncline.schedule import Collective
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket, ParameterEntry, plan_buckets
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
@@ -80,9 +81,8 @@ def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str,
 def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
     """Return how a rule moves its buckets, and how gloo does, on buckets of their own."""
     sizes = [min(PARAMETER_ELEMENTS, num_elements - start) for start in range(0, num_elements, PARAMETER_ELEMENTS)]
-    kind: dict[str, Any] = {"group": 0, "stride": (1,), "dtype": torch.float32, "device": torch.device("cpu")}
-    entries = [ParameterEntry(name=str(number), shape=(size,), **kind) for number, size in enumerate(sizes)]
-    plans = plan_buckets(entries, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    named = {torch.nn.Parameter(torch.ones(size)): (str(number), 0) for number, size in enumerate(sizes)}
+    plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
     communicator, streams = fleet.communicator, fleet.reserve_streams(len(plans) + 1)
     options = BucketScheduleOptions(is_divided=operation == "buckets: Sharded")
     collectives = BucketCollectives(
@@ -90,13 +90,10 @@ def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> di
         control=ControlStream(communicator, stream=streams[0], timeout_s=communicator.timeout_s),
         bucket_schedules=plan_bucket_schedules(communicator, plans, options, first_stream=streams[1]),
     )
-    ours, theirs = (
-        [
-            Bucket(plan, parameters=torch.ones(plan.num_elements), gradients=torch.ones(plan.num_elements), owners=())
-            for plan in reversed(plans)
-        ]
-        for _ in range(2)
-    )
+    ours = flatten(named, plans)[::-1]
+    theirs = [torch.zeros(plan.num_elements) for plan in reversed(plans)]
+    for tensor in (*theirs, *(bucket.gradients for bucket in ours)):
+        tensor.fill_(1.0)  # memory that was never written is not there yet
 
     def reduce_all() -> None:
         wait_for([collectives.start(bucket, Collective.ALL_REDUCE, None) for bucket in ours])
@@ -111,7 +108,7 @@ def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> di
 
     return {
         "syncline": reduce_and_gather if options.is_divided else reduce_all,
-        "gloo": lambda: wait_for([dist.all_reduce(bucket.gradients, async_op=True) for bucket in theirs]),
+        "gloo": lambda: wait_for([dist.all_reduce(tensor, async_op=True) for tensor in theirs]),
     }
 
 

@@ -309,7 +309,7 @@ class Run {
         const auto [tag, num_bytes] = next_message();
         sizes_[tag] = num_bytes;
         Frame frame = frame_of(REQUEST, tag, num_bytes);
-        if (peer().receiver.can_be_read && num_bytes && random_.chance(0.5)) frame.header.offset = 4096;
+        if (peer().receiver.pid && num_bytes && random_.chance(0.5)) frame.header.offset = 4096;
         return frame;
     }
 
