@@ -5,9 +5,9 @@ for reduce-scatter and all-gather), with one arithmetic thread for each rank. Tr
 rule moves them, all at once: by all-reduces, or by reduce-scatters and, as each is over, all-gathers; gloo moves the
 same buckets by all-reduces that do not wait for each other. The rate is size / time, where size is
 that of the whole tensor (the input of a reduce-scatter, the output of an all-gather, all buckets) and time is the
-median over the rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so that what drifts
-hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how far calls
-scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
+median over the rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so
+that what drifts hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how
+far calls scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
 
     python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --record benchmarks/records/DATE_loopback
 """

@@ -65,7 +65,9 @@ def test_a_group_within_a_host_has_a_segment_where_the_job_has_none(two_hosts):
 def test_what_a_group_moves_there_is_counted_as_memory(two_hosts):
     groups, _ = open_group(two_hosts, (0, 1))
     on_all((0, 1), lambda rank: reduce(groups[rank], np.ones(100, "f4")))
-    moved = [(each.peer, each.sent_bytes) for each in groups[0].statistics().fabric.connections if each.sent_bytes > 300]
+    moved = [
+        (each.peer, each.sent_bytes) for each in groups[0].statistics().fabric.connections if each.sent_bytes > 300
+    ]
     assert moved == [(1, 400)]
 
 
@@ -75,12 +77,8 @@ def test_groups_that_overlap_have_segments_of_their_own(in_memory):
     second, _ = open_group(communicators, (1, 2), stream=20)
 
     def body(rank):
-        results = []
-        for number in range(20):
-            for groups in (first, second):
-                if rank in groups:
-                    results.append(reduce(groups[rank], np.full(3, rank + number, "f4"))[0])
-        return results
+        own = [groups[rank] for groups in (first, second) if rank in groups]
+        return [reduce(group, np.full(3, rank + number, "f4"))[0] for number in range(20) for group in own]
 
     sums = on_all(range(3), body)
     assert sums[0] == [2 * number + 1 for number in range(20)]

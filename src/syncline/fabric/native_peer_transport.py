@@ -25,7 +25,9 @@ from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
-SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
+SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(
+    1, 13
+)
 """Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""

@@ -92,7 +92,7 @@ class Plans:
         return self._divide(num_bytes, NUM_BUCKET_SLICES_WITHIN_MACHINE)
 
     def _divide(self, num_bytes: int, num_slices: int) -> int:
-        """Return the size of ``num_slices``, where no link limits anything, as far as that is neither much nor little."""
+        """Return the size of each of ``num_slices``; where links have rates, their size."""
         return max(self.slice_bytes, min(num_bytes // num_slices, self._largest_slice_bytes))
 
     def layout(
