@@ -1,6 +1,6 @@
 // Calls of two to four ranks in one process, cut into slices; this file is the network between them, and moves what
-// each rank sends in parts of any size and any order. Some read messages out of the memory of others. Whatever order that
-// is,
+// each rank sends in parts of any size and any order. Some read messages out of the memory of others. Whatever order
+// that is,
 //
 // - every call ends on every rank, and all hold the same bits: contributions added in the order of the ranks;
 // - a call that is stopped touches its buffer no more, and in the end nobody holds any of its memory;

@@ -17,8 +17,8 @@ class Receiver {
     Receiver(int peer, TransportState& state, Connections& connections, int64_t credit_bytes)
         : peer_(peer), state_(state), connections_(connections), credit_(credit_bytes) {}
 
-    int pid = 0;               // of the peer, if messages can be copied out of its memory
-    double heard_s = 0;        // when its last message for a listener arrived
+    int pid = 0;         // of the peer, if messages can be copied out of its memory
+    double heard_s = 0;  // when its last message for a listener arrived
     int64_t unexpected_bytes = 0, fetched_bytes = 0, num_fetched = 0;
 
     bool is_posted(uint64_t tag) const { return posted_.count(tag) || arriving_.count(tag); }

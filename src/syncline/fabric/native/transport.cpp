@@ -107,8 +107,7 @@ std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
             is_busy |= transport->has_events() || transport->has_fetches();
         }
         std::array<epoll_event, MAX_READY> ready;
-        const int num_ready =
-            epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(is_busy, timeout_s, deadline_s));
+        const int num_ready = epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(is_busy, timeout_s, deadline_s));
         for (int place = 0; place < num_ready; ++place) {
             const epoll_event& event = ready[static_cast<size_t>(place)];
             const int fd = event.data.fd;
