@@ -1,11 +1,13 @@
 """Collectives on loopback: Syncline and gloo in the same processes, in the same run, call by call in turns.
 
 Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output
-for reduce-scatter and all-gather), with one arithmetic thread for each rank. The rate is size / time, where size is
-that of the whole tensor (the input of a reduce-scatter, the output of an all-gather) and time is the median over the
-rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so that what drifts
-hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how far calls
-scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
+for reduce-scatter and all-gather), with one arithmetic thread for each rank. Training buckets are moved as an update
+rule moves them, all at once: by all-reduces, or by reduce-scatters and, as each is over, all-gathers; gloo moves the
+same buckets by all-reduces that do not wait for each other. The rate is size / time, where size is
+that of the whole tensor (the input of a reduce-scatter, the output of an all-gather, all buckets) and time is the
+median over the rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so
+that what drifts hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how
+far calls scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
 
     python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --record benchmarks/records/DATE_loopback
 """
@@ -20,17 +22,27 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import syncline
+from syncline.pytorch.flatten import flatten, plan_model
+from syncline.schedule import Collective
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
+from syncline.updates.control import ControlStream
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+BUCKET_OPERATIONS = ("buckets: AllReduce", "buckets: Sharded")
+PARAMETER_ELEMENTS = 1 << 18
+"""Of the parameters that fill the buckets: 1 MiB each."""
 NUM_WARM_UP = 3
 """Rounds that are not counted."""
 
@@ -66,6 +78,46 @@ def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str,
     return {"syncline": lambda: fleet.all_gather(whole, part), "gloo": lambda: dist.all_gather_single(whole, part)}
 
 
+def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
+    """Return how a rule moves its buckets, and how gloo does, on buckets of their own."""
+    sizes = [min(PARAMETER_ELEMENTS, num_elements - start) for start in range(0, num_elements, PARAMETER_ELEMENTS)]
+    named = {torch.nn.Parameter(torch.ones(size)): (str(number), 0) for number, size in enumerate(sizes)}
+    plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    communicator, streams = fleet.communicator, fleet.reserve_streams(len(plans) + 1)
+    options = BucketScheduleOptions(is_divided=operation == "buckets: Sharded")
+    collectives = BucketCollectives(
+        communicator,
+        control=ControlStream(communicator, stream=streams[0], timeout_s=communicator.timeout_s),
+        bucket_schedules=plan_bucket_schedules(communicator, plans, options, first_stream=streams[1]),
+    )
+    ours = flatten(named, plans)[::-1]
+    theirs = [torch.zeros(plan.num_elements) for plan in reversed(plans)]
+    for tensor in (*theirs, *(bucket.gradients for bucket in ours)):
+        tensor.fill_(1.0)  # memory that was never written is not there yet
+
+    def reduce_all() -> None:
+        wait_for([collectives.start(bucket, Collective.ALL_REDUCE, None) for bucket in ours])
+
+    def reduce_and_gather() -> None:
+        reductions = [collectives.start(bucket, Collective.REDUCE_SCATTER, None) for bucket in ours]
+        gathers = []
+        for bucket, reduction in zip(ours, reductions, strict=True):
+            reduction.wait()
+            gathers.append(collectives.start(bucket, Collective.ALL_GATHER, None))
+        wait_for(gathers)
+
+    return {
+        "syncline": reduce_and_gather if options.is_divided else reduce_all,
+        "gloo": lambda: wait_for([dist.all_reduce(tensor, async_op=True) for tensor in theirs]),
+    }
+
+
+def wait_for(works: Sequence[Any]) -> None:
+    """Wait for all of them."""
+    for work in works:
+        work.wait()
+
+
 def spread(seconds: list[float]) -> tuple[float, float, float]:
     """Return the first, fifth and ninth decile."""
     deciles = statistics.quantiles(seconds, n=10, method="inclusive")
@@ -82,17 +134,26 @@ def measure(call: Callable[[], object]) -> float:
     return float(elapsed)
 
 
-def run_rank(rank: int, world_size: int, ports: tuple[int, int], sizes: list[int], rounds: int, out: str) -> None:
+def run_rank(
+    rank: int,
+    world_size: int,
+    ports: tuple[int, int],
+    operations: Sequence[str],
+    sizes: list[int],
+    rounds: int,
+    out: str,
+) -> None:
     """One rank: every operation and size, both libraries in turns."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=world_size)
     rows = []
     with syncline.init() as fleet:
-        for operation in OPERATIONS:
+        for operation in operations:
             for size_bytes in sizes:
                 num_elements = size_bytes // 4 // world_size * world_size
-                both = calls(fleet, operation, num_elements)
+                make = calls if operation in OPERATIONS else bucket_calls
+                both = make(fleet, operation, num_elements)
                 times: dict[str, list[float]] = {name: [] for name in both}
                 for i in range(-NUM_WARM_UP, rounds):
                     for name in sorted(both, reverse=bool(i % 2)):
@@ -127,14 +188,14 @@ def free_ports(count: int) -> tuple[int, ...]:
 def table(rows: list[Row]) -> str:
     """Return the rows as text, rates in MB/s."""
     lines = [
-        f"{'ranks':>5} {'operation':<15} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"
+        f"{'ranks':>5} {'operation':<18} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"
         f"   {'syncline p10/p50/p90 us':>24}   {'gloo p10/p50/p90 us':>24}"
     ]
     for row in rows:
         rates = [row.size_bytes / times_s[1] / 1e6 for times_s in (row.syncline_s, row.gloo_s)]
         spreads = ["/".join(f"{seconds * 1e6:.0f}" for seconds in times_s) for times_s in (row.syncline_s, row.gloo_s)]
         lines.append(
-            f"{row.ranks:>5} {row.operation:<15} {row.size_bytes // 2**20:>4} MB "
+            f"{row.ranks:>5} {row.operation:<18} {row.size_bytes // 2**20:>4} MB "
             f"{rates[0]:>6.0f} MB/s {rates[1]:>6.0f} MB/s {row.ratio:>6.2f}   {spreads[0]:>24}   {spreads[1]:>24}"
         )
     return "\n".join(lines)
@@ -145,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--operations", nargs="+", default=[*OPERATIONS, *BUCKET_OPERATIONS])
     parser.add_argument("--rounds", type=int, default=15, help="at least 100 for a claim about 1 MB")
     parser.add_argument("--record", type=Path, help="folder for table.txt and results.json")
     arguments = parser.parse_args()
@@ -152,7 +214,8 @@ def main() -> None:
     for world_size in arguments.ranks:
         out = Path(f"/tmp/syncline-loopback-{os.getpid()}.json")
         sizes = [megabytes * 2**20 for megabytes in arguments.megabytes]
-        mp.spawn(run_rank, (world_size, free_ports(2), sizes, arguments.rounds, str(out)), nprocs=world_size)  # type: ignore[attr-defined]
+        settings = (world_size, free_ports(2), arguments.operations, sizes, arguments.rounds, str(out))
+        mp.spawn(run_rank, settings, nprocs=world_size)  # type: ignore[attr-defined]
         rows += [Row(**row) for row in json.loads(out.read_text())]
         out.unlink()
     print(table(rows))

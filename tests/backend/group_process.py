@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
+from syncline.fabric.frames import MEMORY_CLASS
+from syncline.runtime.shared_memory import futex
 
 gather_all = getattr(functional, "all_gather_single", functional.all_gather_tensor)  # from PyTorch 2.13 on
 reduce_parts = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
@@ -260,7 +262,7 @@ def killed(victim: str, folder: str) -> None:
 def groups() -> None:
     """Groups of a world, each of which its members alone make."""
     dist.init_process_group("syncline", timeout=TIMEOUT)
-    for check in (many_at_once, in_another_order, made_by_their_members, one_that_failed):
+    for check in (many_at_once, in_shared_memory, in_another_order, made_by_their_members, one_that_failed):
         check()
         dist.barrier()
     dist.destroy_process_group()
@@ -276,6 +278,19 @@ def many_at_once() -> None:
     for work in works:
         work.wait()
     assert [value.tolist() for value in values] == [[sum(2.0**rank for rank in ranks)] * 3 for _, ranks in own]
+
+
+def in_shared_memory() -> None:
+    """Small calls that are waited for, in a segment of the group's own."""
+    pair = dist.new_group([0, 2])
+    if RANK == 1 or not futex.has_futex():
+        return
+    for number in range(3):
+        value = torch.full((10,), float(RANK + number))
+        dist.all_reduce(value, group=pair)
+        assert value.tolist() == [2.0 + 2 * number] * 10
+    moved = pair.state.communicator.statistics().fabric.connections
+    assert sum(each.received_bytes for each in moved if each.connection_class == MEMORY_CLASS) == 3 * 40
 
 
 def in_another_order() -> None:

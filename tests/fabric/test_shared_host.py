@@ -128,6 +128,20 @@ def test_sockets_are_used_where_memory_cannot_be_read(monkeypatch):
     run(scenario)
 
 
+def test_compiled_transports_copy_without_the_interpreter(transport, monkeypatch):
+    async def scenario(fabrics, recorders, mail):
+        monkeypatch.setattr(shared_host, "_process_vm_readv", None)  # what Python copies with
+        payload = os.urandom(3 * MIB + 17)
+        received = mail.receive(1, 0, 7, len(payload))
+        await gather(mail.send(0, 1, 7, payload), received)
+        assert received.result() == payload
+        assert bytes_by_class(fabrics[0]) == {0: 1, MEMORY_CLASS: len(payload)}
+
+    if transport == "python":
+        pytest.skip("the reference copies in Python")
+    run(scenario)
+
+
 def test_the_more_urgent_message_is_copied_first():
     async def scenario(fabrics, recorders, mail):
         order = []
@@ -153,14 +167,12 @@ def test_a_cancelled_copy_is_not_written_any_more():
     run(scenario)
 
 
-def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(transport, monkeypatch):
-    async def scenario(fabrics, recorders, mail):
-        def refuse(*_):
-            raise ProcessLookupError(3, "No such process")
+def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(OfferTerms, "accept", lambda *_, **__: ended.pid)
 
-        monkeypatch.setattr(
-            f"syncline.fabric.{'inbox' if transport == 'python' else 'native_peer_transport'}.read_memory", refuse
-        )
+    async def scenario(fabrics, recorders, mail):
         mail.receive(1, 0, 7, MIB)
         mail.send(0, 1, 7, bytes(MIB))
         await gather(recorders[1].wait_until(lambda: recorders[1].lost))

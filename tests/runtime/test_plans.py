@@ -56,6 +56,15 @@ def test_slices_are_large_where_no_link_has_a_rate():
         assert len(sizes) == (num_bytes >> 20 if num_bytes < 4 << 20 else 4 + -(-(2 * num_bytes - (3 << 20)) >> 21))
 
 
+def test_buckets_are_cut_in_two_where_no_link_has_a_rate_and_no_message_is_longer_than_a_copy_wants():
+    topologies = Topology.flat(2), Topology.flat(4), Topology.flat(4, rate=1e9)
+    two, four, between = (Plans(topology, plan_best, slice_bytes=None) for topology in topologies)
+    sizes = (256 << 10, 1 << 20, 4 << 20, 64 << 20)
+    assert [two.bucket_slice_bytes(size) for size in sizes] == [512 << 10, 512 << 10, 2 << 20, 2 << 20]
+    assert [four.bucket_slice_bytes(size) for size in sizes] == [512 << 10, 512 << 10, 2 << 20, 4 << 20]
+    assert {between.bucket_slice_bytes(size) for size in sizes} == {between.slice_bytes}
+
+
 def test_slices_follow_what_the_links_reduce_and_the_number_of_ranks():
     def sizes(topology):
         plans = Plans(topology, plan_best, slice_bytes=None)

@@ -22,7 +22,8 @@ class Recorder:
     """Stands for a communicator: plans, and keeps what it is given."""
 
     def __init__(self, *, slice_bytes: int = 1000) -> None:
-        self.rank, self.world_size, self.topology, self.slice_bytes = 0, 3, TOPOLOGY, slice_bytes
+        self.rank, self.world_size, self.topology = 0, 3, TOPOLOGY
+        self.bucket_slice_bytes = lambda _: slice_bytes
         self.trace, self.timeout_s = NullTrace(), 1.0
         self.calls: list[dict[str, Any]] = []
         self.connection_classes = SimpleNamespace(assign=lambda *_: None)

@@ -92,6 +92,7 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
         timeout_s=timeout_s,
         store=distributed.store,
         streams=GroupStreams(distributed.store, token=token.hex()),
+        uses_shared_memory=environment.uses_shared_memory,
     )
 
 
@@ -101,6 +102,11 @@ def _open_part(world: GroupState, ranks: list[int], store: Any, timeout_s: float
     streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
     communicator = own.open_group(ranks, streams=streams)
     communicator.timeout_s = timeout_s
+    try:
+        communicator.open_segment(is_wanted=world.uses_shared_memory)
+    except BaseException:
+        communicator.abort()
+        raise
     return GroupState(
         communicator,
         message_stream=streams[-1],

@@ -47,12 +47,15 @@ class GroupState:
         copier: DeviceCopier | None = None,
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
+        uses_shared_memory: bool = True,
     ) -> None:
         self.communicator = communicator
         self._staging = Staging(communicator, copier or CudaCopier())
         staged = StagedCollectives(communicator, self._staging, stream=staging_stream)
         self.collectives = GroupCollectives(communicator, staged=staged)
         self.completions = CompletionThreads("syncline-futures")
+        self.uses_shared_memory = uses_shared_memory
+        """Whether groups of ranks of one machine may make small calls in memory that they share."""
         self.timeout_s = timeout_s
         """How long a call may take that names no timeout of its own."""
         self.store = store

@@ -110,10 +110,9 @@ class _Network:
             self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        self._is_pumping = False
         parcel = self._take()
-        if self._queue:
-            self._is_pumping = True
+        self._is_pumping = bool(self._queue)
+        if self._is_pumping:
             self.loop.call_soon(self._pump)
         if parcel.is_control:
             # Whichever control parcel was drawn, the oldest of that pair of ranks goes first.
@@ -130,8 +129,6 @@ class _Network:
 
 class MemoryFabric:
     """One rank's end of the in-memory fabric (see :func:`memory_fabrics`)."""
-
-    is_one_machine = True
 
     def __init__(self, network: _Network, rank: int, *, close_s: float) -> None:
         self._network = network
@@ -177,8 +174,7 @@ class MemoryFabric:
         self._check_peer(peer)
         if peer in self._lost:
             return
-        counters = self._count(peer, connection_class)
-        counters.queued_bytes += payload.nbytes
+        self._count(peer, connection_class).queued_bytes += payload.nbytes
         is_eager = payload.nbytes <= self._network.eager_bytes
         self._outgoing += 1
         self._network.put(
@@ -262,6 +258,10 @@ class MemoryFabric:
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
         return peer in self._lost
+
+    def is_local(self, peer: int) -> bool:  # noqa: ARG002 - all are
+        """Return True."""
+        return True
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host memory)"``."""

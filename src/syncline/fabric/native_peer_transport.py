@@ -14,20 +14,20 @@ from functools import partial
 
 from syncline.fabric._native import GrantScheduler, NativeTransport
 from syncline.fabric.callbacks import call_back
-from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.native_slice_executor import Mismatched, NativeSliceExecutor
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer_transport import PeerTransportEvents
-from syncline.fabric.shared_host import read_memory
 from syncline.fabric.sizing import GrantSizes
 from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
-SENT, RECEIVED, FRAME, MISMATCH, FETCH, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(1, 13)
+SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(
+    1, 13
+)
 """Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
@@ -40,7 +40,6 @@ class NativeTransportSet:
         self._loop = asyncio.get_running_loop()
         self._scheduler = GrantScheduler(**sizes)
         self.native_transport = NativeTransport(self._scheduler)
-        self.fetcher = Fetcher(self._loop)
         self._transports: dict[int, NativePeerTransport] = {}
         self.mismatched: dict[int, Mismatched] = {}
         """Who hears of mismatches of the calls that compiled code executes, by their tags in units of CALL_TAGS."""
@@ -79,7 +78,6 @@ class NativeTransportSet:
             self._is_closed = True
             self._loop.remove_reader(self.native_transport)
             self.native_transport.close()
-            self.fetcher.close()
 
     def _on_ready(self) -> None:
         if not self.native_transport.is_served:  # else it has been polled
@@ -97,11 +95,11 @@ class NativeTransportSet:
             else:
                 self._handle(*event)
 
-    def _handle(self, kind: int, peer: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:
+    def _handle(self, kind: int, peer: int, tag: int, number: int, other: int, text: bytes) -> None:
         if kind == DRAINED:
             self._on_drained()
         else:
-            call_back(partial(self._transports[peer].handle, kind, tag, number, other, text, serial))
+            call_back(partial(self._transports[peer].handle, kind, tag, number, other, text))
 
 
 class NativePeerTransport:
@@ -116,7 +114,6 @@ class NativePeerTransport:
         self._transport_set = transport_set
         self._native_transport = transport_set.native_transport
         self._sockets: list[socket.socket] = []
-        self._pid = 0
         self._mismatched: dict[int, Callable[[int], None]] = {}
         self._is_closed = False
         self._native_transport.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
@@ -193,8 +190,7 @@ class NativePeerTransport:
 
     def let_be_read(self, pid: int) -> None:
         """Copy messages out of the peer's memory where it names their addresses."""
-        self._pid = pid
-        self._native_transport.let_be_read(self._peer)
+        self._native_transport.let_be_read(self._peer, pid)
 
     def statistics(self) -> PeerStatistics:
         """Return a frozen record of all counters."""
@@ -219,7 +215,7 @@ class NativePeerTransport:
             pending_receives=self._native_transport.num_pending(self._peer),
         )
 
-    def handle(self, kind: int, tag: int, number: int, other: int, text: bytes, serial: int) -> None:
+    def handle(self, kind: int, tag: int, number: int, other: int, text: bytes) -> None:
         """Tell of one event; a peer that is gone has no more to tell."""
         if self._is_closed:
             return
@@ -228,8 +224,8 @@ class NativePeerTransport:
                 self._events.on_frame(FrameType(number), tag, text)
             except FrameError as error:
                 self._events.on_broken(error)
-        elif kind == FETCH:
-            self._transport_set.fetcher.add(number, partial(self._fetch, tag, other, serial))
+        elif kind == UNREADABLE:
+            self._events.on_unreadable(OSError(number, f"reading its memory: {os.strerror(number)}"))
         elif kind == MISMATCH:
             self._tell_mismatch(tag, other)
         elif kind == ALL_ENDED:
@@ -249,19 +245,6 @@ class NativePeerTransport:
             self._mismatched.pop(tag)(received)
         elif tag // CALL_TAGS in self._transport_set.mismatched:
             self._transport_set.mismatched[tag // CALL_TAGS](self._peer, tag, received)
-
-    def _fetch(self, tag: int, address: int, serial: int, limit_bytes: int) -> int:
-        """Copy at most ``limit_bytes`` more of a message out of the peer's memory; return how many remain."""
-        target = self._native_transport.fetch_target(self._peer, tag, serial, limit_bytes)
-        if target is None:  # the peer is gone, or the receive was cancelled
-            return 0
-        destination, start = target
-        try:
-            read_memory(self._pid, address + start, destination)
-        except OSError as error:
-            self._events.on_unreadable(error)
-            return 0
-        return self._native_transport.fetched(self._peer, tag, serial, destination.nbytes)
 
 
 def _error_of(kind: int, number: int, text: bytes) -> Exception:

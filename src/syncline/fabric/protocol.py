@@ -155,6 +155,9 @@ class Transport(Protocol):
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
 
+    def is_local(self, peer: int) -> bool:
+        """Whether ``peer`` runs on this machine, as far as its address tells, and may use memory that both share."""
+
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host b1)"``."""
 
@@ -182,10 +185,6 @@ class Fabric(Transport, Protocol):
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
-
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether all ranks run on one machine, as far as their addresses tell, and may use memory that they share."""
 
     @property
     def progress(self) -> Progress:

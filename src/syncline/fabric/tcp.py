@@ -129,11 +129,6 @@ class TcpFabric:
         """Peers whose connections are not all there."""
         return tuple(rank for rank, peer in self._peers.items() if not peer.is_ready)
 
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether the ends of every peer's connections have one address, and memory may be shared."""
-        return all(peer.is_local for peer in self._peers.values())
-
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._listener_slot.listen(listener)
@@ -175,6 +170,10 @@ class TcpFabric:
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
         return peer in self._lost
+
+    def is_local(self, peer: int) -> bool:
+        """Whether the ends of the peer's connections have one address, and memory may be shared with it."""
+        return self._peers[peer].is_local
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host b1)"``."""

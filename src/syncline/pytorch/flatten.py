@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
+from syncline.updates.large_pages import zeros_in_large_pages
 
 Named = dict[nn.Parameter, tuple[str, int]]
 
@@ -70,18 +73,32 @@ def flatten(named: Named, plans: tuple[BucketPlan, ...]) -> tuple[Bucket, ...]:
     A bucket of parameters of which one is in shared memory (``model.share_memory()``) is in shared memory too.
     """
     parameters = list(named)
-    return tuple(_fill(plan, [parameters[slot.position] for slot in plan.slots]) for plan in plans)
+    places = zip(plans, _allocate(plans), _allocate(plans), strict=True)
+    return tuple(
+        _fill(plan, [parameters[slot.position] for slot in plan.slots], flat, gradients)
+        for plan, flat, gradients in places
+    )
 
 
-def _fill(plan: BucketPlan, owners: list[nn.Parameter]) -> Bucket:
-    flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=plan.device)
+def _allocate(plans: Sequence[BucketPlan]) -> Iterator[torch.Tensor]:
+    """Return memory for each bucket: zeros, those in host memory one behind the other."""
+    sizes = [plan.num_bytes for plan in plans if plan.device.type == "cpu"]
+    host = iter(zeros_in_large_pages(sizes) if sizes else ())
+    for plan in plans:
+        if plan.device.type == "cpu":
+            yield next(host).view(plan.dtype)
+        else:
+            yield torch.zeros(plan.num_elements, dtype=plan.dtype, device=plan.device)
+
+
+def _fill(plan: BucketPlan, owners: list[nn.Parameter], flat: torch.Tensor, gradients: torch.Tensor) -> Bucket:
     if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):  # type: ignore[no-untyped-call]
         flat.share_memory_()  # type: ignore[no-untyped-call]
     for slot, parameter in zip(plan.slots, owners, strict=True):
         view = slot.view(flat)
         view.copy_(parameter.data)
         parameter.data = view
-    return Bucket(plan, parameters=flat, gradients=torch.zeros_like(flat), owners=owners)
+    return Bucket(plan, parameters=flat, gradients=gradients, owners=owners)
 
 
 def check_in_place(buckets: tuple[Bucket, ...]) -> None:

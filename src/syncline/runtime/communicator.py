@@ -155,6 +155,10 @@ class Communicator:
         """About how large a slice is between machines."""
         return self._plans.slice_bytes
 
+    def bucket_slice_bytes(self, num_bytes: int) -> int:
+        """About how large a slice is of a buffer of ``num_bytes`` that moves beside many others."""
+        return self._plans.bucket_slice_bytes(num_bytes)
+
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int) -> Layout:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
         return self._plans.layout(schedule, num_elements, itemsize)
@@ -169,7 +173,7 @@ class Communicator:
         is_awaited = is_awaited and not self._loop.is_current()
         if not self._loop.is_current():
             self.progress.touch()
-        if self._shared_memory is not None and call.stream == 0:
+        if self._shared_memory is not None and call.stream == self.user_stream:
             with self.progress.waiting() if is_awaited else nullcontext():
                 self._shared_memory.submit(call, work, is_awaited=is_awaited)
         else:
@@ -263,9 +267,11 @@ class Communicator:
     def open_segment(self, *, is_wanted: bool = True) -> bool:
         """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.
 
-        All ranks call this alike, once, and it ends when all have come. One that does not want it decides for all.
+        All ranks call this alike, once, and it ends when all have come. One that does not want it, or runs elsewhere,
+        decides for all. A group on one machine has a segment of its own, whatever the rest of the job runs on.
         """
-        segment = open_together(self, is_able=is_wanted and self._fabric.is_one_machine)
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
         if segment is not None:
             links = EngineLinks(
                 start=partial(self._loop.call_soon, self._engine.submit),
@@ -275,6 +281,7 @@ class Communicator:
                 describe_rank=self._fabric.describe_peer,
                 host_of=lambda rank: self.topology.host_of(rank).name,
                 stalls=self._fabric.stalls,
+                members=self.members,
             )
             self._shared_memory = SharedMemoryCollectives(segment, links, trace=self.trace)
             self._relay.handlers.append(self._shared_memory.on_lost)

@@ -43,11 +43,6 @@ class GroupFabric:
         self.progress = fabric.progress
         self.stalls = MemberStalls(fabric.stalls, self.members)
 
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether all of the job's ranks run on one machine; what they share is the job's, not a group's."""
-        return False
-
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener``, the only one, from now on; what happened before is delivered at once."""
         self._listener = listener
@@ -84,6 +79,10 @@ class GroupFabric:
     def is_lost(self, peer: int) -> bool:
         """Whether a member was reported lost."""
         return self._fabric.is_lost(self.members[peer])
+
+    def is_local(self, peer: int) -> bool:
+        """Whether a member runs on this machine."""
+        return self._fabric.is_local(self.members[peer])
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host b1)"``, as the job numbers it."""

@@ -37,6 +37,8 @@ NUM_RAMP = 2
 """Slices at either end that are smaller than the others, where links have rates."""
 NUM_SLICES_WITHIN_MACHINE = 4
 """Enough to keep reduction and copying busy at once; more slices only cost messages."""
+NUM_BUCKET_SLICES_WITHIN_MACHINE = 2
+"""Of a bucket: other buckets keep everybody busy beside it, so it is cut only that its sums meet its copies."""
 MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
 """What a copy between two processes needs to hide the cost of announcing it."""
 
@@ -85,6 +87,14 @@ class Plans:
                 self._schedules[key] = self.planner(self._topology, collective, 1 << size_class, target, root)
             return self._schedules[key]
 
+    def bucket_slice_bytes(self, num_bytes: int) -> int:
+        """Return about how large the slices are of a bucket of ``num_bytes``, which moves beside others."""
+        return self._divide(num_bytes, NUM_BUCKET_SLICES_WITHIN_MACHINE)
+
+    def _divide(self, num_bytes: int, num_slices: int) -> int:
+        """Return the size of each of ``num_slices``; where links have rates, their size."""
+        return max(self.slice_bytes, min(num_bytes // num_slices, self._largest_slice_bytes))
+
     def layout(
         self,
         schedule: Schedule,
@@ -98,8 +108,7 @@ class Plans:
 
         ``parts`` are the elements of each rank's part, where they are not equal.
         """
-        within_machine = min(num_elements * itemsize // NUM_SLICES_WITHIN_MACHINE, self._largest_slice_bytes)
-        slice_elements = max(1, max(self.slice_bytes, within_machine) // itemsize)
+        slice_elements = max(1, self._divide(num_elements * itemsize, NUM_SLICES_WITHIN_MACHINE) // itemsize)
         key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements, parts)
         with self._lock:
             layout = self._layouts.get(key)

@@ -156,5 +156,5 @@ def _slice_elements(communicator: Communicator, plan: BucketPlan, options: Bucke
 
     A message costs processors much and its bytes little, so a bucket of little more than two slices is not made three.
     """
-    wanted = max(1, (options.slice_bytes or communicator.slice_bytes) // plan.dtype.itemsize)
+    wanted = max(1, (options.slice_bytes or communicator.bucket_slice_bytes(plan.num_bytes)) // plan.dtype.itemsize)
     return -(-plan.num_elements // max(1, round(plan.num_elements / wanted)))

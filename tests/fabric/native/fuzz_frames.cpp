@@ -53,6 +53,12 @@ struct Message : Listener {
     bool is_over = false, is_cancelled = false;
 };
 
+// In place of the peer's memory.
+int read_ones(int, uint64_t, uint8_t* into, int64_t num_bytes) {
+    std::memset(into, 1, static_cast<size_t>(num_bytes));
+    return 0;
+}
+
 struct Frame {
     Header header;
     Bytes payload;
@@ -72,7 +78,8 @@ class Run {
         peer().connections.control.attach(0);
         for (int number = 0; number < NUM_CLASSES; ++number) peer().attach_data(0, 4096);
         peer().connections.each([](Connection& connection) { connection.is_watching_writer = true; });
-        peer().receiver.can_be_read = random_.chance(0.4);
+        transport_.state().read_memory = &read_ones;
+        peer().receiver.pid = random_.chance(0.4) ? 1 : 0;
         peer().sender.reads_us = random_.chance(0.3);
     }
 
@@ -83,6 +90,7 @@ class Run {
                 transport_.finish();
                 read_control();
                 read_data();
+                fetch();
                 take_events();
                 attack();
                 require(peer().receiver.unexpected_bytes <= CREDIT_BYTES, "no more waits than the credit allows");
@@ -151,18 +159,14 @@ class Run {
         while (transport_.has_events()) {
             const Event event = transport_.next_event();
             require(event.kind != FAULT, "nothing fails by itself");
-            if (event.kind == FETCH) fetch(event);
         }
     }
 
-    // Copy a message as from the peer's memory, in parts.
-    void fetch(const Event& event) {
-        for (int64_t rest = 1; rest;) {
-            const auto [data, start, num_bytes] =
-                peer().receiver.fetch_target(event.tag, event.serial, 1 + random_.below(int64_t{30'000}));
-            if (!data) return;
-            std::memset(data, 1, static_cast<size_t>(num_bytes));
-            rest = peer().receiver.fetched(event.tag, event.serial, num_bytes);
+    // Copy messages as from the peer's memory, in parts.
+    void fetch() {
+        while (transport_.has_fetches() && random_.chance(0.8)) {
+            const Fetch next = transport_.state().fetches.take();
+            peer().fetch(next, 1 + random_.below(int64_t{30'000}));
         }
     }
 
@@ -305,7 +309,7 @@ class Run {
         const auto [tag, num_bytes] = next_message();
         sizes_[tag] = num_bytes;
         Frame frame = frame_of(REQUEST, tag, num_bytes);
-        if (peer().receiver.can_be_read && num_bytes && random_.chance(0.5)) frame.header.offset = 4096;
+        if (peer().receiver.pid && num_bytes && random_.chance(0.5)) frame.header.offset = 4096;
         return frame;
     }
 

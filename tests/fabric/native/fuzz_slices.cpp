@@ -1,9 +1,12 @@
 // Calls of two to four ranks in one process, cut into slices; this file is the network between them, and moves what
-// each rank sends in parts of any size and any order. Whatever order that is,
+// each rank sends in parts of any size and any order. Some read messages out of the memory of others. Whatever order
+// that is,
 //
 // - every call ends on every rank, and all hold the same bits: contributions added in the order of the ranks;
 // - a call that is stopped touches its buffer no more, and in the end nobody holds any of its memory;
 // - the order of slices never has more under way than it may, and forgets nothing that can begin.
+#include <unistd.h>
+
 #include <cstring>
 #include <deque>
 #include <map>
@@ -132,6 +135,9 @@ class Run {
         for (int number = 0; number < num_classes; ++number) connected.attach_data(0, 100 + random_.below(5000));
         connected.connections.each([](Connection& connection) { connection.is_watching_writer = true; });
         connected.send_frame(CREDIT, 0, CREDIT_BYTES, "");
+        if (random_.chance(0.5)) return;
+        connected.sender.reads_us = true;
+        peer(to, from).receiver.pid = ::getpid();
     }
 
     void open_call(int number) {
@@ -173,6 +179,7 @@ class Run {
     // Let one rank send something, or one read something; false if nothing is on its way.
     bool move_something() {
         for (int from = 0; from < num_ranks_; ++from) {
+            if (random_.chance(0.5)) fetch(from);
             ranks_[static_cast<size_t>(from)].transport->finish();
             take_events(ranks_[static_cast<size_t>(from)]);
             for (int to = 0; to < num_ranks_; ++to)
@@ -180,6 +187,8 @@ class Run {
         }
         std::vector<Route> routes = open_routes();
         if (routes.empty()) {
+            for (int rank = 0; rank < num_ranks_; ++rank)
+                while (fetch(rank)) ranks_[static_cast<size_t>(rank)].transport->finish();
             for (int from = 0; from < num_ranks_; ++from)
                 for (int to = 0; to < num_ranks_; ++to)
                     if (from != to) collect(from, to);
@@ -188,6 +197,15 @@ class Run {
         if (routes.empty()) return false;
         const Route route = random_.of(routes);
         feed(peer(route.first.second, route.first.first), route.second, wires_[route]);
+        return true;
+    }
+
+    // Let one rank copy some of a message out of another's memory; false if none lies there.
+    bool fetch(int rank) {
+        NativeTransport& transport = *ranks_[static_cast<size_t>(rank)].transport;
+        if (!transport.has_fetches()) return false;
+        const Fetch next = transport.state().fetches.take();
+        transport.peer(next.peer).fetch(next, 1 + random_.below(int64_t{2000}));
         return true;
     }
 

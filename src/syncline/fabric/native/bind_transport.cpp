@@ -59,7 +59,7 @@ py::object event_of(NativeTransport& transport) {
     Event event = transport.next_event();
     const int kind = event.kind;
     if (event.callback) return py::make_tuple(kind, py::reinterpret_steal<py::object>(event.callback.release()));
-    return py::make_tuple(kind, event.peer, event.tag, event.number, event.other, py::bytes(event.text), event.serial);
+    return py::make_tuple(kind, event.peer, event.tag, event.number, event.other, py::bytes(event.text));
 }
 
 // A method of one peer's transport by which Python asks for something.
@@ -83,18 +83,6 @@ Counters counters_of(NativeTransport& transport, int rank) {
                               connection->received_bytes, connection->received_messages, connection->overhead_bytes,
                               peer.sender.queued_bytes[static_cast<size_t>(connection->connection_class)]);
     return counters;
-}
-
-py::object fetch_target(NativeTransport& self, int peer, uint64_t tag, int64_t serial, int64_t limit_bytes) {
-    const auto [data, start, num_bytes] = self.peer(peer).receiver.fetch_target(tag, serial, limit_bytes);
-    if (!data) return py::none();
-    return py::make_tuple(py::memoryview::from_memory(data, num_bytes), start);
-}
-
-int64_t fetched(NativeTransport& self, int peer, uint64_t tag, int64_t serial, int64_t num_bytes) {
-    const int64_t rest = self.peer(peer).receiver.fetched(tag, serial, num_bytes);
-    settle(self);
-    return rest;
 }
 
 void bind_connections(TransportClass& bound) {
@@ -123,8 +111,8 @@ void bind_connections(TransportClass& bound) {
         .def(
             "let_read_us", [](NativeTransport& self, int peer) { self.peer(peer).sender.reads_us = true; }, "peer"_a)
         .def(
-            "let_be_read", [](NativeTransport& self, int peer) { self.peer(peer).receiver.can_be_read = true; },
-            "peer"_a)
+            "let_be_read", [](NativeTransport& self, int peer, int pid) { self.peer(peer).receiver.pid = pid; },
+            "peer"_a, "pid"_a)
         .def(
             "keep_beating",
             [](NativeTransport& self, double interval_s, double limit_s) {
@@ -142,9 +130,7 @@ void bind_messages(TransportClass& bound) {
         .def("cancel", &cancel, "peer"_a, "tag"_a)
         .def("send_frame", asking(&PeerTransport::send_frame), "peer"_a, "kind"_a, py::kw_only(), "tag"_a = 0,
              "message_bytes"_a = 0, "payload"_a = std::string())
-        .def("flush_control", asking(&PeerTransport::flush_control), "peer"_a)
-        .def("fetch_target", &fetch_target, "peer"_a, "tag"_a, "serial"_a, "limit_bytes"_a)
-        .def("fetched", &fetched, "peer"_a, "tag"_a, "serial"_a, "num_bytes"_a);
+        .def("flush_control", asking(&PeerTransport::flush_control), "peer"_a);
 }
 
 void bind_counters(TransportClass& bound) {

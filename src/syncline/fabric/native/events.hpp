@@ -17,7 +17,7 @@ enum EventKind : uint8_t {
     RECEIVED = 2,    // callback: on_received
     FRAME = 3,       // number: its type; tag, text: payload
     MISMATCH = 4,    // tag, number: expected signature, other: received signature
-    FETCH = 5,       // tag, number: urgency, other: address, serial
+    UNREADABLE = 5,  // number: errno; a message could not be copied out of the peer's memory
     BROKEN = 6,      // number: errno, 0 for an end of file
     VIOLATION = 7,   // number: whether bytes were damaged; text
     ALL_ENDED = 8,   // the END of every connection has arrived
@@ -38,7 +38,14 @@ struct Event {
     uint64_t other;
     PythonReference callback;
     std::string text;
-    int64_t serial = 0;
+};
+
+// Reads bytes of a message where its sender keeps them.
+class MessageReader {
+   public:
+    virtual ~MessageReader() = default;
+    // False if that cannot be done; then the message never ends.
+    virtual bool read(size_t offset, uint8_t* into, size_t num_bytes) const = 0;
 };
 
 // Who began a message without Python's knowing; called within the transport, and may send and receive there.
@@ -46,6 +53,10 @@ class Listener {
    public:
     virtual ~Listener() = default;
     virtual void ended(uint32_t number) = 0;
+    // Whether a message of a peer on this machine could be used at once, where it is: then `use` is called before
+    // `ended`, and nothing is written to its destination.
+    virtual bool can_use(uint32_t) const { return false; }
+    virtual bool use(uint32_t, const MessageReader&) { return false; }
 };
 
 // Whom to tell that a message is sent or received: a callable, or a listener by the number that it gave. Told once.

@@ -56,8 +56,9 @@ struct Receive {
     int64_t granted_bytes = 0, arrived_bytes = 0;
     bool is_cancelled = false;
     bool is_landing = false;  // a chunk of it is arriving on some connection
-    bool is_fetched = false;  // it is copied out of the sender's memory
+    uint64_t address = 0;     // where it lies in the sender's memory, if it is copied out of that
     int64_t serial = 0;       // which fetch it is
+    bool is_fetched() const { return address != 0; }
 
     void drop() {
         destination.drop();

@@ -73,6 +73,15 @@ bool PeerTransport::take_heard() {
     return is_heard;
 }
 
+int64_t PeerTransport::fetch(const Fetch& next, int64_t limit_bytes) {
+    try {
+        return receiver.fetch(next, limit_bytes);
+    } catch (const std::exception& error) {
+        state_.events.tell(Event(FAULT, rank)).text = error.what();
+    }
+    return 0;
+}
+
 // --- what the sockets bring ---
 
 void PeerTransport::on_readable(Connection& connection) {

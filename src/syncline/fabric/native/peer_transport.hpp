@@ -37,6 +37,8 @@ class PeerTransport final : public ConnectionOwner {
     void flush_control();
     // Return whether anything was heard since this was asked last.
     bool take_heard();
+    // As the receiver does; what no rule foresees costs this peer alone.
+    int64_t fetch(const Fetch& next, int64_t limit_bytes);
 
     void on_readable(Connection& connection) override;
     bool on_writable(Connection& connection) override;

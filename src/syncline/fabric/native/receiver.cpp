@@ -61,7 +61,7 @@ void Receiver::cancel_arriving(uint64_t tag) {
     Receive& receive = found->second;
     receive.drop();
     receive.is_cancelled = true;
-    if (receive.is_fetched) {
+    if (receive.is_fetched()) {
         arriving_.erase(found);
         discard(tag);
         return;
@@ -96,7 +96,7 @@ void Receiver::on_request(const Header& frame) {
     const uint64_t tag = frame.tag;
     if (announced_.count(tag) || arriving_.count(tag) || announced_.size() >= MAX_REQUESTS)
         throw FrameError(format("request %#llx comes twice, or is one of more than %zu", ull(tag), MAX_REQUESTS));
-    if (frame.offset && !can_be_read)
+    if (frame.offset && !pid)
         throw FrameError(format("request %#llx names an address, but no memory is shared", ull(tag)));
     announced_[tag] = {static_cast<int64_t>(frame.message_bytes), frame.signature, frame.offset};
     if (posted_.count(tag)) match(tag);
@@ -120,13 +120,12 @@ void Receiver::match(uint64_t tag) {
 }
 
 void Receiver::begin_arriving(const Announced& announced, Receive receive, uint64_t tag) {
-    const int64_t urgency = receive.urgency;
-    receive.is_fetched = announced.address != 0;
-    receive.serial = ++state_.num_fetches;
-    if (receive.is_fetched) {
-        state_.events.tell(Event(FETCH, peer_, tag, urgency, announced.address)).serial = receive.serial;
+    receive.address = announced.address;
+    if (receive.is_fetched()) {
+        receive.serial = ++state_.num_fetches;
+        state_.fetches.add({receive.urgency, receive.serial, peer_, tag});
     } else {
-        state_.scheduler->wish(peer_, tag, announced.num_bytes, urgency);
+        state_.scheduler->wish(peer_, tag, announced.num_bytes, receive.urgency);
         state_.must_grant = true;
     }
     arriving_.emplace(tag, std::move(receive));
@@ -251,31 +250,62 @@ void Receiver::received(uint64_t tag, Receive& receive) {
 
 // --- copies out of the peer's memory ---
 
-std::tuple<uint8_t*, int64_t, int64_t> Receiver::fetch_target(uint64_t tag, int64_t serial, int64_t limit_bytes) {
-    auto found = arriving_.find(tag);
-    if (found == arriving_.end() || found->second.serial != serial) return {nullptr, 0, 0};
-    const Receive& receive = found->second;
+namespace {
+
+// A message that lies in the memory of a peer.
+class RemoteMessage : public MessageReader {
+   public:
+    RemoteMessage(Receiver& receiver, uint64_t address) : receiver_(receiver), address_(address) {}
+    bool read(size_t offset, uint8_t* into, size_t num_bytes) const override {
+        return receiver_.read(address_ + offset, into, static_cast<int64_t>(num_bytes));
+    }
+
+   private:
+    Receiver& receiver_;
+    const uint64_t address_;
+};
+
+}  // namespace
+
+int64_t Receiver::fetch(const Fetch& fetch, int64_t limit_bytes) {
+    const auto found = arriving_.find(fetch.tag);
+    if (found == arriving_.end() || found->second.serial != fetch.serial) return 0;
+    Receive& receive = found->second;
     const int64_t start = receive.arrived_bytes;
-    return {receive.destination.data + start, start, std::min(limit_bytes, receive.num_bytes - start)};
+    int64_t num_bytes = receive.num_bytes - start;
+    const Completion& waiting = receive.on_received;
+    if (!start && waiting.listener && waiting.listener->can_use(waiting.number)) {
+        if (!waiting.listener->use(waiting.number, RemoteMessage(*this, receive.address))) return 0;
+    } else {
+        num_bytes = std::min(num_bytes, limit_bytes);
+        if (!read(receive.address + static_cast<uint64_t>(start), receive.destination.data + start, num_bytes))
+            return 0;
+    }
+    receive.arrived_bytes += num_bytes;
+    if (receive.arrived_bytes == receive.num_bytes)
+        fetched(fetch.tag);
+    else
+        state_.fetches.add(fetch);
+    return num_bytes;
 }
 
-int64_t Receiver::fetched(uint64_t tag, int64_t serial, int64_t num_bytes) {
-    auto found = arriving_.find(tag);
-    if (found == arriving_.end() || found->second.serial != serial) return 0;
-    Receive& receive = found->second;
-    receive.arrived_bytes += num_bytes;
-    const int64_t rest = receive.num_bytes - receive.arrived_bytes;
-    if (rest) return rest;
-    fetched_bytes += receive.num_bytes;
+bool Receiver::read(uint64_t address, uint8_t* into, int64_t num_bytes) {
+    const int error = state_.read_memory(pid, address, into, num_bytes);
+    if (error) state_.events.tell(Event(UNREADABLE, peer_, 0, error));
+    return !error;
+}
+
+void Receiver::fetched(uint64_t tag) {
+    const auto found = arriving_.find(tag);
+    fetched_bytes += found->second.num_bytes;
     ++num_fetched;
     Header header;
     header.type = FETCHED;
     header.tag = tag;
     connections_.send_header(header);
-    Receive whole = std::move(receive);
+    Receive whole = std::move(found->second);
     arriving_.erase(found);
     received(tag, whole);
-    return 0;
 }
 
 // --- the end ---
@@ -283,7 +313,7 @@ int64_t Receiver::fetched(uint64_t tag, int64_t serial, int64_t num_bytes) {
 void Receiver::close() {
     std::map<int64_t, int64_t> underway;
     for (const auto& [tag, receive] : arriving_)
-        if (!receive.is_fetched) underway[receive.urgency] += receive.granted_bytes - receive.arrived_bytes;
+        if (!receive.is_fetched()) underway[receive.urgency] += receive.granted_bytes - receive.arrived_bytes;
     state_.scheduler->forget_peer(peer_, underway);
     state_.must_grant = true;
     arriving_.clear();

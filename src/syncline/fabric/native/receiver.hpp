@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <tuple>
 #include <unordered_map>
 
 #include "connections.hpp"
@@ -18,8 +17,8 @@ class Receiver {
     Receiver(int peer, TransportState& state, Connections& connections, int64_t credit_bytes)
         : peer_(peer), state_(state), connections_(connections), credit_(credit_bytes) {}
 
-    bool can_be_read = false;  // messages can be copied out of the peer's memory
-    double heard_s = 0;        // when its last message for a listener arrived
+    int pid = 0;         // of the peer, if messages can be copied out of its memory
+    double heard_s = 0;  // when its last message for a listener arrived
     int64_t unexpected_bytes = 0, fetched_bytes = 0, num_fetched = 0;
 
     bool is_posted(uint64_t tag) const { return posted_.count(tag) || arriving_.count(tag); }
@@ -36,10 +35,11 @@ class Receiver {
 
     // The peer may send the message up to that byte, unless nobody waits for it any more.
     void grant(uint64_t tag, int64_t limit_bytes);
-    // Of a message that is being copied out of the peer's memory: where its next bytes go (data, offset, number), and
-    // that some are there; returns how many are missing.
-    std::tuple<uint8_t*, int64_t, int64_t> fetch_target(uint64_t tag, int64_t serial, int64_t limit_bytes);
-    int64_t fetched(uint64_t tag, int64_t serial, int64_t num_bytes);
+    // Copy of a message out of the peer's memory what is missing, or `limit_bytes` of it, which puts it in the queue
+    // again; returns how much was copied. Nothing is, if nobody waits for it any more.
+    int64_t fetch(const Fetch& fetch, int64_t limit_bytes);
+    // Copy bytes out of the peer's memory; false, and told, if that cannot be done.
+    bool read(uint64_t address, uint8_t* into, int64_t num_bytes);
 
     // Forget what can never arrive; what is here as a whole can still be received.
     void close();
@@ -65,6 +65,7 @@ class Receiver {
     void mismatch(uint64_t tag, Receive& receive, uint32_t signature);
     void return_credit(int64_t num_bytes);
     void received(uint64_t tag, Receive& receive);
+    void fetched(uint64_t tag);
 };
 
 }  // namespace syncline

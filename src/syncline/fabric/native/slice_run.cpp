@@ -1,6 +1,7 @@
 // What `slice_run.hpp` declares.
 #include "slice_run.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -161,6 +162,60 @@ void SliceRun::apply(uint32_t number) {
     }
 }
 
+// Where the values of a landing can be added now; null if it is not their turn, or they must land to be added to.
+uint8_t* SliceRun::sum_for(uint32_t number, uint32_t landing) const {
+    const Operation& sum = operation(number);
+    const State& state = states_[number];
+    const auto &before = sum.before, &after = sum.after;
+    const size_t used = state.num_used;
+    uint8_t* own = buffer_.data + start_of(sum);
+    if (used < before.size()) {
+        if (before[used] != landing) return nullptr;
+        if (used) return part(before[0], sum);
+        return before.size() == 1 && state.is_cleared ? own : nullptr;
+    }
+    if (used == before.size()) return nullptr;  // the own values come first
+    const size_t place = used - before.size() - 1;
+    return place < after.size() && after[place] == landing ? own : nullptr;
+}
+
+bool SliceRun::can_use(uint32_t number) const {
+    if (is_stopped_ || operation(number).kind != Kind::LAND) return false;
+    size_t num_bytes = 0;
+    for (const uint32_t apply : operation(number).applies) {
+        const size_t size = size_of(operation(apply));
+        if (size && !sum_for(apply, number)) return false;
+        num_bytes += size;
+    }
+    return num_bytes > 0;
+}
+
+// What is added here need not land: in pieces it never leaves the processor's caches between its copy and its sum.
+bool SliceRun::use(uint32_t number, const MessageReader& message) {
+    for (const uint32_t apply : operation(number).applies) {
+        const Operation& sum = operation(apply);
+        if (!size_of(sum)) continue;
+        uint8_t* into = sum_for(apply, number);
+        if (!add_message(message, start_of(sum) - start_of(operation(number)), into, sum)) return false;
+        // Values that alone precede the own ones are added to those, and both are in then.
+        states_[apply].num_used += states_[apply].num_used == 0 ? 2 : 1;
+        release(number);
+    }
+    return true;
+}
+
+bool SliceRun::add_message(const MessageReader& message, size_t start, uint8_t* into, const Operation& apply) {
+    const size_t num_bytes = size_of(apply);
+    if (apply.replaces) return message.read(start, into, num_bytes);
+    uint8_t* piece = pool_->piece();
+    for (size_t done = 0; done < num_bytes; done += TemporaryPool::PIECE_BYTES) {
+        const size_t rest = std::min(num_bytes - done, TemporaryPool::PIECE_BYTES);
+        if (!message.read(start + done, piece, rest)) return false;
+        slice_->addition(into + done, piece, rest);
+    }
+    return true;
+}
+
 void SliceRun::add(uint8_t* own, uint32_t landing, const Operation& apply) {
     const uint8_t* values = part(landing, apply);
     if (apply.replaces)
@@ -170,7 +225,7 @@ void SliceRun::add(uint8_t* own, uint32_t landing, const Operation& apply) {
     release(landing);
 }
 
-uint8_t* SliceRun::part(uint32_t landing, const Operation& apply) {
+uint8_t* SliceRun::part(uint32_t landing, const Operation& apply) const {
     return landings_[landing].block.get() + (start_of(apply) - start_of(operation(landing)));
 }
 

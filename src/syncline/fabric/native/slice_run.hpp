@@ -27,6 +27,8 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     void stop();
     const Slice& slice() const { return *slice_; }
     void ended(uint32_t number) override;
+    bool can_use(uint32_t number) const override;
+    bool use(uint32_t number, const MessageReader& message) override;
     std::set<int> awaited_peers() const;
     std::set<int> open_peers() const;
 
@@ -62,7 +64,9 @@ class SliceRun : public Listener, public std::enable_shared_from_this<SliceRun> 
     size_t size_of(const Operation& operation) const {
         return slice_->offsets[operation.last] - slice_->offsets[operation.first];
     }
-    uint8_t* part(uint32_t landing, const Operation& apply);
+    uint8_t* part(uint32_t landing, const Operation& apply) const;
+    uint8_t* sum_for(uint32_t apply, uint32_t landing) const;
+    bool add_message(const MessageReader& message, size_t start, uint8_t* into, const Operation& apply);
 
     MessageSettings settings_of(const Operation& operation) const;
     void step(const std::vector<uint32_t>& ready);

@@ -36,4 +36,9 @@ void TemporaryPool::give_back(Block block, size_t num_bytes) {
     free_[size].push_back(std::move(block));
 }
 
+uint8_t* TemporaryPool::piece() {
+    if (!piece_) piece_.reset(new uint8_t[PIECE_BYTES]);
+    return piece_.get();
+}
+
 }  // namespace syncline

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int MAX_ROUNDS = 32;  // of reading and writing, before Python is asked again
 constexpr int MAX_READY = 64;
+constexpr int64_t FETCH_BYTES = 1 << 20;  // about 0.1 ms
 
 }  // namespace
 
@@ -27,6 +28,7 @@ void NativeTransport::close() {
         peer->receiver.drop_posted();
     }
     state_.events.clear();
+    state_.fetches.clear();
     state_.must_grant = false;
     state_.reactor.close();
 }
@@ -43,7 +45,9 @@ double NativeTransport::heard_s(int rank) const {
 
 void NativeTransport::poll() {
     for (int round = 0; round < MAX_ROUNDS; ++round) {
-        if (!state_.reactor.poll_once() || has_events()) return;
+        const bool is_fetching = has_fetches();
+        if (is_fetching) fetch();
+        if (!(state_.reactor.poll_once() || is_fetching) || has_events()) return;
         finish();
         if (has_events()) return;
     }
@@ -56,6 +60,13 @@ void NativeTransport::finish() {
     }
 }
 
+void NativeTransport::fetch() {
+    for (int64_t rest_bytes = FETCH_BYTES; rest_bytes > 0 && has_fetches();) {
+        const Fetch next = state_.fetches.take();
+        rest_bytes -= peer(next.peer).fetch(next, rest_bytes);
+    }
+}
+
 void NativeTransport::give_grants() {
     state_.must_grant = false;
     for (const Grant& grant : state_.scheduler->grants(monotonic_s()))
@@ -63,7 +74,7 @@ void NativeTransport::give_grants() {
 }
 
 void NativeTransport::wake() {
-    if (!is_served && (has_work() || has_events())) state_.reactor.wake();
+    if (!is_served && (has_work() || has_events() || has_fetches())) state_.reactor.wake();
 }
 
 void NativeTransport::tell_done(PythonReference on_done) {
@@ -72,9 +83,9 @@ void NativeTransport::tell_done(PythonReference on_done) {
 
 namespace {
 
-// How long may be slept: not at all if Python has something to hear of.
-int timeout_ms(bool has_events, double timeout_s, double deadline_s) {
-    if (has_events) return 0;
+// How long may be slept: not at all if Python has something to hear of, or messages are to be copied.
+int timeout_ms(bool is_busy, double timeout_s, double deadline_s) {
+    if (is_busy) return 0;
     if (timeout_s < 0) return -1;
     return static_cast<int>(std::ceil(std::max(deadline_s - monotonic_s(), 0.0) * 1e3));
 }
@@ -86,14 +97,17 @@ std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
     std::vector<std::pair<int, uint32_t>> found;
     const double deadline_s = monotonic_s() + timeout_s;
     while (true) {
-        bool has_events = false;
+        bool is_busy = false;
         for (NativeTransport* transport : transports) {
             transport->finish();
-            has_events |= transport->has_events();
+            if (!transport->has_events() && transport->has_fetches()) {
+                transport->fetch();
+                transport->finish();
+            }
+            is_busy |= transport->has_events() || transport->has_fetches();
         }
         std::array<epoll_event, MAX_READY> ready;
-        const int num_ready =
-            epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(has_events, timeout_s, deadline_s));
+        const int num_ready = epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(is_busy, timeout_s, deadline_s));
         for (int place = 0; place < num_ready; ++place) {
             const epoll_event& event = ready[static_cast<size_t>(place)];
             const int fd = event.data.fd;

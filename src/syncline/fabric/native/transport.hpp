@@ -44,6 +44,9 @@ class NativeTransport {
     void finish();
     bool has_work() const { return state_.must_grant || state_.reactor.has_writes(); }
     bool has_events() const { return !state_.events.empty(); }
+    // Copy messages out of the memory of peers, as much as may be done before others have their turn.
+    void fetch();
+    bool has_fetches() const { return !state_.fetches.empty(); }
     // Become readable if there is something to do or to tell, for a loop that asks for nothing else.
     void wake();
     Event next_event() { return state_.events.take(); }

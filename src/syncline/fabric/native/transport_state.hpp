@@ -5,8 +5,10 @@
 #include <memory>
 
 #include "events.hpp"
+#include "fetch_queue.hpp"
 #include "grants.hpp"
 #include "heartbeat.hpp"
+#include "process_memory.hpp"
 #include "reactor.hpp"
 
 namespace syncline {
@@ -18,6 +20,8 @@ struct TransportState {
     Reactor reactor;
     Heartbeat heartbeat;
     EventQueue events;
+    FetchQueue fetches;
+    MemoryReader read_memory = &syncline::read_memory;
     bool tells_drained = false;
     bool must_grant = false;  // the scheduler may have grants to give
     int64_t num_fetches = 0;

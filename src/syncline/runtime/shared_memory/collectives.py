@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.fabric import PeerStalls
@@ -32,6 +32,8 @@ class EngineLinks:
     host_of: Callable[[int], str]
     stalls: PeerStalls
     """Which ranks do not train, though they live."""
+    members: Sequence[int]
+    """The job's numbers of the ranks."""
 
 
 class SharedMemoryCollectives:
@@ -156,7 +158,7 @@ class SharedMemoryCollectives:
 
     def _late(self, number: int, call: CollectiveCall, waited_s: float) -> Failure:
         absent = missing(self._segment, self._others, number)
-        present = [rank for rank in range(self._segment.world_size) if rank not in absent]
+        present = [self._links.members[rank] for rank in range(self._segment.world_size) if rank not in absent]
         accused = [
             failures.accuse(
                 self._links.describe_rank(rank), waited_s, call, present, still_s=self._links.stalls.still_s(rank)
