@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from schedule_trees import balanced_tree
+from schedule_trees import balanced_tree, star
 
-from syncline.schedule import Collective, choose, plan_tree, plan_weighted_tree
+from syncline.schedule import Collective, choose, plan_sharded_step, plan_tree, plan_weighted_tree
 from syncline.topology import Topology
 
 Say = Callable[[str], None]
@@ -59,3 +59,13 @@ def test_as_many_ranks_as_are_searched_for_plan_in_time(say: Say) -> None:
     taken = processor_seconds(lambda: plan_weighted_tree(topology, Collective.ALL_GATHER, target="rank_order"))
     say(f"{topology.num_ranks} ranks in {taken:.2f} s (less than {BUDGET_S:g})")
     assert taken < BUDGET_S
+
+
+@pytest.mark.parametrize(("num_ranks", "budget_s"), [(64, 1.0), (256, 5.0)])
+def test_a_sharded_step_is_planned_in_time(num_ranks: int, budget_s: float, say: Say) -> None:
+    rates = [12.5e6, 25e6, 50e6, 125e6]
+    topology = star([(SIDES.choice(rates), SIDES.choice(rates)) for _ in range(num_ranks)])
+    plan_sharded_step(Topology.flat(2, rate=1e6), 1 << 20)  # imports the solver
+    taken = processor_seconds(lambda: plan_sharded_step(topology, 64 << 20))
+    say(f"{num_ranks} ranks in {taken:.2f} s (less than {budget_s:g})")
+    assert taken < budget_s
