@@ -1,6 +1,6 @@
 """Phased execution by two ranks beside one rank alone: step time where storage takes as long as computing, and longer.
 
-    syncline run --ranks 2 benchmarks/phased.py [--stages 8] [--steps 6] [--out FILE]
+    syncline run --ranks 2 benchmarks/phased.py [--stages 8] [--steps 6] [--micro-batches 1 4] [--out FILE]
 
 Neither the computing nor the storage is this machine's: a stage *waits on a timer*, as a host waits for its
 accelerator, and a disk delivers so many bytes a second, by a timer too. Files, messages and updates are real. Each rank
@@ -8,10 +8,11 @@ has a disk of its own. Three ways, one after another in each case:
 
     load, then compute    one rank; it loads a stage, computes it, loads the next one, and stores before it goes on
     prefetch              one rank; a storage thread loads the next stage and stores the last one meanwhile
-    phased                two ranks that take turns; each has half of the stages on its disk
+    phased                two ranks; each has half of the stages on its disk
 
-All three keep at most two stages in memory, compute the forward pass again on the way back, and read and write the same
-bytes. Each case says how long all storage of a step takes one disk, in terms of its computing.
+All three keep at most two stages in memory, compute the forward pass again on the way back, divide a batch into the
+same micro-batches, all of which go through a stage each time it is loaded, and read and write the same bytes. Each case
+says how long all storage of a step takes one disk, in terms of its computing.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Case:
 
     optimizer: str
     storage: float
+    num_micros: int
 
     @property
     def num_units(self) -> int:
@@ -120,7 +122,7 @@ class Case:
         return torch.optim.Adam(parameters, lr=1e-3)
 
     def __str__(self) -> str:
-        return f"{self.optimizer}, storage {self.storage:g} x computing"
+        return f"{self.optimizer}, storage {self.storage:g} x computing, {self.num_micros} micro-batches"
 
 
 class Alone:
@@ -140,8 +142,9 @@ class Alone:
         """Make a step."""
         last = self._num_stages - 1
         order = [*range(self._num_stages), *reversed(range(last))]
-        kept: dict[int, torch.Tensor] = {}
-        gradient = None
+        kept: dict[int, list[torch.Tensor]] = {}
+        micros = list(values.chunk(self._case.num_micros))
+        gradients: list[torch.Tensor | None] = [None] * len(micros)
         for place, number in enumerate(order):
             is_backward = place >= last
             weight = self._stage(number)
@@ -153,14 +156,16 @@ class Alone:
             stage = Stage(self._seconds)
             stage.weight.data = weight["weight"]
             if not is_backward:
-                kept[number] = values
+                kept[number] = micros
                 with torch.no_grad():
-                    values = stage(values)
+                    micros = [stage(micro) for micro in micros]
                 continue
-            given = kept.pop(number, values).detach().requires_grad_()
-            output = stage(given)
-            output.backward(torch.ones_like(output) if gradient is None else gradient)
-            gradient = given.grad
+            for place_in_batch, micro in enumerate(kept.pop(number, micros)):
+                given = micro.detach().requires_grad_()
+                output = stage(given)
+                gradient = gradients[place_in_batch]
+                output.backward(torch.ones_like(output) if gradient is None else gradient)
+                gradients[place_in_batch] = given.grad
             self._update(number, stage)
         if not self._prefetches:
             self._loads.clear()
@@ -215,9 +220,9 @@ def measure(step: Callable[[], Any], num_steps: int) -> list[float]:
 def run_case(fleet: syncline.Fleet, case: Case, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Measure all ways; what rank 0 measured is the result."""
     seconds, num_stages = args.stage_ms / 1e3, args.stages
-    computing_s = seconds * (3 * num_stages - 1)
+    computing_s = case.num_micros * seconds * (3 * num_stages - 1)
     rate = case.num_units * num_stages * NUM_ELEMENTS * 4 / (case.storage * computing_s)
-    values = torch.zeros(4, 64)
+    values = torch.zeros(4 * case.num_micros, 64)
     times: dict[str, list[float]] = {}
     if fleet.rank == 0:
         for way in WAYS[:2]:
@@ -231,6 +236,7 @@ def run_case(fleet: syncline.Fleet, case: Case, args: argparse.Namespace, folder
         case.make_optimizer,
         loss=lambda output, _: output.mean(),
         storage=Disk(Path(folder) / f"rank {fleet.rank}", rate),
+        micro_batches=case.num_micros,
     )
     times["phased"] = measure(lambda: trainer.step(values, values), args.steps)
     trainer.synchronize()
@@ -254,16 +260,20 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--stage-ms", type=float, default=20.0, help="of computing a stage forward; backward as long")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [Case("sgd", 1.0), Case("adam", 1.0), Case("sgd", 2.0)]
+    kinds = [("sgd", 1.0), ("adam", 1.0), ("sgd", 2.0)]
+    cases = [Case(*kind, num_micros) for num_micros in args.micro_batches for kind in kinds]
     with tempfile.TemporaryDirectory(prefix="syncline-phased-") as folder, syncline.init(timeout_s=120) as fleet:
         results = [run_case(fleet, case, args, f"{folder}/{number}") for number, case in enumerate(cases)]
         if fleet.rank:
             return
     print(
-        f"{'step in s, median (least to most)':36}" + "".join(f"{way:>26}" for way in WAYS) + f"{'phased / first':>16}"
+        f"{'step in s, median (least to most)':48}"
+        + "".join(f"{way:>26}" for way in WAYS)
+        + f"{'phased / first':>16}{'prefetch / phased':>20}"
     )
     for result in results:
         medians = {way: statistics.median(times) for way, times in result["step_s"].items()}
@@ -271,10 +281,11 @@ def main() -> None:
             f"{medians[way]:.3f} ({min(times):.3f} to {max(times):.3f})" for way, times in result["step_s"].items()
         ]
         ratio = medians["phased"] / medians[WAYS[0]]
-        print(f"{result['case']:36}" + "".join(f"{cell:>26}" for cell in cells) + f"{ratio:>26.2f}")
+        gain = medians["prefetch"] / medians["phased"]
+        print(f"{result['case']:48}" + "".join(f"{cell:>26}" for cell in cells) + f"{ratio:>16.2f}{gain:>20.2f}")
     if args.out:
         about = {"torch": torch.__version__, "python": platform.python_version(), "kernel": platform.release()}
-        settings = {"stages": args.stages, "steps": args.steps, "stage_ms": args.stage_ms}
+        settings = {"stages": args.stages, "steps": args.steps, "stage_ms": args.stage_ms, "micros": args.micro_batches}
         args.out.write_text(json.dumps({"settings": settings, "versions": about, "cases": results}, indent=1) + "\n")
 
 

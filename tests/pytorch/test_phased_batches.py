@@ -12,7 +12,7 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.pytorch.phased import phase
 from syncline.updates.phased.batch_check import Note, describe_batch
-from syncline.updates.phased.phases import Pass
+from syncline.updates.phased.instructions import Pass
 
 INPUTS, TARGETS = make_batches(1, 1)[0][0]
 OTHERS = {

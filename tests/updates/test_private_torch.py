@@ -76,6 +76,7 @@ def test_default_store_is_that_of_the_group(tmp_path: Path) -> None:
 def test_tree_leaves_finds_what_users_have_registered() -> None:
     nested = {"a": [1, (2, None)], "b": OrderedDict(c=3)}
     assert private_torch.tree_leaves(nested) == [1, 2, None, 3]
+    assert private_torch.tree_map(str, nested) == {"a": ["1", ("2", "None")], "b": OrderedDict(c="3")}
 
 
 def test_tensor_without_memory_has_a_shape() -> None:

@@ -12,17 +12,18 @@ from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.fleet import Fleet, current_fleet
-from syncline.pytorch.phased_setup import MakeStage, check_stages, set_up
+from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.driver import PairDriver
-from syncline.updates.phased.phases import Pass
+from syncline.updates.phased.instructions import Pass
+from syncline.updates.phased.micro_batches import MicroBatch, divide
 from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.stage_store import parameters_name
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
+from syncline.updates.private_torch import note_step
 
 
 def phase(
@@ -31,14 +32,18 @@ def phase(
     *,
     loss: Loss,
     storage: str | Path | Storage | None = None,
+    micro_batches: int = 1,
     stages_in_memory: int = 2,
+    input_budget_bytes: int | None = None,
+    max_grad_norm: float | None = None,
+    resume: bool = False,
     align: Literal["element", "parameter"] = "element",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     slice_bytes: int | None = None,
     samples: CountSamples | None = None,
     fleet: Fleet | None = None,
 ) -> PhasedTrainer:
-    """Train a model of ``stages`` on pairs of ranks: while one computes a stage, the other stores and loads.
+    """Train a model of ``stages`` on pairs of ranks: each computes its stages, and stores and loads them meanwhile.
 
     Every rank calls it alike. Ranks of one host, or else of one switch, form pairs. The first rank of a pair computes
     stages 0, 2 ..., the second 1, 3 ...; each pair trains on batches of its own. Ranks that hold the same stages divide
@@ -49,8 +54,17 @@ def phase(
     pairs go on from the first pair's values. ``make_optimizer`` gets the parameters of this rank's stages and returns
     an optimizer (which ones can be used: see ``align`` of :class:`Sharded`). ``loss(output, targets)`` returns the mean
     over the samples. ``storage``: a folder in which each rank has one of its own, which stays; None is temporary files
-    that are gone when the process ends, however it does. ``stages_in_memory``: how many stages have memory at once on
-    each rank. ``samples`` gets the inputs and returns their number (default: the first dimension of the first tensor).
+    that are gone when the process ends, however it does. ``micro_batches``: each batch is divided into as many equal
+    parts along the first dimension of its tensors. All go through a stage each time it is loaded, so their gradients
+    accumulate and the disk is paid once; from two on both ranks of a pair compute at the same time.
+    ``stages_in_memory``: how many stages have memory at once on each rank. ``input_budget_bytes``: what the inputs of
+    stages may take of a rank's memory while they wait; what is needed last beyond that is spilled to the storage (None:
+    all stay). ``max_grad_norm``: gradients are scaled to a norm over the whole model of at most this, as by
+    ``torch.nn.utils.clip_grad_norm_``. ``resume``: ``storage``, a folder, keeps two versions of everything, and if it
+    holds steps of this job already, training goes on after the last one that all ranks have stored
+    (:attr:`PhasedTrainer.num_steps` says how many). ``samples`` gets the inputs of a micro-batch and returns their
+    number (default: the first dimension of the first tensor). Connection classes that the topology file asks for are
+    used: what goes between the two ranks of a pair has the first, updates have the last.
 
     Raises :class:`ConfigurationError` (an odd number of ranks ...), :class:`UpdateError`, :class:`StorageError`.
 
@@ -64,8 +78,16 @@ def phase(
     (True, True)
     """
     fleet = fleet or current_fleet()
-    options = _options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes, max_stages=stages_in_memory)
-    kept = _storage(storage, fleet.rank)
+    schedule_options = _schedule_options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
+    options = PhaseOptions(
+        num_micros=micro_batches,
+        max_stages=stages_in_memory,
+        input_budget_bytes=input_budget_bytes,
+        max_grad_norm=max_grad_norm,
+        resumes=resume,
+        bucket_bytes=bucket_bytes,
+    )
+    kept = _storage(storage, fleet.rank, resumes=resume)
     try:
         setting = set_up(
             fleet,
@@ -73,11 +95,10 @@ def phase(
             make_optimizer,
             loss=loss,
             storage=kept,
-            max_stages=stages_in_memory,
-            schedule_options=options,
-            bucket_bytes=bucket_bytes,
+            options=options,
+            schedule_options=schedule_options,
         )
-        trainer = PhasedTrainer(setting, SampleCount("batch" if samples is None else samples))
+        trainer = PhasedTrainer(setting, micro_batches, SampleCount("batch" if samples is None else samples))
     except BaseException:
         kept.close()
         raise
@@ -89,9 +110,9 @@ def phase(
 class PhasedTrainer:
     """A model of stages in training on one rank of a pair; made by :func:`phase`. The fleet's close ends it.
 
-    Stages take part in a step one after another, so nothing that needs all gradients at once can be had: no norm over
-    the whole model, no accumulation over several calls, no ``GradScaler``. Parameters are in host memory; between
-    steps those of most stages are not there at all: :meth:`stage_states` brings them one stage at a time.
+    Gradients accumulate over the micro-batches of a step, not over several calls: each call would load every stage.
+    There is no ``GradScaler``. Parameters are in host memory; between steps those of most stages are not there at all:
+    :meth:`stage_states` brings them one stage at a time.
 
     >>> def train():
     ...     with syncline.init():
@@ -102,7 +123,7 @@ class PhasedTrainer:
     [(0, True, False), (1, False, True)]
     """
 
-    def __init__(self, setting: PhasedSetting, samples: SampleCount) -> None:
+    def __init__(self, setting: PhasedSetting, num_micros: int, samples: SampleCount) -> None:
         self.optimizer = setting.optimizer
         """Its ``param_groups`` count for the next step; LR schedulers take it. It steps nothing itself."""
         self.num_stages = setting.num_stages
@@ -110,13 +131,21 @@ class PhasedTrainer:
         """0 computes stages 0, 2 ..., and 1 the others."""
         self.partner = setting.partner
         self._setting = setting
+        self._num_micros = num_micros
         self._samples = samples
         self._driver = PairDriver(setting)
         self._is_closed = False
+        if self._driver.step:
+            note_step(self.optimizer)  # schedulers may be brought to where they were
         self._driver.start()
 
     def __repr__(self) -> str:
         return f"<PhasedTrainer: stages {', '.join(map(str, self._setting.stages))} of {self.num_stages}>"
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, with ``resume`` those before a crash included."""
+        return self._driver.step
 
     @property
     def needs_inputs(self) -> bool:
@@ -140,7 +169,8 @@ class PhasedTrainer:
         self._check_open()
         if self.needs_targets and targets is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes the loss, so its step() needs targets")
-        done = self._driver.run(Pass.TRAIN, inputs, targets, num_samples=self._count(inputs))
+        micros = self._divide(inputs, targets, self._num_micros)
+        done = self._driver.run(Pass.TRAIN, micros, (inputs, targets))
         assert done.loss is not None, "the way back tells the loss"
         self.optimizer.step()  # no parameter has a gradient any more: this tells schedulers alone that a step was made
         return done.loss
@@ -148,7 +178,8 @@ class PhasedTrainer:
     def evaluate(self, inputs: Any = None) -> Any:
         """Run all stages forward in evaluation mode; return the output where :attr:`needs_targets`, else None.
 
-        Both ranks of a pair call it with the same batch, as :meth:`step`, and it raises the same.
+        Both ranks of a pair call it with the same batch, as :meth:`step`, and it raises the same. The batch goes
+        through each stage whole, as one micro-batch.
         """
         self._check_open()
         modules = [stage.module for stage in self._setting.stages.values()]
@@ -156,7 +187,7 @@ class PhasedTrainer:
         for whole in modules:
             whole.eval()
         try:
-            return self._driver.run(Pass.EVALUATE, inputs, None, num_samples=self._count(inputs)).output
+            return self._driver.run(Pass.EVALUATE, self._divide(inputs, None, 1), (inputs, None)).output
         finally:
             for whole, modes in zip(modules, were_training, strict=True):
                 for module, mode in zip(whole.modules(), modes, strict=True):
@@ -174,7 +205,7 @@ class PhasedTrainer:
         """
         self.synchronize()
         for number, stage in self._setting.stages.items():
-            stored, _ = self._setting.storage.read(parameters_name(number))
+            stored = self._driver.read_parameters(number)
             buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
             keys = stage.module.state_dict(keep_vars=True)
             yield number, {key: value for key, value in (stored | buffers).items() if key in keys}
@@ -209,16 +240,21 @@ class PhasedTrainer:
             (collectives.communicator.abort if is_failing else collectives.communicator.close)()
             self._setting.storage.close()
 
-    def _count(self, inputs: Any) -> float:
-        if not self.needs_inputs:
-            return 0.0
-        if inputs is None:
+    def _divide(self, inputs: Any, targets: Any, number: int) -> list[MicroBatch]:
+        if self.needs_inputs and inputs is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes stage 0, so it needs inputs")
+        given = divide(inputs if self.needs_inputs else None, number, "inputs")
+        wanted = divide(targets if self.needs_targets else None, number, "targets")
+        counts = [self._count(part) if self.needs_inputs else 0.0 for part in given]
+        parts = zip(given, wanted, counts, strict=True)
+        return [MicroBatch(inputs=one, targets=other, num_samples=count) for one, other, count in parts]
+
+    def _count(self, inputs: Any) -> float:
         number = self._samples.see((inputs,), {}).num_samples
         if number <= 0:
             raise UpdateError(
                 f"Rank {self._setting.port.rank} has a batch of no samples; a pair takes part in each step with at "
-                "least one, so divide the last batch, or leave it out, on all pairs alike"
+                "least one in each micro-batch, so divide the last batch, or leave it out, on all pairs alike"
             )
         return number
 
@@ -227,16 +263,16 @@ class PhasedTrainer:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and phase() again")
 
 
-def _options(align: str, *, bucket_bytes: int, slice_bytes: int | None, max_stages: int) -> BucketScheduleOptions:
+def _schedule_options(align: str, *, bucket_bytes: int, slice_bytes: int | None) -> BucketScheduleOptions:
     check_sizes(bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
-    if max_stages < 1:
-        raise ConfigurationError(f"stages_in_memory is at least 1, not {max_stages}; 2 hides loading")
     if align not in {"element", "parameter"}:
         raise ConfigurationError(f'align must be "element" or "parameter", not {align!r}')
     return BucketScheduleOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
 
 
-def _storage(given: str | Path | Storage | None, rank: int) -> Storage:
+def _storage(given: str | Path | Storage | None, rank: int, *, resumes: bool) -> Storage:
+    if given is None and resumes:
+        raise ConfigurationError("resume=True goes on from a folder that outlives the job; name one with storage=")
     if given is None:
         return TemporaryFiles()
     if isinstance(given, str | Path):

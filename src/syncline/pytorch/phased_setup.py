@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from syncline.errors import UpdateError
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.priorities.terms import Priorities
 from syncline.pytorch.agreement import check_agreement
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.packing import pack, unpack
+from syncline.pytorch.phased_resume import begin_versions, find_manifest
 from syncline.pytorch.registry import check_untrained
 from syncline.pytorch.sync_batch_norm import find_layers
-from syncline.runtime import Communicator
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
@@ -25,11 +26,35 @@ from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.pairs import find_pair, pair_ranks
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage import Stage, StagePlan, ghost
-from syncline.updates.phased.stage_store import parameters_name
+from syncline.updates.phased.stage_store import buffers_name, parameters_name
 from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.updating import Clipping
+from syncline.updates.phased.versions import Files, store_first
 
 MakeStage = Callable[[], nn.Module]
 CALL = "phase() with the same stages, optimizer and options"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseOptions:
+    """How a model of stages is trained; see :func:`~syncline.pytorch.phased.phase`. Alike on all ranks."""
+
+    num_micros: int
+    max_stages: int
+    input_budget_bytes: int | None
+    max_grad_norm: float | None
+    resumes: bool
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.max_stages < 1:
+            raise ConfigurationError(f"stages_in_memory is at least 1, not {self.max_stages}; 2 hides loading")
+        if self.num_micros < 1:
+            raise ConfigurationError(f"micro_batches is at least 1, not {self.num_micros}")
+        if self.input_budget_bytes is not None and self.input_budget_bytes < 0:
+            raise ConfigurationError(f"input_budget_bytes is at least 0, or None, not {self.input_budget_bytes}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigurationError(f"max_grad_norm is above 0, or None, not {self.max_grad_norm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +64,33 @@ class _Built:
     number: int
     module: nn.Module
     parameters: dict[str, nn.Parameter]
+    files: Files
+    """The first version of it, if versions are kept, and training begins anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _First:
+    """Where the values go that training begins with."""
+
+    storage: Storage
+    keeps_versions: bool
+
+    def store(
+        self, number: int, module: nn.Module, parameters: dict[str, nn.Parameter], control: ControlStream
+    ) -> Files:
+        """Take over the first pair's values, and store them; return the files of a first version."""
+        if control.world_size > 1:
+            values = [*parameters.values(), *module.buffers()]
+            packed = pack(values)
+            control.start_broadcast(packed, f"initial values of stage {number}").wait()
+            unpack(packed, values)
+        tensors = {name: one.detach() for name, one in parameters.items()}
+        if not self.keeps_versions:
+            self.storage.write(parameters_name(number), tensors, {"step": "0"})
+            return {}
+        buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+        stored = {parameters_name(number): tensors} | ({buffers_name(number): buffers} if buffers else {})
+        return store_first(self.storage, stored)
 
 
 def check_stages(stages: Iterable[nn.Module | MakeStage]) -> tuple[nn.Module | MakeStage, ...]:
@@ -68,54 +120,55 @@ def set_up(
     *,
     loss: Loss,
     storage: Storage,
-    max_stages: int,
+    options: PhaseOptions,
     schedule_options: BucketScheduleOptions,
-    bucket_bytes: int,
 ) -> PhasedSetting:
     """Build and store this rank's stages, and open its ways to its partner and to the ranks of its side."""
     pairs = pair_ranks(fleet.topology)
     pair, side = find_pair(pairs, fleet.rank)
     members = tuple(ranks[side] for ranks in pairs)
-    streams = fleet.reserve_streams(4)
-    job = ControlStream(fleet.communicator, stream=streams[0], timeout_s=fleet.timeout_s)
-    check_agreement(
-        [f"{len(stages)} stages", f"{schedule_options!r}", f"buckets of {bucket_bytes} bytes"], job, call=CALL
-    )
+    streams = fleet.reserve_streams(6)
+    job, norms, versions = (_open_control(fleet, streams[number]) for number in (0, 4, 5))
+    check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, call=CALL)
+    resumed = find_manifest(storage, job) if options.resumes else None
+    first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
         control = ControlStream(group, stream=streams[2], timeout_s=fleet.timeout_s)
-        own = range(side, len(stages), 2)
-        built = [_build(number, stages[number], storage, control, members) for number in own]
+        built = [_build(number, stages[number], first, control, members) for number in range(side, len(stages), 2)]
         optimizer = _make_optimizer(built, make_optimizer, fleet.rank, schedule_options)
-        made = _plan(built, optimizer, bucket_bytes)
+        made = _plan(built, optimizer, options.bucket_bytes)
         lines = [f"optimizer {type(optimizer).__name__}", *(repr(stage.plan) for stage in made)]
         check_agreement(lines, control, call=CALL, ranks=members)
-    for stage in stages:
-        if isinstance(stage, nn.Module):
-            _let_go(stage)
-    buckets = [plan for stage in made for plan in stage.plan.trained]
-    num_buckets = int(max(job.gather_numbers(len(buckets), "number of buckets")))
-    group = fleet.communicator.open_group(members, streams=fleet.reserve_streams(2 + num_buckets))
+    _let_go(stages)
+    collectives = _open_collectives(fleet, members, made, job, schedule_options)
+    files = {name: file for stage in built for name, file in stage.files.items()}
+    manifest = begin_versions(storage, job, resumed, files, made, collectives) if options.resumes else None
+    clipping = None if options.max_grad_norm is None else Clipping(max_norm=options.max_grad_norm, control=norms)
     return PhasedSetting(
         stages={stage.number: stage for stage in made},
         num_stages=len(stages),
         side=side,
         partner=pairs[pair][1 - side],
-        max_stages=max_stages,
+        max_stages=options.max_stages,
         optimizer=optimizer,
         whole_parameters=schedule_options.whole_parameters,
         loss=loss,
+        input_budget_bytes=options.input_budget_bytes,
+        clipping=clipping,
         storage=storage,
-        collectives=_open_collectives(fleet, group, buckets, schedule_options),
+        manifest=manifest,
+        collectives=collectives,
         port=fleet.communicator.open_port(f"pairs of phased model {streams[3]}"),
         stream=streams[3],
         note_wait=fleet.communicator.note_wait,
+        versions=versions if options.resumes else None,
     )
 
 
 def _build(
-    number: int, stage: nn.Module | MakeStage, storage: Storage, control: ControlStream, members: Sequence[int]
+    number: int, stage: nn.Module | MakeStage, first: _First | None, control: ControlStream, members: Sequence[int]
 ) -> _Built:
-    """Build a stage, take over the first pair's values, and store them."""
+    """Build a stage; where training begins anew, take over the first pair's values, and store them."""
     module = stage if isinstance(stage, nn.Module) else stage()
     if not isinstance(module, nn.Module):
         raise UpdateError(f"The function for stage {number} returned a {type(module).__name__}, not a module")
@@ -135,14 +188,9 @@ def _build(
         parameter.data = parameter.data.contiguous()
     shapes = [f"{name}: {tuple(one.shape)} of {one.dtype}" for name, one in parameters.items()]
     check_agreement([f"stage {number}", *shapes], control, call=CALL, ranks=members)
-    if control.world_size > 1:
-        values = [*parameters.values(), *module.buffers()]
-        packed = pack(values)
-        control.start_broadcast(packed, f"initial values of stage {number}").wait()
-        unpack(packed, values)
-    storage.write(parameters_name(number), {name: one.detach() for name, one in parameters.items()}, {"step": "0"})
-    _let_go(module)
-    return _Built(number=number, module=module, parameters=parameters)
+    files = first.store(number, module, parameters, control) if first is not None else {}
+    _let_go([module])
+    return _Built(number=number, module=module, parameters=parameters, files=files)
 
 
 def _make_optimizer(
@@ -185,14 +233,26 @@ def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_byte
     return stages
 
 
+def _open_control(fleet: Fleet, stream: int) -> ControlStream:
+    return ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
+
+
 def _open_collectives(
-    fleet: Fleet, group: Communicator, buckets: Sequence[BucketPlan], options: BucketScheduleOptions
+    fleet: Fleet, members: Sequence[int], stages: Sequence[Stage], job: ControlStream, options: BucketScheduleOptions
 ) -> BucketCollectives:
+    """Let updates travel in the last connection class that the topology file asks for, behind what pairs send."""
+    buckets = [plan for stage in stages for plan in stage.plan.trained]
+    num_buckets = int(max(job.gather_numbers(len(buckets), "number of buckets")))
+    group = fleet.communicator.open_group(members, streams=fleet.reserve_streams(2 + num_buckets))
+    priorities = fleet.topology.priorities or Priorities.off()
+    if priorities.is_on:
+        fleet.communicator.connection_classes.open(priorities)
     first_stream = group.user_stream + 1
     return BucketCollectives(
         group,
         control=ControlStream(group, stream=first_stream, timeout_s=fleet.timeout_s),
         bucket_schedules=plan_bucket_schedules(group, buckets, options, first_stream=first_stream + 1),
+        connection_class=priorities.num_classes - 1,
     )
 
 
@@ -200,8 +260,9 @@ def _owners(plans: Sequence[BucketPlan], parameters: Sequence[nn.Parameter]) -> 
     return [[parameters[slot.position] for slot in plan.slots] for plan in plans]
 
 
-def _let_go(module: nn.Module) -> None:
-    for parameter in module.parameters():
+def _let_go(stages: Iterable[object]) -> None:
+    """Free the memory of modules, also of those that the partner computes."""
+    for parameter in (one for stage in stages if isinstance(stage, nn.Module) for one in stage.parameters()):
         if parameter.numel():
             parameter.data = ghost(parameter)
             parameter.grad = None

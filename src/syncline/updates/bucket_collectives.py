@@ -22,7 +22,12 @@ class BucketCollectives:
     """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
 
     def __init__(
-        self, communicator: Communicator, *, control: ControlStream, bucket_schedules: tuple[BucketSchedule, ...]
+        self,
+        communicator: Communicator,
+        *,
+        control: ControlStream,
+        bucket_schedules: tuple[BucketSchedule, ...],
+        connection_class: int = 0,
     ) -> None:
         self.communicator = communicator
         """What it moves them on, for rules that do more than collectives."""
@@ -32,7 +37,7 @@ class BucketCollectives:
         self.trace = communicator.trace
         self.control = control
         self.bucket_schedules = bucket_schedules
-        self._classes = (0,) * len(bucket_schedules)
+        self._classes = (connection_class,) * len(bucket_schedules)
         self._stream = bucket_schedules[0].stream if bucket_schedules else 0
         if bucket_schedules:
             communicator.connection_classes.assign(self._stream, self._classes)

@@ -63,6 +63,14 @@ def tree_leaves(values: Any) -> list[Any]:
     return _pytree.tree_leaves(values)
 
 
+def tree_map(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return the same nesting with what ``function`` makes of each of :func:`tree_leaves`.
+
+    Registered classes are known there alone, and no public function builds one again from its leaves.
+    """
+    return _pytree.tree_map(function, values)
+
+
 def uncompiled(method: Method) -> Method:
     """Let ``torch.compile`` leave ``method``, and what it calls, alone when compiled code comes to call it.
 

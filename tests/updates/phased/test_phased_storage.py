@@ -18,8 +18,8 @@ from syncline.errors import StorageError, UpdateError
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.phased import storage as storage_module
 from syncline.updates.phased.buffer_pool import BufferPool
+from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.messages import Message, decode
-from syncline.updates.phased.phases import Kind, Pass, Phase
 from syncline.updates.phased.state_file import ShardState, read_state
 from syncline.updates.phased.storage import Folder, TemporaryFiles
 from syncline.updates.shard_view import Segment
@@ -104,6 +104,24 @@ def test_types_that_the_format_does_not_know(tmp_path: Path) -> None:
         Folder(tmp_path).write("stage", {"weight": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
+def test_what_is_removed_is_gone_and_what_is_forced_to_the_disk_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path)
+    folder.write("stage", {"weight": torch.ones(4)}, {})
+    forced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: forced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    folder.sync(["stage"])
+    assert forced == [str(tmp_path / "stage.safetensors"), str(tmp_path)]
+    for _ in range(2):
+        folder.remove("stage")
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(StorageError, match=r"stage\.safetensors cannot be written"):
+        folder.sync(["stage"])
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go."""
@@ -132,6 +150,10 @@ def test_temporary_files_have_no_name(temporary: Path, has_nameless: bool, monke
     with pytest.raises(StorageError, match=r"'weight' .* it belongs to another model"):
         files.read_into("state", {"weight": torch.zeros(2)})
     before = len(list(Path("/proc/self/fd").iterdir()))
+    files.sync(["stage"])
+    for _ in range(2):
+        files.remove("state")
+        assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
     files.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before - 2
     with pytest.raises(StorageError, match="the storage is closed"):
@@ -187,19 +209,21 @@ def test_state_that_no_file_can_hold() -> None:
 
 def test_a_message_describes_what_follows() -> None:
     message = Message(
-        phase=Phase(Kind.BACKWARD, 3),
+        phase=Phase(Kind.BACKWARD, 3, 5),
         kind=Pass.TRAIN,
         number=17,
         tensors=(torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(1.0)),
         is_tuple=True,
         num_samples=2.5,
+        share=0.3,
         loss=0.1,
     )
     text = message.encode()
     found, payloads = decode(text)
     assert [payload.nbytes for payload in payloads] == [12, 4]
     assert (found.phase, found.kind, found.number) == (message.phase, message.kind, 17)
-    assert (found.is_tuple, found.num_samples, found.loss) == (True, 2.5, 0.1)
+    assert (found.is_tuple, found.num_samples, found.share, found.loss) == (True, 2.5, 0.3, 0.1)
+    assert found.num_bytes == 16
     assert [None if one is None else (one.dtype, tuple(one.shape)) for one in found.tensors] == [
         (torch.bfloat16, (2, 3)),
         None,

@@ -20,7 +20,7 @@ from syncline.runtime.port import Port
 from syncline.runtime.tags import NUM_SLICES
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
-from syncline.updates.phased.phases import Pass
+from syncline.updates.phased.instructions import Pass
 from syncline.updates.private_torch import tree_leaves
 
 MAX_TEXT = 120

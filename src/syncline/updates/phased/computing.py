@@ -1,8 +1,9 @@
 """What the training thread does with a stage: forward, loss, and backward with the forward pass made again.
 
-Between its forward and its backward phase a stage keeps its input, the state of the random generator, and its buffers
-as they were, so that the second forward pass repeats the first: dropout draws the same, and running statistics are
-counted once. After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with the stages as segments.
+Between the forward and the backward phase of a micro-batch its input is kept, the random generator's state, and the
+stage's buffers as they were, so that the second forward pass repeats the first: dropout draws the same, and running
+statistics are counted once. After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with the stages
+as segments.
 """
 
 from __future__ import annotations
@@ -54,29 +55,35 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    given: Given
+class _Before:
+    """How things were before a forward pass."""
+
     generator: torch.Tensor
     buffers: tuple[torch.Tensor, ...]
 
 
 class StageComputer:
-    """Computes the phases of one rank."""
+    """Computes the phases of one rank; ``micro`` is the number of a micro-batch."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._kept: dict[int, _Kept] = {}
+        self._before: dict[tuple[int, int], _Before] = {}
 
-    def forward(self, stage: Stage, given: Given, *, keeps_input: bool) -> Any:
-        """Return what the stage makes of its input, without a graph."""
-        if keeps_input:
+    def forward(self, stage: Stage, micro: int, given: Given, *, is_repeated: bool) -> Any:
+        """Return what the stage makes of its input, without a graph; :meth:`backward` can repeat it."""
+        if is_repeated:
             buffers = tuple(buffer.clone() for buffer in stage.module.buffers())
-            self._kept[stage.number] = _Kept(given=given, generator=torch.get_rng_state(), buffers=buffers)
+            self._before[stage.number, micro] = _Before(generator=torch.get_rng_state(), buffers=buffers)
         with torch.no_grad():
             return stage.module(given.value)
 
-    def loss_phase(self, stage: Stage, given: Given, targets: Any) -> tuple[float, list[torch.Tensor | None]]:
-        """Compute the last stage, the loss, and the gradients of both; return the loss and those of the input."""
+    def loss_phase(
+        self, stage: Stage, given: Given, targets: Any, *, share: float
+    ) -> tuple[float, list[torch.Tensor | None]]:
+        """Compute the last stage, the loss, and the gradients of both; return the loss and those of the input.
+
+        All are multiplied by ``share``, that of the micro-batch in the samples of its batch.
+        """
         leaves = given.as_leaves()
         with torch.enable_grad():
             loss = self._loss(stage.module(leaves.value), targets)
@@ -86,15 +93,18 @@ class StageComputer:
                     f"loss(output, targets) returns one number, the mean over the samples, not {shape}; end it with "
                     ".mean()"
                 )
+            loss = loss if share == 1.0 else loss * share
             loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach()), [leaf.grad for leaf in leaves.tensors]
 
-    def backward(self, stage: Stage, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(
+        self, stage: Stage, micro: int, given: Given, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Compute the stage again, and the gradients of its parameters and input; return the latter."""
-        kept = self._kept.pop(stage.number)
-        leaves = kept.given.as_leaves()
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _buffers_as(stage.module, kept.buffers):
-            torch.set_rng_state(kept.generator)
+        before = self._before.pop((stage.number, micro))
+        leaves = given.as_leaves()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _buffers_as(stage.module, before.buffers):
+            torch.set_rng_state(before.generator)
             outputs = outputs_of(stage.module(leaves.value), stage.number)
         pairs = [
             (output, gradient)

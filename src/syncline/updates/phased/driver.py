@@ -8,7 +8,7 @@ there waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,28 +21,17 @@ from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck
-from syncline.updates.phased.buffer_pool import BufferPool
+from syncline.updates.phased.instructions import Compute, Instruction, Kind, Pass, Phase, Send
 from syncline.updates.phased.messages import Message, decode
-from syncline.updates.phased.phase_work import CurrentPass, PhaseWork
-from syncline.updates.phased.phases import (
-    Compute,
-    Drop,
-    Instruction,
-    Kind,
-    Load,
-    LoadState,
-    Pass,
-    Phase,
-    Phases,
-    Reduce,
-    Send,
-    Store,
-    Update,
-)
+from syncline.updates.phased.micro_batches import MicroBatch
+from syncline.updates.phased.phase_work import CurrentPass
+from syncline.updates.phased.phases import Phases
 from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.stage_store import StageStore
+from syncline.updates.phased.stage_driver import StageDriver
 from syncline.updates.phased.statistics import PhasedStatistics
-from syncline.updates.phased.updating import StageUpdater
+
+MAX_UNSENT = 2
+"""Messages that wait to leave: a rank computes no further while its partner has no room for what it has."""
 
 
 class PairDriver(Driver):
@@ -56,28 +45,28 @@ class PairDriver(Driver):
             progress=setting.collectives.communicator.progress,
         )
         self._setting = setting
-        self._stages = setting.stages
         self._trace = setting.collectives.trace
-        self._phases = Phases(num_stages=setting.num_stages, side=setting.side, max_stages=setting.max_stages)
+        self._phases = Phases(
+            num_stages=setting.num_stages,
+            side=setting.side,
+            max_stages=setting.max_stages,
+            input_budget_bytes=setting.input_budget_bytes,
+            defers_updates=setting.clipping is not None,
+            keeps_versions=setting.keeps_versions,
+            step=setting.manifest.step if setting.manifest is not None else 0,
+        )
         self._next: Phase | None = None
-        self._message: Message | None = None
+        self._is_listening = False
+        """A receive is posted."""
+        self._early: Message | None = None
+        """What was sent for a pass that has not begun here."""
         self._outgoing: Message | None = None
         self._pass: CurrentPass | None = None
         self._num_passes = self._num_steps = 0
         self._computing_s = 0.0
-        self._waiting_s = {"input": 0.0, "parameters": 0.0, "update": 0.0}
-        largest = max(stage.plan.num_bytes for stage in self._stages.values())
-        self._buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
-        self._placed: dict[int, torch.Tensor] = {}
-        rank = setting.port.rank
-        name = f"syncline-phased-storage-{rank}"
-        self._stage_store = StageStore(
-            setting.storage, self._stages, trace=self._trace, name=name, on_failure=self.fail
-        )
-        self._updater = StageUpdater(
-            setting.collectives, setting.optimizer, whole_parameters=setting.whole_parameters, on_failure=self.fail
-        )
-        self._work = PhaseWork(setting, self._updater)
+        self._waiting_s = {"input": 0.0, "spilled input": 0.0, "parameters": 0.0, "update": 0.0, "sending": 0.0}
+        self._stage_driver = StageDriver(setting, self._phases, tell=self._tell, on_failure=self.fail)
+        self._storage = setting.storage
         messages = MessageStream(setting.port, setting.stream, urgency=-1)
         self._mailbox = Mailbox(messages, messages, decode=decode, on_message=self._on_message, on_lost=self._lose)
         self._num_unsent = 0
@@ -93,19 +82,23 @@ class PairDriver(Driver):
     def __repr__(self) -> str:
         return f"<PairDriver with {self._partner}: {self._phases!r}>"
 
+    @property
+    def step(self) -> int:
+        """How many steps were made, those before a crash included."""
+        return self._phases.step
+
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
         self._port.call_soon(self._watch)
-        self._listen()
         with self._changed:
             self._obey(self._phases.start())
 
-    def run(self, kind: Pass, inputs: Any, targets: Any, *, num_samples: float) -> CurrentPass:
-        """Run a pass to the end of this rank's part of it."""
+    def run(self, kind: Pass, micros: Sequence[MicroBatch], whole: tuple[Any, Any]) -> CurrentPass:
+        """Run a pass to the end of this rank's part of it; ``whole`` are all its inputs, and all its targets."""
         self.raise_failure()
         try:
-            self._wait_sent()
-            self._begin(kind, inputs, targets, num_samples)
+            self._wait_for_last()
+            self._begin(kind, micros, whole)
             while (phase := self._wait_phase()) is not None:
                 self._compute(phase)
         except BaseException as error:
@@ -115,6 +108,23 @@ class PairDriver(Driver):
         assert done is not None, "a pass was begun"
         return done
 
+    def read_parameters(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the parameters of a stage as they are stored; all updates are over."""
+        found: list[dict[str, torch.Tensor]] = []
+
+        def take(tensors: dict[str, torch.Tensor]) -> None:
+            with self._changed:
+                found.append(tensors)
+                self._changed.notify_all()
+
+        self._stage_driver.store.read_parameters(number, take)
+        with self._progress.waiting():
+            is_over = self._wait_for(lambda: bool(found), self._timeout_s)
+        self.raise_failure()
+        if not is_over:
+            raise DeadlineError(f"Stage {number} was not read within {self._timeout_s:g} s ({self._storage.place})")
+        return found[0]
+
     def synchronize(self) -> None:
         """Wait until every update is over, and stored."""
         with self._progress.waiting():
@@ -122,13 +132,13 @@ class PairDriver(Driver):
         self.raise_failure()
         if not is_over:
             raise DeadlineError(
-                f"Updates of stages were not stored in {self._stage_store.storage.place} within {self._timeout_s:g} s; "
+                f"Updates of stages were not stored in {self._storage.place} within {self._timeout_s:g} s; "
                 "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
             )
 
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
-        stage_store = self._stage_store
+        stage_store, buffers = self._stage_driver.store, self._stage_driver.buffers
         return PhasedStatistics(
             side=self._setting.side,
             partner=self._setting.partner,
@@ -140,10 +150,13 @@ class PairDriver(Driver):
             read_bytes=stage_store.read_bytes,
             written_bytes=stage_store.written_bytes,
             sent_bytes=self._mailbox.sent_bytes.total(),
+            spilled_bytes=stage_store.spilled_bytes,
             num_loads=stage_store.num_loads,
-            largest_stage_bytes=self._buffers.num_bytes,
-            peak_parameter_bytes=self._buffers.ledger.peak_bytes,
-            peak_gradient_bytes=self._work.buffers.ledger.peak_bytes,
+            gradient_norm=self._stage_driver.updater.norm,
+            largest_stage_bytes=buffers.num_bytes,
+            peak_parameter_bytes=buffers.ledger.peak_bytes,
+            peak_gradient_bytes=self._stage_driver.work.buffers.ledger.peak_bytes,
+            peak_input_bytes=self._phases.inputs.peak_bytes,
             peak_state_bytes=stage_store.state_ledger.peak_bytes,
         )
 
@@ -152,37 +165,38 @@ class PairDriver(Driver):
         try:
             if not is_failing:
                 self.synchronize()
-                self._wait_sent()
+                self._wait_for_last()
         finally:
-            self._stage_store.close(is_failing=is_failing or self._failure is not None)
-            self._updater.close()
-            for stage in self._stages.values():
-                stage.leave()
-                stage.close()
+            self._stage_driver.close(is_failing=is_failing or self._failure is not None)
 
     # --- the training thread -------------------------------------------------------------------------------------
 
-    def _begin(self, kind: Pass, inputs: Any, targets: Any, num_samples: float) -> None:
+    def _begin(self, kind: Pass, micros: Sequence[MicroBatch], whole: tuple[Any, Any]) -> None:
         self._num_passes += 1
         self._num_steps += kind is Pass.TRAIN
         current = CurrentPass(
-            kind=kind, number=self._num_passes, inputs=inputs, targets=targets, num_samples=num_samples
+            kind=kind,
+            number=self._num_passes,
+            step=self._phases.step + (kind is Pass.TRAIN),
+            micros=micros,
+            num_samples=sum(micro.num_samples for micro in micros),
         )
-        self._batches.begin(kind, inputs, targets)
-        self._work.begin(current)
+        self._batches.begin(kind, *whole)
+        self._stage_driver.work.begin(current)
         with self._changed:
             self._pass = current
-            self._obey(self._phases.begin(kind))
+            self._obey(self._phases.begin(kind, len(micros)))
+            self._take_early()
 
     def _wait_phase(self) -> Phase | None:
         """Return the next phase, once it can be computed; None if this rank's part of the pass is over."""
         start_ns = time.monotonic_ns()
         with self._progress.waiting(), self._changed:
-            last = self._phases.awaited()
+            last = self._awaited()
 
             def can_go_on() -> bool:
                 nonlocal last
-                last = self._phases.awaited() or last
+                last = self._awaited() or last
                 return self._can_compute() or self._phases.is_idle or self._is_left_alone()
 
             is_over = self._wait_for(can_go_on, self._timeout_s)
@@ -196,8 +210,14 @@ class PairDriver(Driver):
 
     def _can_compute(self) -> bool:
         """Whether a phase is to be computed; on what the partner sent, only when it was given the same batch."""
-        is_first = self._next == Phase(Kind.FORWARD, 0)
-        return self._next is not None and (is_first or self._batches.num_compared == self._num_passes)
+        if self._next is None or self._num_unsent >= MAX_UNSENT:
+            return False
+        is_first = self._next.kind is Kind.FORWARD and self._next.stage == 0
+        return is_first or self._batches.num_compared == self._num_passes
+
+    def _awaited(self) -> list[str]:
+        is_full = self._next is not None and self._num_unsent >= MAX_UNSENT
+        return ["sending"] if is_full else self._phases.awaited()
 
     def _is_left_alone(self) -> bool:
         self._check_message()
@@ -205,9 +225,9 @@ class PairDriver(Driver):
 
     def _check_message(self) -> None:
         """Refuse a message of another call; every call of the partner has its counterpart here."""
-        message, current = self._message, self._pass
-        if message is None or current is None or (message.kind, message.number) == (current.kind, self._num_passes):
-            return
+        message, current = self._early, self._pass
+        if message is None or current is None or message.number != current.number:
+            return  # that of a later call is for later
         raise UpdateError(
             f"Both ranks of a pair make the same calls in the same order, but {self._partner} called "
             f"{message.kind.value}() as call {message.number} and this rank {current.kind.value}() as call "
@@ -224,47 +244,43 @@ class PairDriver(Driver):
                 host=self._left.host,
             )
         limit = f"within {self._timeout_s:g} s"
+        if self._num_unsent >= MAX_UNSENT:
+            return self._unsent_error()
         if "input" in reasons or self._next is not None:
             return DeadlineError(f"{self._partner} sent nothing for the {phase} {limit}; it is far behind, or hangs")
-        what = "read" if "parameters" in reasons else "updated and stored"
-        return DeadlineError(
-            f"Stage {phase and phase.stage} was not {what} {limit} ({self._stage_store.storage.place})"
-        )
+        what = "updated and stored" if reasons == ["update"] else "read"
+        return DeadlineError(f"Stage {phase and phase.stage} was not {what} {limit} ({self._storage.place})")
 
     def _compute(self, phase: Phase) -> None:
-        assert self._pass is not None, "phases are computed within a pass"
-        message = None if phase == Phase(Kind.FORWARD, 0) else self._take_message(phase)
+        current = self._pass
+        assert current is not None, "phases are computed within a pass"
+        with self._changed:
+            messages = self._stage_driver.inputs.of(phase)
         start_ns = time.monotonic_ns()
-        self._outgoing = self._work.compute(phase, self._pass, message)
+        self._outgoing = self._stage_driver.work.compute(phase, current, messages)
         end_ns = time.monotonic_ns()
         self._computing_s += (end_ns - start_ns) / 1e9
-        self._trace.span(str(phase), "compute", start_ns, end_ns, step=self._pass.number)
+        self._trace.span(str(phase), "compute", start_ns, end_ns, step=current.number)
+        if current.kind is Pass.TRAIN:
+            self._stage_driver.note_generator(current.step)
         with self._changed:
-            self._obey(self._phases.computed(phase, self._pass.kind))
+            self._obey(self._phases.computed(phase))
 
-    def _take_message(self, phase: Phase) -> Message:
-        with self._changed:
-            self._check_message()
-            message, self._message = self._message, None
-        assert message is not None, "a phase is computed once its input is there"
-        assert message.phase == phase, f"the partner sent what the {message.phase} needs, not the {phase}"
-        self._listen()
-        return message
-
-    def _listen(self) -> None:
-        """Receive the next message: the last one was taken."""
-        self._port.call_soon(self._mailbox.listen, self._setting.partner)
-
-    def _wait_sent(self) -> None:
+    def _wait_for_last(self) -> None:
         """Wait until everything has left, so that no rank runs ahead of its partner without bounds."""
         with self._progress.waiting():
-            is_over = self._wait_for(lambda: not self._num_unsent, self._timeout_s)
+            is_over = self._wait_for(lambda: not self._num_unsent and self._phases.inputs.is_empty, self._timeout_s)
         self.raise_failure()
         if not is_over:
-            raise DeadlineError(
-                f"{self._partner} took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not "
-                "left; it is far behind, or does not call step()"
-            )
+            raise self._unsent_error()
+
+    def _unsent_error(self) -> DeadlineError:
+        if not self._num_unsent:
+            return DeadlineError(f"Spilled inputs were not written in {self._storage.place} in time; the disk hangs")
+        return DeadlineError(
+            f"{self._partner} took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not "
+            "left; it is far behind, or does not call step()"
+        )
 
     def _note_wait(self, reason: str, start_ns: int) -> None:
         end_ns = time.monotonic_ns()
@@ -279,11 +295,11 @@ class PairDriver(Driver):
     def _partner(self) -> str:
         return self._setting.port.describe_peer(self._setting.partner)
 
-    def _tell(self, event: Callable[[int], list[Instruction]], stage: int) -> None:
-        """Tell the machine what has happened with a stage, and do what follows from it."""
+    def _tell(self, event: Callable[..., list[Instruction]], *facts: Any) -> None:
+        """Tell the machine what has happened, and do what follows from it."""
         with self._changed:
             if self._failure is None:
-                self._obey(event(stage))
+                self._obey(event(*facts))
 
     def _send(self, message: Message) -> None:
         """Send what was computed, which nobody changes any more; with the lock held."""
@@ -300,9 +316,33 @@ class PairDriver(Driver):
 
     def _on_message(self, _: int, message: Message) -> None:
         with self._changed:
-            self._message = message
+            self._is_listening = False
+            self._early = message
             if self._failure is None:
-                self._obey(self._phases.arrived(message.phase))
+                self._take_early()
+            self._changed.notify_all()
+
+    def _take_early(self) -> None:
+        """Take what was sent, if it is for the pass that is under way; with the lock held."""
+        message, current = self._early, self._pass
+        if (
+            message is not None
+            and current is not None
+            and (message.kind, message.number)
+            == (
+                current.kind,
+                current.number,
+            )
+        ):
+            self._early = None
+            self._stage_driver.inputs.add(message)
+            self._obey(self._phases.arrived(message.phase, message.num_bytes))
+
+    def _listen(self) -> None:
+        """Receive the next message, if there is room for it; with the lock held."""
+        if not self._is_listening and self._early is None and self._phases.inputs.has_room:
+            self._is_listening = True
+            self._port.call_soon(self._mailbox.listen, self._setting.partner)
 
     def _wake(self) -> None:
         with self._changed:
@@ -328,40 +368,11 @@ class PairDriver(Driver):
         self._changed.notify_all()
         for instruction in instructions:
             match instruction:
-                case Load(number) | Drop(number):
-                    self._place(number, is_coming=isinstance(instruction, Load))
-                case LoadState(number):
-                    self._stage_store.load_state(number, partial(self._tell, self._phases.state_loaded, number))
                 case Compute(phase):
                     self._next = phase
                 case Send():
                     assert self._outgoing is not None, "what is sent was computed just before"
                     self._send(self._outgoing)
-                case Reduce(number):
-                    then = partial(self._tell, self._phases.reduced, number)
-                    self._updater.reduce(self._work.gradients[number], number, then)
-                case Update(number):
-                    self._work.gradients[number].state = self._stage_store.take_state(number)
-                    self._updater.update(self._work.gradients[number], number, partial(self._on_updated, number))
-                case Store(number):
-                    self._store(number)
-
-    def _place(self, number: int, *, is_coming: bool) -> None:
-        stage = self._stages[number]
-        if is_coming:
-            room = self._placed[number] = self._buffers.take(stage.plan.num_bytes)
-            stage.place(room)
-            self._stage_store.load(number, partial(self._tell, self._phases.loaded, number))
-        else:
-            stage.leave()
-            self._buffers.give_back(self._placed.pop(number))
-
-    def _on_updated(self, number: int) -> None:
-        self._work.give_back(self._work.gradients[number])
-        self._tell(self._phases.updated, number)
-
-    def _store(self, number: int) -> None:
-        gradients = self._work.gradients.pop(number)
-        state = gradients.state if gradients.buckets else None
-        then = partial(self._tell, self._phases.stored, number)
-        self._stage_store.store(number, state, then, step=gradients.pass_number)
+                case _:
+                    self._stage_driver.obey(instruction)
+        self._listen()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.updates.memory import bytes_of
-from syncline.updates.phased.phases import Kind, Pass, Phase
+from syncline.updates.phased.instructions import Kind, Pass, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +26,27 @@ class Message:
     is_tuple: bool
     """Whether the outputs were a tuple; a single tensor is not."""
     num_samples: float
+    """Of the pair's whole batch."""
+    share: float = 1.0
+    """That of the micro-batch in them."""
     loss: float | None = None
-    """Once it is known."""
+    """Of the micro-batches so far, once it is known."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
     def encode(self) -> bytes:
         """Return the text."""
         fields = {
-            "phase": [self.phase.kind.value, self.phase.stage],
+            "phase": [self.phase.kind.value, self.phase.stage, self.phase.micro],
             "kind": self.kind.value,
             "number": self.number,
             "tensors": [None if one is None else [str(one.dtype)[6:], *one.shape] for one in self.tensors],
             "is_tuple": self.is_tuple,
             "num_samples": self.num_samples,
+            "share": self.share.hex(),
             "loss": None if self.loss is None else self.loss.hex(),
         }
         return json.dumps(fields).encode()
@@ -46,14 +55,15 @@ class Message:
 def decode(text: bytes) -> tuple[Message, list[memoryview]]:
     """Return the message that a text describes, its tensors not filled yet, and their memory."""
     fields = json.loads(text)
-    kind, stage = fields["phase"]
+    kind, stage, micro = fields["phase"]
     message = Message(
-        phase=Phase(Kind(kind), stage),
+        phase=Phase(Kind(kind), stage, micro),
         kind=Pass(fields["kind"]),
         number=fields["number"],
         tensors=tuple(None if one is None else _make(one) for one in fields["tensors"]),
         is_tuple=fields["is_tuple"],
         num_samples=fields["num_samples"],
+        share=float.fromhex(fields["share"]),
         loss=None if fields["loss"] is None else float.fromhex(fields["loss"]),
     )
     return message, [bytes_of(tensor) for tensor in message.tensors if tensor is not None]

@@ -1,113 +1,53 @@
 """The order of phases at one rank of a pair, as a state machine: what has happened in, what is to be done next out.
 
-The stages of even number are computed on side 0, the others on side 1. A training pass is
+The stages of even number are computed on side 0, the others on side 1. A stage is visited once on the way forward and
+once on the way back, and in each visit all micro-batches of the pass go through it. A training pass is, at each rank
+for the stages that are its own,
 
-    FORWARD 0, 1 ... S-2    the input of each is kept by the rank that computes it, and nothing else
+    FORWARD 0, 1 ... S-2    the input of each micro-batch is kept, and nothing else
     LOSS S-1                forward, loss and backward of the last stage
-    BACKWARD S-2 ... 0      forward again from the kept input, then backward
+    BACKWARD S-2 ... 0      forward again from the kept input, then backward; the gradients of micro-batches add up
 
-so that the ranks take turns, and what one computes goes to the other. In its partner's turn, and in its own too where
-that is too short, a rank reduces and updates the stage that it computed last, stores and drops it, and loads the next
-one. Rules:
+What one rank computes goes to the other at once. So with one micro-batch the ranks take turns, and with several both
+compute at the same time, each on another stage. Beside that a rank reduces and updates the stage that it computed last,
+stores and drops it, and loads the next one. Rules:
 
 * At most ``max_stages`` stages have memory. The stages that this rank computes next, those of the next pass included,
   are the wanted ones; what is not wanted is dropped once it is stored, and its place is loaded with what is.
-* A stage is computed when it is loaded, its last update is over, and its input has arrived.
+* A stage is computed when it is loaded, its last update is over, and its input is in memory.
 * A stage is updated when its gradients are reduced, its state is loaded, and its memory is not being stored.
+* With ``defers_updates`` no stage is updated before the gradients of all are reduced on all ranks and their norm is
+  known. Until then its gradients are stored. It is updated when it is wanted, so at the latest in the next pass, and
+  after the stages before it.
+* With ``keeps_versions`` what a step has made of a stage is stored once all ranks have stored the step before whole.
 
 Every method takes note of one event and returns the instructions that follow from it, in order.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Kind(Enum):
-    """What is done with a stage in a phase."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-
-
-class Pass(Enum):
-    """What all phases together do: a training step, or a forward pass alone."""
-
-    TRAIN = "step"
-    EVALUATE = "evaluate"
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One stage's work in a pass."""
-
-    kind: Kind
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.kind.value} of stage {self.stage}"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Give ``stage`` memory, and read its parameters into it."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Take the memory of ``stage`` away."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadState:
-    """Read this rank's optimizer state of ``stage``."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Compute ``phase``; one at a time."""
-
-    phase: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send what was computed to the partner, which needs it for ``phase``."""
-
-    phase: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Reduce-scatter the gradients of ``stage`` among the ranks of this side."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Step this rank's shard of ``stage``, and gather the others'."""
-
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Write parameters and state of ``stage``."""
-
-    stage: int
-
-
-Instruction = Load | Drop | LoadState | Compute | Send | Reduce | Update | Store
+from syncline.updates.phased.instructions import (
+    Commit,
+    Compute,
+    Drop,
+    Instruction,
+    Kind,
+    Load,
+    LoadGradients,
+    LoadState,
+    Pass,
+    Phase,
+    Reduce,
+    Send,
+    Store,
+    StoreGradients,
+    SumNorm,
+    Update,
+)
+from syncline.updates.phased.kept_inputs import KeptInputs
 
 
 @dataclass(slots=True)
@@ -121,35 +61,64 @@ class _Held:
     has_state: bool = False
     is_updated: bool = False
     """An update is under way."""
+    is_waiting_for_store: bool = False
     is_stored: bool = False
     """Its store is under way."""
+    step: int = 0
+    """Of the last update."""
 
     @property
     def is_final(self) -> bool:
-        """Whether its parameters are those that the next phase computes with."""
+        """Whether its parameters are those of its last update."""
         return self.is_loaded and not self.is_waiting_for_update and not self.is_updated
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether its file says something else than its memory, or is being written."""
+        return self.is_waiting_for_store or self.is_stored
 
     @property
     def can_be_dropped(self) -> bool:
         """Whether its file says the same as its memory, and nobody reads that."""
-        return self.is_final and not self.is_computed_on and not self.is_stored
+        return self.is_final and not self.is_computed_on and not self.is_unsaved
 
     @property
     def can_be_updated(self) -> bool:
-        """Whether everything that an update needs is there."""
-        return self.is_waiting_for_update and self.is_reduced and self.has_state and not self.is_stored
+        """Whether everything that an update needs of this rank is there."""
+        return self.is_waiting_for_update and self.is_reduced and self.has_state and not self.is_unsaved
 
 
 class Phases:
-    """The phases of one rank, pass after pass."""
+    """The phases of one rank, pass after pass. ``step``: how many steps were made before."""
 
-    def __init__(self, *, num_stages: int, side: int, max_stages: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        side: int,
+        max_stages: int = 2,
+        input_budget_bytes: int | None = None,
+        defers_updates: bool = False,
+        keeps_versions: bool = False,
+        step: int = 0,
+    ) -> None:
         self.num_stages, self.side, self.max_stages = num_stages, side, max_stages
+        self.inputs = KeptInputs(input_budget_bytes)
+        self.step = step
+        """Training passes that were begun."""
+        self._defers_updates, self._keeps_versions = defers_updates, keeps_versions
         self._own = tuple(range(side, num_stages, 2))
         self._queue: deque[Phase] = deque()
+        self._kind = Pass.TRAIN
+        self._num_micros = 1
         self._computing: Phase | None = None
         self._held: dict[int, _Held] = {}
-        self._arrived: Counter[Phase] = Counter()
+        self._deferred: dict[int, int] = {}
+        """Stages whose gradients are stored until they are updated, and the step of that."""
+        self._num_reduced = self._num_stored = self._num_begun = 0
+        """Of the own stages: reduced, stored, and deferred updates that were begun; each 0 again once it was all."""
+        self._is_norm_known = False
+        self._committed = step
 
     def __repr__(self) -> str:
         doing = f"computes {self._computing}" if self._computing else f"waits for {self.awaited() or 'nothing'}"
@@ -167,9 +136,10 @@ class Phases:
 
     @property
     def is_settled(self) -> bool:
-        """Whether, besides, every update is over and stored."""
-        busy = (held.is_waiting_for_update or held.is_updated or held.is_stored for held in self._held.values())
-        return self.is_idle and not any(busy)
+        """Whether, besides, every update is over and stored, and on all ranks where versions are kept."""
+        busy = (held.is_waiting_for_update or held.is_updated or held.is_unsaved for held in self._held.values())
+        is_committed = self._committed == self.step or not self._keeps_versions
+        return self.is_idle and not self._deferred and not any(busy) and is_committed
 
     @property
     def held_stages(self) -> tuple[int, ...]:
@@ -183,11 +153,13 @@ class Phases:
         phase = self._queue[0]
         held = self._held.get(phase.stage)
         reasons = []
-        if not self._has_input(phase):
+        if not self.inputs.has_arrived(phase):
             reasons.append("input")
+        elif not self.inputs.is_ready(phase):
+            reasons.append("spilled input")
         if held is None or not held.is_loaded:
             reasons.append("parameters")
-        elif not held.is_final:
+        elif not self._is_up_to_date(phase, held):
             reasons.append("update")
         return reasons
 
@@ -196,21 +168,26 @@ class Phases:
         """The phase that is computed next."""
         return self._queue[0] if self._queue else None
 
+    def is_last_micro(self, phase: Phase) -> bool:
+        """Whether ``phase`` ends a visit."""
+        return phase.micro == self._num_micros - 1
+
     def start(self) -> list[Instruction]:
         """Load what the first pass needs first."""
         return self._go_on()
 
-    def begin(self, kind: Pass) -> list[Instruction]:
+    def begin(self, kind: Pass, num_micros: int = 1) -> list[Instruction]:
         """Begin a pass; the one before is over."""
         assert self.is_idle, "passes follow each other"
+        assert self.inputs.is_empty, "what was sent for a pass is used in it"
+        self._kind, self._num_micros = kind, num_micros
         last = self.num_stages - 1
-        if kind is Pass.EVALUATE:
-            self._queue.extend(Phase(Kind.FORWARD, stage) for stage in self._own)
-        else:
-            forward = [Phase(Kind.FORWARD, stage) for stage in self._own if stage != last]
-            loss_phase = [Phase(Kind.LOSS, last)] if last in self._own else []
-            backward = [Phase(Kind.BACKWARD, stage) for stage in reversed(self._own) if stage != last]
-            self._queue.extend(forward + loss_phase + backward)
+        visits = [(Kind.FORWARD, stage) for stage in self._own if kind is Pass.EVALUATE or stage != last]
+        if kind is Pass.TRAIN:
+            self.step += 1
+            visits += [(Kind.LOSS, last)] if last in self._own else []
+            visits += [(Kind.BACKWARD, stage) for stage in reversed(self._own) if stage != last]
+        self._queue.extend(Phase(what, stage, micro) for what, stage in visits for micro in range(num_micros))
         return self._go_on()
 
     def loaded(self, stage: int) -> list[Instruction]:
@@ -218,26 +195,58 @@ class Phases:
         self._held[stage].is_loaded = True
         return self._go_on()
 
-    def arrived(self, phase: Phase) -> list[Instruction]:
-        """Take note that the partner has sent what ``phase`` needs, perhaps before the pass was begun here."""
-        self._arrived[phase] += 1
+    def arrived(self, phase: Phase, num_bytes: int = 0) -> list[Instruction]:
+        """Take note that the partner has sent what ``phase``, of the pass that is under way, needs."""
+        self.inputs.arrived(phase, num_bytes)
         return self._go_on()
 
-    def computed(self, phase: Phase, kind: Pass) -> list[Instruction]:
+    def spilled(self, phase: Phase) -> list[Instruction]:
+        """Take note that what was sent for ``phase`` is in storage, too."""
+        return self.inputs.spilled(phase) + self._go_on()
+
+    def fetched(self, phase: Phase) -> list[Instruction]:
+        """Take note that what was sent for ``phase`` is in memory again."""
+        self.inputs.fetched(phase)
+        return self._go_on()
+
+    def computed(self, phase: Phase) -> list[Instruction]:
         """Take note that ``phase`` is computed."""
         assert phase == self._computing, f"{phase} was not asked for"
         self._computing = None
         held = self._held[phase.stage]
         held.is_computed_on = False
-        following = _after(phase, kind, self.num_stages)
+        is_forward = phase.kind is Kind.FORWARD
+        following = _after(phase, self._kind, self.num_stages)
         instructions: list[Instruction] = [Send(following)] if following is not None else []
-        if phase.kind is not Kind.FORWARD:
-            held.is_waiting_for_update = True
+        instructions += self.inputs.used(phase, keeps_input=is_forward and self._kind is Pass.TRAIN)
+        if not is_forward and self.is_last_micro(phase):
+            held.is_waiting_for_update, held.step = True, self.step
             instructions.append(Reduce(phase.stage))
         return instructions + self._go_on()
 
     def reduced(self, stage: int) -> list[Instruction]:
         """Take note that this rank's shard of the gradients of ``stage`` is complete."""
+        if not self._defers_updates:
+            self._held[stage].is_reduced = True
+            return self._go_on()
+        self._num_reduced = (self._num_reduced + 1) % len(self._own)
+        self._is_norm_known = False  # the updates of the step before are over: its parameters were computed with
+        return [StoreGradients(stage), *([] if self._num_reduced else [SumNorm()]), *self._go_on()]
+
+    def gradients_stored(self, stage: int) -> list[Instruction]:
+        """Take note that this rank's shard of the gradients of ``stage`` is in its file."""
+        held = self._held[stage]
+        held.is_waiting_for_update = False
+        self._deferred[stage] = held.step
+        return self._go_on()
+
+    def norm_known(self) -> list[Instruction]:
+        """Take note that the norm of all gradients of the last step is known."""
+        self._is_norm_known = True
+        return self._go_on()
+
+    def gradients_loaded(self, stage: int) -> list[Instruction]:
+        """Take note that this rank's shard of the gradients of ``stage`` is in memory again."""
         self._held[stage].is_reduced = True
         return self._go_on()
 
@@ -250,46 +259,68 @@ class Phases:
         """Take note that the new parameters of ``stage`` are complete."""
         held = self._held[stage]
         held.is_updated = held.is_reduced = held.has_state = False
-        held.is_stored = True
-        return [Store(stage), *self._go_on()]
+        held.is_waiting_for_store = True
+        return self._go_on()
 
     def stored(self, stage: int) -> list[Instruction]:
         """Take note that parameters and state of ``stage`` are in their files."""
         self._held[stage].is_stored = False
+        self._num_stored = (self._num_stored + 1) % len(self._own)
+        is_whole = self._keeps_versions and not self._num_stored
+        return [*([Commit(self._committed + 1)] if is_whole else []), *self._go_on()]
+
+    def committed(self, step: int) -> list[Instruction]:
+        """Take note that all ranks have stored ``step`` whole."""
+        self._committed = step
         return self._go_on()
 
     def wanted(self) -> list[int]:
         """Return the stages that are computed on next here, in this order, as many as may have memory."""
-        ahead = [self._computing] if self._computing is not None else []
-        stages = [phase.stage for phase in (*ahead, *self._queue)]
-        distinct = dict.fromkeys([*stages, *self._own])  # another pass begins with the first stages
-        return list(distinct)[: self.max_stages]
+        distinct: dict[int, None] = {}
+        for stage in self._coming_stages():
+            distinct[stage] = None
+            if len(distinct) == self.max_stages:
+                break
+        return list(distinct)
 
-    def _has_input(self, phase: Phase) -> bool:
-        return phase == Phase(Kind.FORWARD, 0) or self._arrived[phase] > 0
+    def _coming_stages(self) -> list[int]:
+        upcoming = [phase.stage for phase in self._upcoming()]
+        return [*upcoming, *sorted(self._deferred), *self._own]  # another pass begins with the first stages
+
+    def _upcoming(self) -> list[Phase]:
+        return [*([self._computing] if self._computing is not None else []), *self._queue]
 
     def _go_on(self) -> list[Instruction]:
         instructions: list[Instruction] = []
         for stage, held in self._held.items():
-            if held.can_be_updated:
+            if held.can_be_updated and (self._is_norm_known or not self._defers_updates):
                 held.is_waiting_for_update = False
                 held.is_updated = True
                 instructions.append(Update(stage))
-        return instructions + self._compute() + self._make_room()
+            if held.is_waiting_for_store and (held.step <= self._committed + 1 or not self._keeps_versions):
+                held.is_waiting_for_store = False
+                held.is_stored = True
+                instructions.append(Store(stage))
+        instructions += self._compute() + self._make_room() + self._begin_deferred()
+        return instructions + self.inputs.go_on(self._upcoming())
 
     def _compute(self) -> list[Instruction]:
         if self._computing is not None or not self._queue:
             return []
         phase = self._queue[0]
         held = self._held.get(phase.stage)
-        if held is None or not held.is_final or not self._has_input(phase):
+        if held is None or not self._is_up_to_date(phase, held) or not self.inputs.is_ready(phase):
             return []
         self._computing = self._queue.popleft()
-        self._arrived[phase] -= 1
         held.is_computed_on = True
-        if phase.kind is Kind.FORWARD:
+        if phase.kind is Kind.FORWARD or phase.micro or self._defers_updates:
             return [Compute(phase)]
         return [LoadState(phase.stage), Compute(phase)]
+
+    def _is_up_to_date(self, phase: Phase, held: _Held) -> bool:
+        """Whether the last update is over; before the way back to the next one, its store has begun."""
+        is_taken = phase.kind is Kind.FORWARD or not held.is_waiting_for_store
+        return held.is_final and phase.stage not in self._deferred and is_taken
 
     def _make_room(self) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -309,12 +340,28 @@ class Phases:
             instructions.append(Load(stage))
         return instructions
 
+    def _begin_deferred(self) -> list[Instruction]:
+        """Read what the deferred updates of wanted stages need, in forward order on all ranks of this side.
+
+        They make each update together: in any other order, each could fill its places with what another has no place
+        for.
+        """
+        instructions: list[Instruction] = []
+        for stage in sorted(self.wanted()) if self._deferred else ():
+            held = self._held.get(stage)
+            is_next = stage in self._deferred and stage == self._own[self._num_begun]
+            if is_next and held is not None and held.can_be_dropped:
+                self._num_begun = (self._num_begun + 1) % len(self._own)
+                held.is_waiting_for_update, held.step = True, self._deferred.pop(stage)
+                instructions += [LoadState(stage), LoadGradients(stage)]
+        return instructions
+
 
 def _after(phase: Phase, kind: Pass, num_stages: int) -> Phase | None:
     """Return the phase that needs what ``phase`` has computed; None if nobody does."""
     if phase.kind is not Kind.FORWARD:
-        return Phase(Kind.BACKWARD, phase.stage - 1) if phase.stage else None
+        return Phase(Kind.BACKWARD, phase.stage - 1, phase.micro) if phase.stage else None
     if phase.stage == num_stages - 1:
         return None
     is_loss = kind is Pass.TRAIN and phase.stage == num_stages - 2
-    return Phase(Kind.LOSS if is_loss else Kind.FORWARD, phase.stage + 1)
+    return Phase(Kind.LOSS if is_loss else Kind.FORWARD, phase.stage + 1, phase.micro)

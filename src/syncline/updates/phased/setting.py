@@ -9,9 +9,12 @@ import torch
 
 from syncline.runtime.port import Port
 from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.control import ControlStream
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.updating import Clipping
+from syncline.updates.phased.versions import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,12 @@ class PhasedSetting:
     """The user's; its ``param_groups`` stay live."""
     whole_parameters: bool
     loss: Loss
+    input_budget_bytes: int | None
+    """What inputs that wait for their phase may take of memory; None is everything."""
+    clipping: Clipping | None
     storage: Storage
+    manifest: Manifest | None
+    """Of the step that training begins with, if versions are kept."""
     collectives: BucketCollectives
     """Between the ranks of this side, which hold the same stages."""
     port: Port
@@ -38,3 +46,10 @@ class PhasedSetting:
     """Of the messages between the two ranks of a pair."""
     note_wait: Callable[[str, float], None]
     """Adds to the seconds that the training thread waited, by reason."""
+    versions: ControlStream | None
+    """Between all ranks of the job, to tell that a step is stored; None if no versions are kept."""
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether each step is stored beside the one before."""
+        return self.manifest is not None

@@ -90,22 +90,30 @@ class Stage:
         }
 
     def begin_backward(self, room: torch.Tensor) -> None:
-        """Let gradients be gathered in ``room``; they begin as zeros."""
+        """Let the gradients of all micro-batches be gathered in ``room``; they begin as zeros."""
         self._gradients = Vector(_shape(self.plan.trained), room).parts
         for flat in self._gradients:
             flat.zero_()
         self.present = [False] * self.plan.num_trained
 
     def take_gradient(self, bucket: int, slot: Slot, parameter: nn.Parameter) -> None:
-        """Put the gradient of one parameter in its place."""
+        """Add the gradient of one parameter in its place."""
         if self._gradients and parameter.grad is not None:
-            slot.view(self._gradients[bucket]).copy_(parameter.grad)
+            place = slot.view(self._gradients[bucket])
+            place.add_(parameter.grad) if self.present[slot.position] else place.copy_(parameter.grad)
             self.present[slot.position] = True
         parameter.grad = None
 
     def end_backward(self) -> tuple[Bucket, ...]:
         """Return the stage's buckets, gradients and all."""
         gradients, self._gradients = self._gradients, []
+        return self._buckets(gradients)
+
+    def place_gradients(self, room: torch.Tensor) -> tuple[Bucket, ...]:
+        """Return the stage's buckets, whose gradients lie in ``room``, whatever is in it; the stage is held."""
+        return self._buckets(Vector(_shape(self.plan.trained), room).parts)
+
+    def _buckets(self, gradients: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
         trained = len(self.plan.trained)
         return tuple(
             Bucket(plan, parameters=flat, gradients=gradient, owners=owners)
@@ -113,6 +121,10 @@ class Stage:
                 self.plan.trained, self._flats[:trained], gradients, self._owners[:trained], strict=True
             )
         )
+
+    def module_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the module's buffers by name: running statistics and the like."""
+        return {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
 
     def close(self) -> None:
         """Take the hooks off."""

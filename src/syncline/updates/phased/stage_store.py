@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import torch
+
 from syncline.observe import Trace
 from syncline.updates.phased.buffer_pool import Ledger
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.state_file import ShardState, read_state
-from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.storage import Storage, Tensors
+from syncline.updates.phased.versions import Manifest, checksum, forget, versioned
 from syncline.updates.worker_thread import WorkerThread
 
 
@@ -23,14 +26,28 @@ def state_name(number: int) -> str:
     return f"stage-{number:04d}.state"
 
 
+def buffers_name(number: int) -> str:
+    """Return what a rank's buffers of a stage are stored as, where versions are kept."""
+    return f"stage-{number:04d}.buffers"
+
+
+def gradients_name(number: int) -> str:
+    """Return what a rank's shard of the gradients of a stage is stored as, until it is updated."""
+    return f"stage-{number:04d}.gradients"
+
+
 class StageStore:
-    """Reads and writes the stages of one rank. ``then`` runs on the storage thread; failures go to ``on_failure``."""
+    """Reads and writes the stages of one rank. ``then`` runs on the storage thread; failures go to ``on_failure``.
+
+    ``manifest``: of the step that training goes on from, or begins with, if versions are kept.
+    """
 
     def __init__(
         self,
         storage: Storage,
         stages: Mapping[int, Stage],
         *,
+        manifest: Manifest | None,
         trace: Trace,
         name: str,
         on_failure: Callable[[BaseException], None],
@@ -38,12 +55,17 @@ class StageStore:
         self.storage = storage
         self.state_ledger = Ledger()
         self.measurement_s = self.writing_s = 0.0
-        self.read_bytes = self.written_bytes = self.num_loads = 0
+        self.read_bytes = self.written_bytes = self.num_loads = self.spilled_bytes = 0
         self._stages = stages
+        self._manifest = manifest
+        self._files = {} if manifest is None else dict(manifest.files)
+        """For each thing of which versions are kept: its newest file, and the checksum of that."""
+        self._forgotten_for = 0 if manifest is None else manifest.step
+        """The step whose manifest has room."""
         self._states: dict[int, ShardState] = {}
         self._counted_bytes: dict[int, int] = {}
         """State that was read, and is in memory until its stage is stored."""
-        self._with_state: set[int] = set()
+        self._with_state = {number for number in stages if manifest is not None and state_name(number) in self._files}
         """Stages that have a file of state."""
         self._trace = trace
         self._thread = WorkerThread(name, on_failure=on_failure)
@@ -54,12 +76,16 @@ class StageStore:
 
         def job() -> None:
             start_ns = time.monotonic_ns()
-            self.read_bytes += self.storage.read_into(parameters_name(number), tensors)
+            self.read_bytes += self.storage.read_into(self._newest(parameters_name(number)), tensors)
             self.num_loads += 1
             self._note(f"load of stage {number}", start_ns, is_reading=True)
             then()
 
         self._thread.submit(0, (), job)
+
+    def read_parameters(self, number: int, then: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Read the parameters of a stage into memory of their own."""
+        self._thread.submit(0, (), lambda: then(self.storage.read(self._newest(parameters_name(number)))[0]))
 
     def load_state(self, number: int, then: Callable[[], None]) -> None:
         """Read the state of a stage; :meth:`take_state` returns it then."""
@@ -67,7 +93,7 @@ class StageStore:
         def job() -> None:
             if number in self._with_state:
                 start_ns = time.monotonic_ns()
-                tensors, notes = self.storage.read(state_name(number))
+                tensors, notes = self.storage.read(self._newest(state_name(number)))
                 self._states[number] = read_state(self._stages[number].plan.trained, tensors, notes)
                 num_bytes = self._counted_bytes[number] = self._states[number].num_bytes
                 self.read_bytes += num_bytes
@@ -81,7 +107,15 @@ class StageStore:
         """Return the state that was read; None if there is none yet."""
         return self._states.pop(number, None)
 
-    def store(self, number: int, state: ShardState | None, then: Callable[[], None], *, step: int) -> None:
+    def store(
+        self,
+        number: int,
+        state: ShardState | None,
+        then: Callable[[], None],
+        *,
+        step: int,
+        module_buffers: Tensors,
+    ) -> None:
         """Write a stage that was updated, and its state, which nobody else holds any more."""
         num_state_bytes = 0 if state is None else state.num_bytes
         self.state_ledger.add(num_state_bytes - self._counted_bytes.pop(number, 0))
@@ -92,19 +126,74 @@ class StageStore:
             nonlocal state
             start_ns = time.monotonic_ns()
             if state is not None:
-                self.written_bytes += self.storage.write(parameters_name(number), tensors, notes)
-                self.written_bytes += self.storage.write(state_name(number), state.tensors(), notes | state.notes())
+                self._write(parameters_name(number), tensors, notes, step)
+                self._write(state_name(number), state.tensors(), notes | state.notes(), step)
                 self._with_state.add(number)
                 state = None
                 self.state_ledger.add(-num_state_bytes)
                 self._note(f"store of stage {number}", start_ns, is_reading=False)
+            if module_buffers:
+                self._write(buffers_name(number), module_buffers, notes, step)
             then()
 
         self._thread.submit(0, (), job)
 
+    def commit(self, step: int, generator: torch.Tensor, then: Callable[[], None]) -> None:
+        """Declare that everything is stored as it is after ``step``."""
+        assert self._manifest is not None, "versions are kept"
+        description = self._manifest.description
+
+        def job() -> None:
+            Manifest(step=step, description=description, files=self._files, generator=generator).write(self.storage)
+            then()
+
+        self._thread.submit(0, (), job)
+
+    def write_aside(self, name: str, tensors: Tensors, then: Callable[[], None], *, is_input: bool) -> None:
+        """Write what no other process needs: inputs that are spilled, or gradients."""
+
+        def job() -> None:
+            start_ns = time.monotonic_ns()
+            num_bytes = self.storage.write(name, tensors, {})
+            self.written_bytes += num_bytes
+            self.spilled_bytes += num_bytes if is_input else 0
+            self._note(f"store of {name}", start_ns, is_reading=False)
+            then()
+
+        self._thread.submit(0, (), job)
+
+    def read_aside(self, name: str, tensors: Tensors, then: Callable[[], None]) -> None:
+        """Read what :meth:`write_aside` has written into memory that is there."""
+
+        def job() -> None:
+            start_ns = time.monotonic_ns()
+            self.read_bytes += self.storage.read_into(name, tensors)
+            self._note(f"load of {name}", start_ns, is_reading=True)
+            then()
+
+        self._thread.submit(0, (), job)
+
+    def remove_aside(self, name: str) -> None:
+        """Free what :meth:`write_aside` has written."""
+        self._thread.submit(0, (), lambda: self.storage.remove(name))
+
     def close(self, *, is_failing: bool) -> None:
         """End the thread; with ``is_failing`` what has not begun is dropped."""
         self._thread.close(finishes=not is_failing)
+
+    def _newest(self, name: str) -> str:
+        return self._files[name][0] if self._manifest is not None else name
+
+    def _write(self, name: str, tensors: Tensors, notes: Mapping[str, str], step: int) -> None:
+        if self._manifest is None:
+            self.written_bytes += self.storage.write(name, tensors, notes)
+            return
+        if self._forgotten_for != step:
+            forget(self.storage, step)
+            self._forgotten_for = step
+        file = versioned(name, step)
+        self.written_bytes += self.storage.write(file, tensors, notes)
+        self._files[name] = (file, checksum(tensors, notes))
 
     def _note(self, name: str, start_ns: int, *, is_reading: bool) -> None:
         end_ns = time.monotonic_ns()

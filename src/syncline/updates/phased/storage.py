@@ -5,8 +5,9 @@ that elements go straight between a file and the memory where they are used: no 
 the disk is an error here. Any library that knows the format opens them.
 
 A file is written beside the old one and then takes its place, so whoever looks finds one of them whole. Nothing is
-forced to the platter: a folder survives the end of a process, not that of the machine. Temporary files survive neither:
-they have no name in the file system, so that the kernel frees them with the process, however it ends.
+forced to the disk but what :meth:`Storage.sync` names: all else survives the end of the process, and not that of the
+machine. Temporary files survive neither: they have no name in the file system, so that the kernel frees them with the
+process, however it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,12 @@ class Storage(Protocol):
 
     def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return everything that is stored as ``name``, in memory of its own, and its notes."""
+
+    def remove(self, name: str) -> None:
+        """Free what is stored as ``name``, if anything is."""
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Return once what is stored as ``names`` outlives the machine's end; not if it is temporary anyway."""
 
     def close(self) -> None:
         """Release it; what the user did not name is removed."""
@@ -112,6 +119,22 @@ class Folder:
         with _read_errors(path), FileIO(path, "rb") as file:
             return _read_file(file)
 
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        path = self._file(name)
+        with _write_errors(path, self._path, {}):
+            path.unlink(missing_ok=True)
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Force files, and their places in the folder, to the disk."""
+        for path in (*map(self._file, names), self._path):
+            with _write_errors(path, self._path, {}):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
     def close(self) -> None:
         """Leave it as it is: the user named it."""
 
@@ -159,6 +182,15 @@ class TemporaryFiles:
         """Read a whole file."""
         with _read_errors(self._file(name)):
             return _read_file(self._found(name))
+
+    def remove(self, name: str) -> None:
+        """Free a file."""
+        file = self._files.pop(name, None)
+        if file is not None:
+            file.close()
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Do nothing: they end with the process."""
 
     def close(self) -> None:
         """Free them all."""

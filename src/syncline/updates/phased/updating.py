@@ -2,11 +2,15 @@
 
 Every rank of a side holds the same stages, each from another pair's batch. A group's gradients are weighted by its
 samples before they are summed, so the sum is the mean over the union of the batches. With one pair nothing is sent.
+
+Clipping by global norm wants the squares of all stages of all ranks before the first stage is updated: each rank sums
+those of its shards, and one number of each rank is summed over the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +22,7 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.control import ControlStream
 from syncline.updates.inner import hyperparameters
 from syncline.updates.phased.state_file import ShardState
 from syncline.updates.shard import Shard
@@ -52,10 +57,24 @@ class StageGradients:
     present: torch.Tensor
     """For each parameter, how many groups had a gradient for it, once ``present_work`` is done."""
     present_work: Work
-    pass_number: int
+    step: int
     room: torch.Tensor | None
+    module_buffers: Mapping[str, torch.Tensor]
+    """Copies of the stage's buffers, if they are to be stored with it."""
     state: ShardState | None = None
     shards: list[Shard] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipping:
+    """Gradients are scaled to a norm of at most ``max_norm``; ``control`` is for sums over all ranks of the job."""
+
+    max_norm: float
+    control: ControlStream
+
+    def factor(self, norm: float) -> float:
+        """Return what gradients are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does it."""
+        return norm if math.isnan(norm) else min(1.0, self.max_norm / (norm + 1e-6))
 
 
 class StageUpdater:
@@ -67,8 +86,13 @@ class StageUpdater:
         optimizer: torch.optim.Optimizer,
         *,
         whole_parameters: bool,
+        clipping: Clipping | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
+        self.norm: float | None = None
+        """That of all gradients of the last step whose norm is known."""
+        self._clipping = clipping
+        self._squares: dict[int, float] = {}
         self._collectives = collectives
         self._optimizer = optimizer
         self._whole = whole_parameters
@@ -93,6 +117,28 @@ class StageUpdater:
         """Begin to reduce-scatter; ``then`` runs on the update thread when this rank's shard is complete."""
         self._thread.submit(urgency, (gradients.samples.work,), partial(self._reduce, gradients, urgency, then))
 
+    def sum_norm(self, then: Callable[[], None]) -> None:
+        """Begin to sum the norm of the gradients of all ranks; ``then`` runs on the update thread when it is known."""
+        assert self._clipping is not None, "nobody else asks for norms"
+        squares, self._squares = self._squares, {}
+        total = torch.tensor([math.fsum(squares.values())], dtype=torch.float64)
+        work = self._clipping.control.start_sum(total, "norm of all gradients")
+
+        def finish() -> None:
+            work.wait()
+            self.norm = math.sqrt(float(total[0]))
+            then()
+
+        self._thread.submit(0, (work,), finish)
+
+    def own_gradients(self, gradients: StageGradients) -> dict[str, torch.Tensor]:
+        """Return this rank's shard of the gradients of a stage, range by range."""
+        return {
+            f"{number}.{start}": bucket.gradients[start:stop]
+            for number, bucket in enumerate(gradients.buckets)
+            for start, stop in self._collectives.bucket_schedules[bucket.index].owned
+        }
+
     def update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
         """Step this rank's shard and begin to all-gather; ``then`` runs when all parameters are there."""
         self._thread.submit(urgency, (gradients.present_work,), partial(self._update, gradients, urgency, then))
@@ -108,31 +154,47 @@ class StageUpdater:
         for bucket in gradients.buckets:
             if weight != 1.0:
                 bucket.gradients.mul_(weight)
-            works.append(self._collectives.start(bucket, Collective.REDUCE_SCATTER, gradients.pass_number))
-        self._thread.submit(urgency, works, partial(_finish, works, then))
+            works.append(self._collectives.start(bucket, Collective.REDUCE_SCATTER, gradients.step))
+
+        def finish() -> None:
+            _wait(works)
+            if self._clipping is not None:
+                parts = self.own_gradients(gradients).values()
+                self._squares[urgency] = math.fsum(_square(part) for part in parts)
+            then()
+
+        self._thread.submit(urgency, works, finish)
 
     def _update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
         gradients.present_work.wait()
         trace = self._collectives.trace
         start_ns = trace.now_ns()
         present = [count > 0 for count in gradients.present.tolist()]
+        factor = 1.0 if self._clipping is None or self.norm is None else self._clipping.factor(self.norm)
         for number, bucket in enumerate(gradients.buckets):
             owned = self._collectives.bucket_schedules[bucket.index].owned
             shard = Shard(bucket, owned, self._optimizer, whole_parameters=self._whole)
             if gradients.state is not None:
                 shard.load_views(gradients.state.buckets[number])
+            shard.scale([factor] * len(present))
             shard.step(gradients.options[bucket.plan.group], present)
             gradients.shards.append(shard)
         gradients.state = ShardState.of(gradients.shards)
-        trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.pass_number)
-        works = [
-            self._collectives.start(bucket, Collective.ALL_GATHER, gradients.pass_number)
-            for bucket in gradients.buckets
-        ]
-        self._thread.submit(urgency, works, partial(_finish, works, then))
+        trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.step)
+        works = [self._collectives.start(bucket, Collective.ALL_GATHER, gradients.step) for bucket in gradients.buckets]
+
+        def finish() -> None:
+            _wait(works)
+            then()
+
+        self._thread.submit(urgency, works, finish)
 
 
-def _finish(works: Sequence[Work], then: Callable[[], None]) -> None:
+def _wait(works: Sequence[Work]) -> None:
     for work in works:
         work.wait()
-    then()
+
+
+def _square(part: torch.Tensor) -> float:
+    wide = torch.complex128 if part.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(part, dtype=wide).abs()) ** 2

@@ -1,0 +1,168 @@
+"""Which of the things that were sent for later phases are in memory, as a state machine: the next ones, up to a budget.
+
+What arrives for a micro-batch may be needed long after: the partner computes all micro-batches of a stage before this
+rank comes to them, and the input of a stage is needed again on the way back. What is needed when is known, so what is
+needed last is spilled to storage, and read again before its phase comes: the optimal replacement of Belady, "A study of
+replacement algorithms for a virtual-storage computer" (1966). Nothing changes any more once it has arrived, so each is
+written once at most.
+
+Whatever the budget, what the phase that is computed and the one after it need has memory beside it, and so has one
+message that is arriving: with that, no budget is too small to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from syncline.updates.phased.instructions import Fetch, Forget, Instruction, Kind, Phase, Remove, Spill
+
+NUM_NEXT = 2
+"""What these many phases need is not counted: the one that is computed, and the next."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    """What was sent for one phase."""
+
+    num_bytes: int
+    is_here: bool = True
+    is_stored: bool = False
+    is_busy: bool = False
+    """Being written, or read."""
+    is_used_up: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_bytes if self.is_here or self.is_busy else 0
+
+
+class KeptInputs:
+    """Decides for the inputs of one rank; ``budget_bytes`` None keeps all of them in memory.
+
+    >>> inputs = KeptInputs(budget_bytes=100)
+    >>> early, late = Phase(Kind.FORWARD, 1), Phase(Kind.FORWARD, 1, 3)
+    >>> inputs.arrived(early, 80), inputs.arrived(late, 80)
+    (None, None)
+    >>> inputs.go_on([early, Phase(Kind.FORWARD, 1, 1), Phase(Kind.FORWARD, 1, 2), late])
+    []
+    >>> inputs.arrived(Phase(Kind.FORWARD, 1, 2), 80)
+    >>> inputs.go_on([early, Phase(Kind.FORWARD, 1, 1), Phase(Kind.FORWARD, 1, 2), late])
+    [Spill(phase=Phase(kind=<Kind.FORWARD: 'forward'>, stage=1, micro=3))]
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        """Most bytes in memory at once."""
+        self._items: dict[Phase, _Item] = {}
+        self._next: frozenset[Phase] = frozenset()
+        """What is not counted."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept any more, in memory or in storage."""
+        return not self._items
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another message may arrive."""
+        if self.budget_bytes is None:
+            return True
+        counted = sum(item.memory_bytes for name, item in self._items.items() if name not in self._next)
+        return counted <= self.budget_bytes
+
+    def has_arrived(self, phase: Phase) -> bool:
+        """Whether everything was sent that ``phase`` needs."""
+        return all(name in self._items for name in needs(phase))
+
+    def is_ready(self, phase: Phase) -> bool:
+        """Whether everything that ``phase`` needs is in memory."""
+        return all(name in self._items and self._items[name].is_here for name in needs(phase))
+
+    def arrived(self, name: Phase, num_bytes: int) -> None:
+        """Take note of what was sent for a phase of the pass that is under way."""
+        assert name not in self._items, f"what the {name} needs was sent already"
+        self._items[name] = _Item(num_bytes=num_bytes)
+        self._count()
+
+    def spilled(self, name: Phase) -> list[Instruction]:
+        """Take note that it is in storage now, too."""
+        item = self._items[name]
+        item.is_busy, item.is_stored = False, True
+        return self._release(name) if item.is_used_up else []
+
+    def fetched(self, name: Phase) -> None:
+        """Take note that it is in memory again."""
+        item = self._items[name]
+        item.is_busy, item.is_here = False, True
+
+    def used(self, phase: Phase, *, keeps_input: bool) -> list[Instruction]:
+        """Take note that ``phase`` is computed; with ``keeps_input`` its way back needs its input again."""
+        released: list[Instruction] = []
+        for name in () if keeps_input else needs(phase):
+            item = self._items[name]
+            item.is_used_up = True
+            released += [] if item.is_busy else self._release(name)
+        return released
+
+    def go_on(self, upcoming: Iterable[Phase]) -> list[Instruction]:
+        """Spill what is needed last, fetch what is needed next; ``upcoming`` are all phases to come, in order."""
+        if self.budget_bytes is None or not self._items:
+            return []
+        upcoming = list(upcoming)
+        self._next = frozenset(name for phase in islice(upcoming, NUM_NEXT) for name in needs(phase))
+        soon = self._soon(upcoming)
+        instructions: list[Instruction] = []
+        for name, item in self._items.items():
+            if name not in soon and item.is_here and not item.is_busy and not item.is_used_up:
+                item.is_here, item.is_busy = not item.is_stored, not item.is_stored
+                instructions.append(Forget(name) if item.is_stored else Spill(name))
+        for name in soon:
+            item = self._items[name]
+            if not item.is_here and not item.is_busy and self._may_fetch(name, item):
+                item.is_busy = True
+                instructions.append(Fetch(name))
+        self._count()
+        return instructions
+
+    def _soon(self, upcoming: list[Phase]) -> dict[Phase, None]:
+        """Return what is to be in memory, in the order in which it is needed."""
+        assert self.budget_bytes is not None, "without a budget all stays in memory"
+        soon: dict[Phase, None] = {}
+        num_bytes = 0
+        for name in (name for phase in upcoming for name in needs(phase)):
+            item = self._items.get(name)
+            if item is None or name in soon:
+                continue
+            if name not in self._next:
+                num_bytes += item.num_bytes
+                if num_bytes > self.budget_bytes:
+                    break
+            soon[name] = None
+        return soon
+
+    def _may_fetch(self, name: Phase, item: _Item) -> bool:
+        assert self.budget_bytes is not None, "without a budget nothing was spilled"
+        counted = sum(one.memory_bytes for other, one in self._items.items() if other not in self._next)
+        return name in self._next or counted + item.num_bytes <= self.budget_bytes
+
+    def _release(self, name: Phase) -> list[Instruction]:
+        item = self._items.pop(name)
+        return [Forget(name), Remove(name)] if item.is_stored else [Forget(name)]
+
+    def _count(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(item.memory_bytes for item in self._items.values()))
+
+
+def needs(phase: Phase) -> tuple[Phase, ...]:
+    """Return the names of what was sent, and ``phase`` is computed from; the first stage's inputs are the user's own.
+
+    >>> [str(name) for name in needs(Phase(Kind.BACKWARD, 2))]
+    ['forward of stage 2', 'backward of stage 2']
+    """
+    own = () if phase.stage == 0 else (Phase(Kind.FORWARD, phase.stage, phase.micro),)
+    if phase.kind is Kind.FORWARD:
+        return own
+    return (phase,) if phase.kind is Kind.LOSS else (*own, phase)
