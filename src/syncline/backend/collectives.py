@@ -9,6 +9,7 @@ import torch
 
 from syncline.backend.checks import check_one_for_each_rank, check_same_size, check_tensors
 from syncline.backend.direct import DirectCollectives
+from syncline.backend.hierarchical import HierarchicalCollectives
 from syncline.backend.reductions import ReduceOp, reduction_of
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.errors import ConfigurationError
@@ -39,6 +40,7 @@ class GroupCollectives:
 
     ``scratch`` keeps memory from call to call; several groups may share it. Tensors of the device of ``staged`` travel
     in chunks in all_reduce, broadcast, all_gather_single and reduce_scatter_single; all others on a device as a whole.
+    Where ``layered`` says that hosts have several devices each, an all_reduce goes by them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class GroupCollectives:
         scratch: ScratchPool | None = None,
         *,
         staged: StagedCollectives | None = None,
+        layered: HierarchicalCollectives | None = None,
     ) -> None:
         self._communicator = communicator
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
@@ -54,6 +57,7 @@ class GroupCollectives:
         self._tensors = TensorCollectives(communicator, self._scratch)
         self._direct = DirectCollectives(communicator)
         self._staged = staged
+        self._layered = layered
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
@@ -62,7 +66,10 @@ class GroupCollectives:
         check_tensors("all_reduce", [tensor])
         reduction = self._reduction(op, tensor)
         if self._staged is not None and self._staged.takes([tensor]):
-            return self._staged.all_reduce(tensor, reduction, timeout_s=timeout_s)
+            layered = None
+            if self._layered is not None:
+                layered = self._layered.all_reduce(tensor, reduction, timeout_s=self._limit_s(timeout_s))
+            return layered or self._staged.all_reduce(tensor, reduction, timeout_s=timeout_s)
         return self._tensors.all_reduce(tensor, op=reduction, timeout_s=timeout_s, is_awaited=is_awaited)
 
     def all_reduce_coalesced(
@@ -286,7 +293,7 @@ class GroupCollectives:
         """
         empty = memoryview(bytearray(0))
         others = tuple((peer, memoryview(bytearray(0))) for peer in range(1, self._num_ranks))
-        limit_s = self._communicator.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit_s(timeout_s)
         is_root = self._rank == 0
         if not is_root:
             limit_s += RELEASE_GRACE_S
@@ -298,6 +305,9 @@ class GroupCollectives:
             arrived.wait()
         released = start("scatter", sends=arrivals, receives=releases, about="releases", root=0, **settings)
         return TensorWork([arrived, released], _do_nothing)
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._communicator.timeout_s if timeout_s is None else timeout_s
 
     def _reduction(self, op: ReduceOp, tensor: torch.Tensor) -> TensorReduction:
         return reduction_of(op, tensor.dtype, self._num_ranks)
