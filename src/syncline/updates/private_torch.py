@@ -153,14 +153,20 @@ def nccl_group(store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
 
 
 def reduce_into(backend: Any, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
-    """Begin a reduce-scatter on a backend that is no group; only groups have a public name for that."""
+    """Begin a reduce-scatter of flat tensors on a backend that is no group; return its work.
+
+    ``reduce_scatter_tensor()`` takes groups of ``torch.distributed`` alone.
+    """
     options: Any = torch._C._distributed_c10d.ReduceScatterOptions()
     options.reduceOp = op
     return backend._reduce_scatter_base(output, source, options)
 
 
 def gather_into(backend: Any, output: torch.Tensor, source: torch.Tensor) -> Any:
-    """Begin an all-gather on a backend that is no group; as :func:`reduce_into`."""
+    """Begin an all-gather of flat tensors on a backend that is no group; return its work.
+
+    ``all_gather_into_tensor()`` takes groups of ``torch.distributed`` alone.
+    """
     return backend._allgather_base(output, source)
 
 
