@@ -28,6 +28,7 @@ class ThreadDevice:
     def __init__(self, *, held: Sequence[CopyKind] = (), is_lazy: bool = False) -> None:
         self.num_queued = dict.fromkeys(CopyKind, 0)
         self.num_copied = dict.fromkeys(CopyKind, 0)
+        self.num_aside = 0
         self.blocks: list[torch.Tensor] = []
         self.user_stream = threading.Event()
         """Set: the user's stream has come to all its marks."""
@@ -119,6 +120,7 @@ class ThreadDevice:
     def aside(
         self, _device: torch.device, _kind: CopyKind = CopyKind.TO_DEVICE, _tensors: Sequence[torch.Tensor] = ()
     ) -> Iterator[None]:
+        self.num_aside += 1
         self._is_aside.set = True
         yield
         self._is_aside.set = False

@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -61,23 +61,29 @@ DTYPES = frozenset(
 )
 LOSS_S = 2.0
 """A rank that dies is known so soon; until then nobody says of whose death its host's devices fail."""
-LEAST_S = 0.001
+GRACE_S = 5.0
+"""So much longer hosts wait for each other, so that they hear from one whose devices are stuck what is the matter."""
 
 
 class HierarchicalWork(TensorWork):
     """An all-reduce in layers under way. Once :meth:`wait` returns, the result is in the device's memory."""
 
     def __init__(
-        self, tensor: torch.Tensor, op: TensorReduction, work: Work, *, timeout_s: float, called: Mark
+        self, tensor: torch.Tensor, op: TensorReduction, work: Work, *, timeout_s: float, copier: DeviceCopier
     ) -> None:
         super().__init__([work], lambda: None)
+        self._copier = copier
         self.tensor = tensor
         self.op = op
         self.timeout_s = timeout_s
-        self.called = called
+        self.called: Mark = copier.mark(tensor.device)
         self.began_s = time.monotonic()
         self.inner_step = ""
         """What the host's devices do for it now, if they do."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Wait within this where the current stream is none of the one who called."""
+        return self._copier.aside(self.tensor.device)
 
 
 class HierarchicalCollectives:
@@ -116,8 +122,7 @@ class HierarchicalCollectives:
                 raise self._failure
             announced = layers.announce(tensor, op.meaning, timeout_s)
             runtime_work = self._port.work("all_reduce", timeout_s=timeout_s)
-            called = self._copier.mark(tensor.device)
-            work = HierarchicalWork(tensor, op, runtime_work, timeout_s=timeout_s, called=called)
+            work = HierarchicalWork(tensor, op, runtime_work, timeout_s=timeout_s, copier=self._copier)
             self._under_way.add(work)
             self._scattering.submit(0, (), partial(self._scatter, layers, work, announced))
         self._port.call_soon(self._expire, work)
@@ -175,8 +180,8 @@ class HierarchicalCollectives:
             work.inner_step = ""
             staged = None
             if layers.staged is not None:
-                left_s = max(LEAST_S, work.began_s + work.timeout_s - time.monotonic())
-                staged = layers.staged.all_reduce(part, replace(work.op, prepare=None), timeout_s=left_s)
+                left_s = max(0.0, work.began_s + work.timeout_s - time.monotonic())
+                staged = layers.staged.all_reduce(part, replace(work.op, prepare=None), timeout_s=left_s + GRACE_S)
         self._gathering.submit(0, (), partial(self._gather, layers, work, whole, part, staged))
 
     def _gather(
