@@ -11,9 +11,10 @@ import torch.distributed as dist
 from thread_groups import description, run_groups
 
 import syncline
-from syncline.backend import creation, machines
+from syncline.backend import creation
 from syncline.backend.options import BackendOptions, choose_options, read_options
 from syncline.errors import ConfigurationError, RendezvousError
+from syncline.pytorch import machines
 from syncline.topology import Topology
 
 OF_TORCH = {"rank", "world_size", "master", "timeout_s"}
@@ -72,22 +73,9 @@ def test_a_group_of_one_rank_needs_no_one() -> None:
     state.close()
 
 
-def test_ranks_of_several_machines_listen_where_the_store_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Named:
-        underlying_store = dist.HashStore()
-
-    monkeypatch.setattr(machines.socket, "gethostname", lambda: "127.0.0.1")
-    with pytest.raises(ConfigurationError, match=r"several machines.*'127.0.0.1'.*BackendOptions\(interface=\)"):
-        machines.reachable_address(Named())
-    monkeypatch.setattr(machines, "own_address", lambda host: {"10.0.0.9": "10.0.0.2"}[host])
-    store = dist.HashStore()
-    monkeypatch.setattr(machines.socket, "gethostname", lambda: "10.0.0.9")
-    assert machines.reachable_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "10.0.0.2"
-
-
 def test_without_a_secret_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(creation, "share_a_machine", lambda *_, **__: False)
-    monkeypatch.setattr(creation, "reachable_address", lambda _: "10.0.0.2")
+    monkeypatch.setattr(machines, "share_a_machine", lambda *_, **__: False)
+    monkeypatch.setattr(machines, "reachable_address", lambda _: "10.0.0.2")
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.2 can be reached .* no shared secret"):
         creation.create_state(description(dist.HashStore(), 0, 2), BackendOptions())
 

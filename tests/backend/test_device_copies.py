@@ -123,5 +123,13 @@ def test_a_temporary_is_copied_behind_what_came_to_it(gpu: Recorder) -> None:
     ]
 
 
+def test_what_is_queued_aside_uses_its_tensors_until_it_is_done(gpu: Recorder) -> None:
+    copier = CudaCopier()
+    tensor: Any = Tensor(gpu, "tensor")
+    with copier.aside(GPU, CopyKind.TO_HOST, [tensor]):
+        copier.mark(GPU)
+    assert gpu.calls == [("side 1", "records", "event 1"), ("side 1", "uses", "tensor")]
+
+
 def test_only_tensors_on_a_gpu_are_taken() -> None:
     assert not CudaCopier().takes(torch.ones(1))

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
+from syncline.backend import creation
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
 from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
+from syncline.pytorch import host_memory
 
 
 def test_a_work_is_over_however_it_is_asked() -> None:
@@ -169,6 +171,29 @@ def test_a_group_that_ended_ends_what_is_under_way_and_later_calls(*, is_aborted
     run_groups(2, body)
 
 
+def test_groups_of_a_world_keep_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call needs beside its tensors is kept for the next one, also of another group."""
+    allocated_bytes: list[int] = []
+    allocate = host_memory._empty
+
+    def count(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        allocated_bytes.append(num_elements * dtype.itemsize)
+        return allocate(num_elements, dtype)
+
+    monkeypatch.setattr(host_memory, "_empty", count)
+
+    def body(group: Group) -> None:
+        world = group.state
+        parts = [creation._open_part(world, [0, 1], world.store, 60.0) for _ in range(3)]
+        for state in (world, *parts, *parts):
+            output = torch.empty(50_000)
+            state.collectives.reduce_scatter_single(output, torch.ones(100_000), dist.ReduceOp.SUM).wait()
+            assert output.eq(2).all()
+
+    run_groups(2, body)
+    assert allocated_bytes == [400_000] * 2, "once on each rank"
+
+
 def test_only_the_members_of_a_group_agree_on_its_streams() -> None:
     store = dist.HashStore()
     worlds = [GroupStreams(store, token="a") for _ in range(3)]
@@ -181,6 +206,13 @@ def test_only_the_members_of_a_group_agree_on_its_streams() -> None:
     assert take(1, 0, 1) == range(4, 8)
     assert take(0, 0, 1) == range(12, 16), "the next group of the same ranks"
     assert take(1, 0, 1) == range(12, 16)
+    purpose = worlds[0].take((0, 1), rank=0, timeout_s=60.0, is_lost=lambda _: False, purpose="other")
+    assert purpose == range(16, 20)
+    assert take(0, 0, 1) == take(1, 0, 1) == range(20, 24), "what another purpose took is nobody else's"
+    parts = [worlds[0].open_store(purpose, name) for name in ("one", "two")]
+    parts[0].set("key", "value")
+    assert not parts[1].check(["key"])
+    assert worlds[1].open_store(purpose, "one").get("key") == b"value"
     later = GroupStreams(store, token="b")
     with pytest.raises(RendezvousError, match="rank 0, the first of a new group"):
         later.take((0, 1), rank=1, timeout_s=0.01, is_lost=lambda _: False)

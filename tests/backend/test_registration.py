@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IS_KNOWN = "import torch.distributed as dist; assert dist.is_backend_available('syncline')"
-IS_LIGHT = "import sys; assert not {'syncline.fabric', 'syncline.pytorch', 'syncline.runtime'} & sys.modules.keys()"
+NEEDED = {"syncline", "syncline.backend", "syncline.backend.name", "syncline.backend.registration"}
+IS_LIGHT = f"import sys; loaded = {{name for name in sys.modules if 'syncline' in name}}; assert loaded == {NEEDED}"
 
 
 def run_python(code: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,7 +30,7 @@ def entry_points() -> dict[str, dict[str, str]]:
     return points
 
 
-def test_importing_torch_is_enough_and_loads_nothing_of_ours(tmp_path: Path) -> None:
+def test_importing_torch_is_enough_and_loads_four_small_modules_of_ours(tmp_path: Path) -> None:
     lines = [f"[{group}]\n{name} = {target}" for group, all_ in entry_points().items() for name, target in all_.items()]
     metadata = tmp_path / "registered-1.dist-info"
     metadata.mkdir()
@@ -40,8 +41,12 @@ def test_importing_torch_is_enough_and_loads_nothing_of_ours(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("order", ["import torch, syncline", "import torch, syncline, syncline.backend.registration"])
-def test_importing_us_after_torch_is_enough(order: str) -> None:
-    done = run_python(f"{order}; {IS_KNOWN}; {IS_LIGHT}")
+def test_importing_us_after_torch_is_enough(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need nothing that torch has not loaded."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # or an installed Syncline would be there before
+    torch, _, ours = order.partition(", ")
+    before = f"{torch}; import sys, torch.distributed as dist; before = set(sys.modules)"
+    done = run_python(f"{before}; import {ours}; {IS_KNOWN}; assert sys.modules.keys() - before == {NEEDED}")
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import torch
@@ -13,6 +13,10 @@ from syncline.backend.device_copies import CopyKind, CopyRange
 
 WAIT_S = 60.0
 Job = tuple[Sequence[CopyRange], Sequence[threading.Event], threading.Event]
+
+
+class _Flag(threading.local):
+    set = False
 
 
 class ThreadDevice:
@@ -24,12 +28,14 @@ class ThreadDevice:
     def __init__(self, *, held: Sequence[CopyKind] = (), is_lazy: bool = False) -> None:
         self.num_queued = dict.fromkeys(CopyKind, 0)
         self.num_copied = dict.fromkeys(CopyKind, 0)
+        self.num_aside = 0
         self.blocks: list[torch.Tensor] = []
         self.user_stream = threading.Event()
         """Set: the user's stream has come to all its marks."""
         self.user_stream.set()
         self.error: Exception | None = None
         """What a copy to the host raises."""
+        self._is_aside = _Flag()
         self._followed: list[threading.Event] = []
         self._is_lazy = is_lazy
         self._changed = threading.Condition()
@@ -75,7 +81,12 @@ class ThreadDevice:
         return self.blocks[-1]
 
     def mark(self, _device: torch.device) -> threading.Event:
-        return self.user_stream
+        """Return one that is reached, of side streams, and of the user's where it has come to this point."""
+        if not self._is_aside.set and not self.user_stream.is_set():
+            return self.user_stream
+        reached = threading.Event()
+        reached.set()
+        return reached
 
     def copy(
         self,
@@ -105,8 +116,14 @@ class ThreadDevice:
         if not self._is_lazy:
             self.wait(mark)
 
-    def aside(self, _device: torch.device) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def aside(
+        self, _device: torch.device, _kind: CopyKind = CopyKind.TO_DEVICE, _tensors: Sequence[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        self.num_aside += 1
+        self._is_aside.set = True
+        yield
+        self._is_aside.set = False
 
     def _copy_all(self, direction: CopyKind) -> None:
         while (job := self._queues[direction].get()) is not None:

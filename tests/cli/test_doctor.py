@@ -10,6 +10,7 @@ import pytest
 
 from syncline.cli import diagnosis
 from syncline.cli.diagnosis import CHECKS, Verdict
+from syncline.machines import nvml
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -48,6 +49,14 @@ def test_it_is_said_which_torch_is_tested(monkeypatch, version, verdict, what):
     monkeypatch.setattr(diagnosis.importlib.metadata, "version", lambda name: version)
     finding = diagnosis.check_torch()
     assert (finding.verdict, finding.what) == (verdict, what)
+
+
+def test_of_a_gpu_it_is_said_that_its_paths_are_untested(monkeypatch):
+    assert diagnosis.check_gpu().verdict is Verdict.FINE  # where the tests run there is none
+    monkeypatch.setattr(nvml.Gpu, "read_kind", lambda _: {"gpu_hz": 1e9, "gpu_memory_bytes": 80.0 * (1 << 30)})
+    finding = diagnosis.check_gpu()
+    assert (finding.verdict, finding.what[:7]) == (Verdict.LIMITED, "80 GiB;")
+    assert "never been run on a GPU" in finding.what
 
 
 def test_few_open_files_are_told_with_the_command(monkeypatch):

@@ -13,6 +13,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import ConfigurationError
+from syncline.pytorch import machines
 
 LIMIT = timedelta(seconds=60)
 
@@ -30,6 +31,8 @@ def main(kind: str, folder: str) -> None:
             assert (fleet.rank, fleet.world_size) == (rank, size)
             train(fleet)
     disagrees(rank, size)
+    if kind == "file":
+        apart(rank)
     dist.barrier()
     dist.destroy_process_group()
     print("ended", flush=True)
@@ -54,6 +57,15 @@ def disagrees(rank: int, size: int) -> None:
     os.environ["WORLD_SIZE"] = str(size + 1)
     said = rf"WORLD_SIZE={size + 1}, but this process is rank {rank} of {size} in the process group"
     with pytest.raises(ConfigurationError, match=said):
+        syncline.init()
+
+
+def apart(rank: int) -> None:
+    """Ranks whose machines differ listen on no loopback, although nobody says where they are."""
+    os.environ.pop("WORLD_SIZE")
+    machines.machine_name = lambda: f"machine {rank}"
+    machines.own_address = lambda _: "127.0.0.2"
+    with pytest.raises(ConfigurationError, match=r"several machines.*give each rank init\(interface=\)"):
         syncline.init()
 
 

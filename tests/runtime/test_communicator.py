@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from syncline.errors import ConfigurationError, DeadlineError, FabricClosedError, MismatchError, TopologyError
+from syncline.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FabricClosedError,
+    FabricError,
+    MismatchError,
+    PeerLostError,
+    TopologyError,
+)
 from syncline.runtime import CommunicationLoop, communicators_in_memory, numpy_reduction
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Topology
@@ -237,3 +245,24 @@ def test_no_landing_is_kept_after_its_call(in_memory, fails):
     else:
         wait_all(works)
     assert [c.statistics().temporary_bytes for c in communicators] == [0] * 3
+
+
+def test_a_rank_that_gives_up_tells_all_ranks_and_its_watchers(in_memory):
+    communicators = in_memory(3)
+    seen = [threading.Event() for _ in range(3)]
+    told = [[] for _ in range(3)]
+    for communicator, event, errors in zip(communicators, seen, told, strict=True):
+        communicator.watch_failure(errors.append)
+        communicator.watch_failure(lambda _, event=event: event.set())
+    work = communicators[0].barrier()
+    communicators[1].give_up("its device failed: too hot")
+    with pytest.raises(PeerLostError, match=r"rank 1 .* gave up: its device failed: too hot"):
+        work.wait(60)
+    assert all(event.wait(60) for event in seen)
+    assert [type(error) for (error,) in told] == [PeerLostError, FabricError, PeerLostError]
+    late = []
+    communicators[2].watch_failure(late.append)
+    communicators[2].statistics()  # a round through the loop
+    assert [str(error) for error in late] == [str(told[2][0])]
+    with pytest.raises(FabricError, match=r"barrier .*cannot be done: its device failed: too hot"):
+        communicators[1].barrier().wait(60)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from syncline.updates import private_torch
@@ -152,6 +154,30 @@ def test_failing_backend_does_no_collective() -> None:
     for call in (backend.allreduce, backend.broadcast):
         with pytest.raises(RuntimeError, match="error_on_collective"):
             call([torch.ones(1)])
+
+
+def test_nccl_is_asked_for_a_group_that_outlives_our_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in, where PyTorch is built without it."""
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d.ProcessGroupNCCL", Nccl, raising=False)
+    store, rank, size, options = private_torch.nccl_group("store", 1, 2, timeout_s=30.0).given
+    assert (store, rank, size, options._timeout) == ("store", 1, 2, timedelta(seconds=90))
+
+
+def test_a_backend_that_is_no_group_reduces_and_gathers() -> None:
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    source, output = torch.arange(3.0), torch.zeros(3)
+    private_torch.reduce_into(backend, output, source, dist.ReduceOp.MAX).wait()
+    assert torch.equal(output, source)
+    private_torch.gather_into(backend, output, 2 * source).wait()
+    assert torch.equal(output, 2 * source)
 
 
 def test_backend_class_can_be_inherited_from_if_there_is_one() -> None:

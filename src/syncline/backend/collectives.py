@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 
 from syncline.backend.checks import check_one_for_each_rank, check_same_size, check_tensors
 from syncline.backend.direct import DirectCollectives
+from syncline.backend.hierarchical import HierarchicalCollectives
 from syncline.backend.reductions import ReduceOp, reduction_of
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.errors import ConfigurationError
@@ -39,6 +41,7 @@ class GroupCollectives:
 
     ``scratch`` keeps memory from call to call; several groups may share it. Tensors of the device of ``staged`` travel
     in chunks in all_reduce, broadcast, all_gather_single and reduce_scatter_single; all others on a device as a whole.
+    Where ``layered`` says that hosts have several devices each, an all_reduce goes by them.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class GroupCollectives:
         scratch: ScratchPool | None = None,
         *,
         staged: StagedCollectives | None = None,
+        layered: HierarchicalCollectives | None = None,
     ) -> None:
         self._communicator = communicator
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
@@ -54,56 +58,46 @@ class GroupCollectives:
         self._tensors = TensorCollectives(communicator, self._scratch)
         self._direct = DirectCollectives(communicator)
         self._staged = staged
+        self._layered = layered
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
-    ) -> TensorWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``tensor`` the sum, or what ``op`` says, of those of all ranks."""
         check_tensors("all_reduce", [tensor])
         reduction = self._reduction(op, tensor)
         if self._staged is not None and self._staged.takes([tensor]):
-            return self._staged.all_reduce(tensor, reduction, timeout_s=timeout_s)
-        return self._tensors.all_reduce(tensor, op=reduction, timeout_s=timeout_s, is_awaited=is_awaited)
+            layered, limit_s = None, settings.get("timeout_s")
+            if self._layered is not None:
+                layered = self._layered.all_reduce(tensor, reduction, timeout_s=self._limit_s(limit_s))
+            return layered or self._staged.all_reduce(tensor, reduction, timeout_s=limit_s)
+        return self._tensors.all_reduce(tensor, op=reduction, **settings)
 
-    def all_reduce_coalesced(
-        self, tensors: Tensors, op: ReduceOp, *, timeout_s: float | None = None, is_awaited: bool = False
-    ) -> TensorWork:
+    def all_reduce_coalesced(self, tensors: Tensors, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Do so with each of ``tensors``, which may be of several types; they are under way at once."""
         for tensor in tensors:
             check_tensors("all_reduce_coalesced", [tensor])
             self._reduction(op, tensor)
-        return TensorWork.together(
-            [self.all_reduce(tensor, op, timeout_s=timeout_s, is_awaited=is_awaited) for tensor in tensors]
-        )
+        return TensorWork.together([self.all_reduce(tensor, op, **settings) for tensor in tensors])
 
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None, is_awaited: bool = False
-    ) -> TensorWork:
+    def broadcast(self, tensor: torch.Tensor, root: int, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``tensor`` that of ``root``."""
         check_tensors("broadcast", [tensor])
         if self._staged is not None and self._staged.takes([tensor]):
             self._tensors.check_rank(root, "root")
-            return self._staged.broadcast(tensor, root, timeout_s=timeout_s)
-        return self._tensors.broadcast(tensor, root=root, timeout_s=timeout_s, is_awaited=is_awaited)
+            return self._staged.broadcast(tensor, root, timeout_s=settings.get("timeout_s"))
+        return self._tensors.broadcast(tensor, root=root, **settings)
 
     def reduce(
         self,
         tensor: torch.Tensor,
         root: int,
         op: ReduceOp,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``tensor`` of ``root`` what ``op`` makes of all ranks'; the others keep theirs. It is an all-reduce."""
         check_tensors("reduce", [tensor])
-        return self._tensors.reduce(
-            tensor, dst=root, op=self._reduction(op, tensor), timeout_s=timeout_s, is_awaited=is_awaited
-        )
+        return self._tensors.reduce(tensor, dst=root, op=self._reduction(op, tensor), **settings)
 
-    def all_gather(
-        self, outputs: Tensors, tensor: torch.Tensor, *, timeout_s: float | None = None, is_awaited: bool = False
-    ) -> TensorWork:
+    def all_gather(self, outputs: Tensors, tensor: torch.Tensor, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``outputs[k]``, of the size of rank k's ``tensor``, that tensor; sizes may differ from rank to rank.
 
         Unequal parts take one planned all-gather whose cuts are moved to where the parts end: each byte crosses each
@@ -116,47 +110,40 @@ class GroupCollectives:
         in_place = joined(outputs)
         num_elements = sum(output.numel() for output in outputs)
         whole = self._scratch.borrow_empty(num_elements, tensor.dtype) if in_place is None else in_place
-        work = self._tensors.all_gather(
-            whole, tensor, parts=_parts(outputs), timeout_s=timeout_s, is_awaited=is_awaited
-        )
+        work = self._tensors.all_gather(whole, tensor, parts=_parts(outputs), **settings)
         return work if in_place is not None else work.then(self._divider(whole, outputs))
 
     def all_gather_single(
-        self, output: torch.Tensor, source: torch.Tensor, *, timeout_s: float | None = None, is_awaited: bool = False
+        self, output: torch.Tensor, source: torch.Tensor, **settings: Unpack[BasicSettings]
     ) -> TensorWork:
         """Make ``output`` all ranks' ``source``, in rank order; ``source`` may be its own part of ``output``."""
         check_tensors("all_gather_single", [output, source])
         if self._staged is not None and self._staged.takes([output, source]):
             self._tensors.check_parts(source, output, (), "all_gather")
-            return self._staged.all_gather(output, source, timeout_s=timeout_s)
-        return self._tensors.all_gather(output, source, timeout_s=timeout_s, is_awaited=is_awaited)
+            return self._staged.all_gather(output, source, timeout_s=settings.get("timeout_s"))
+        return self._tensors.all_gather(output, source, **settings)
 
     def all_gather_coalesced(
         self,
         outputs: Sequence[Tensors],
         tensors: Tensors,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``outputs[k][i]`` the tensor i of rank k."""
         lists = [[of_rank[place] for of_rank in outputs if place < len(of_rank)] for place in range(len(tensors))]
         _check_lists("all_gather_coalesced", [lists, tensors])
         return TensorWork.together(
-            [
-                self.all_gather(of_tensor, tensor, timeout_s=timeout_s, is_awaited=is_awaited)
-                for of_tensor, tensor in zip(lists, tensors, strict=True)
-            ]
+            [self.all_gather(of_tensor, tensor, **settings) for of_tensor, tensor in zip(lists, tensors, strict=True)]
         )
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, sources: Tensors, *, timeout_s: float | None = None, is_awaited: bool = False
+        self, outputs: Tensors, sources: Tensors, **settings: Unpack[BasicSettings]
     ) -> TensorWork:
         """Do as :meth:`all_gather_single` with each pair of tensors; all are under way at once."""
         _check_lists("all_gather_single_coalesced", [outputs, sources])
         return TensorWork.together(
             [
-                self.all_gather_single(output, source, timeout_s=timeout_s, is_awaited=is_awaited)
+                self.all_gather_single(output, source, **settings)
                 for output, source in zip(outputs, sources, strict=True)
             ]
         )
@@ -166,9 +153,7 @@ class GroupCollectives:
         output: torch.Tensor,
         inputs: Tensors,
         op: ReduceOp,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``output`` of rank k what ``op`` makes of all ranks' ``inputs[k]``; sizes may differ from k to k.
 
@@ -186,8 +171,7 @@ class GroupCollectives:
             op=reduction,
             parts=_parts(inputs),
             may_overwrite=in_place is None,
-            timeout_s=timeout_s,
-            is_awaited=is_awaited,
+            **settings,
         )
 
     def reduce_scatter_single(
@@ -195,32 +179,28 @@ class GroupCollectives:
         output: torch.Tensor,
         source: torch.Tensor,
         op: ReduceOp,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``output`` of rank k part k of what ``op`` makes of all ranks' ``source``, of which it may be a part."""
         check_tensors("reduce_scatter_single", [output, source])
         reduction = self._reduction(op, source)
         if self._staged is not None and self._staged.takes([output, source]):
             self._tensors.check_parts(output, source, (), "reduce_scatter")
-            return self._staged.reduce_scatter(output, source, reduction, timeout_s=timeout_s)
-        return self._tensors.reduce_scatter(output, source, op=reduction, timeout_s=timeout_s, is_awaited=is_awaited)
+            return self._staged.reduce_scatter(output, source, reduction, timeout_s=settings.get("timeout_s"))
+        return self._tensors.reduce_scatter(output, source, op=reduction, **settings)
 
     def reduce_scatter_single_coalesced(
         self,
         outputs: Tensors,
         sources: Tensors,
         op: ReduceOp,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Do as :meth:`reduce_scatter_single` with each pair of tensors; all are under way at once."""
         _check_lists("reduce_scatter_single_coalesced", [outputs, sources])
         return TensorWork.together(
             [
-                self.reduce_scatter_single(output, source, op, timeout_s=timeout_s, is_awaited=is_awaited)
+                self.reduce_scatter_single(output, source, op, **settings)
                 for output, source in zip(outputs, sources, strict=True)
             ]
         )
@@ -230,32 +210,26 @@ class GroupCollectives:
         outputs: Tensors | None,
         tensor: torch.Tensor,
         root: int,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``outputs[k]`` of ``root`` the ``tensor`` of rank k, of one size on all; others give no outputs."""
         self._tensors.check_rank(root, "root")
-        return self._direct.gather(outputs, tensor, root=root, **_settings(timeout_s, is_awaited=is_awaited))
+        return self._direct.gather(outputs, tensor, root=root, **settings)
 
     def scatter(
         self,
         output: torch.Tensor,
         inputs: Tensors | None,
         root: int,
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Make ``output`` of rank k ``inputs[k]`` of ``root``, of one size for all; others give no inputs."""
         self._tensors.check_rank(root, "root")
-        return self._direct.scatter(output, inputs, root=root, **_settings(timeout_s, is_awaited=is_awaited))
+        return self._direct.scatter(output, inputs, root=root, **settings)
 
-    def all_to_all(
-        self, outputs: Tensors, inputs: Tensors, *, timeout_s: float | None = None, is_awaited: bool = False
-    ) -> TensorWork:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``outputs[k]`` what rank k has as ``inputs`` for this rank; sizes may differ from pair to pair."""
-        return self._direct.all_to_all(outputs, inputs, **_settings(timeout_s, is_awaited=is_awaited))
+        return self._direct.all_to_all(outputs, inputs, **settings)
 
     def all_to_all_single(
         self,
@@ -263,20 +237,17 @@ class GroupCollectives:
         source: torch.Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
-        *,
-        timeout_s: float | None = None,
-        is_awaited: bool = False,
+        **settings: Unpack[BasicSettings],
     ) -> TensorWork:
         """Send the next ``input_splits[k]`` rows of ``source`` to rank k, and receive ``output_splits[k]`` of it.
 
         Splits may be 0; none at all mean equal ones. They may differ from pair to pair.
         """
-        settings = _settings(timeout_s, is_awaited=is_awaited)
         return self._direct.all_to_all_single(output, source, output_splits, input_splits, **settings)
 
-    def barrier(self, *, timeout_s: float | None = None, is_awaited: bool = False) -> TensorWork:
+    def barrier(self, **settings: Unpack[BasicSettings]) -> TensorWork:
         """End when every rank has called it."""
-        return TensorWork([self._communicator.barrier(timeout_s=timeout_s, is_awaited=is_awaited)], _do_nothing)
+        return TensorWork([self._communicator.barrier(**settings)], _do_nothing)
 
     def monitored_barrier(self, *, wait_all_ranks: bool = False, timeout_s: float | None = None) -> TensorWork:  # noqa: ARG002 - in both cases all ranks that are missing are named
         """End when every rank has called it; at the deadline the error of all ranks names those that have not.
@@ -286,7 +257,7 @@ class GroupCollectives:
         """
         empty = memoryview(bytearray(0))
         others = tuple((peer, memoryview(bytearray(0))) for peer in range(1, self._num_ranks))
-        limit_s = self._communicator.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit_s(timeout_s)
         is_root = self._rank == 0
         if not is_root:
             limit_s += RELEASE_GRACE_S
@@ -298,6 +269,9 @@ class GroupCollectives:
             arrived.wait()
         released = start("scatter", sends=arrivals, receives=releases, about="releases", root=0, **settings)
         return TensorWork([arrived, released], _do_nothing)
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._communicator.timeout_s if timeout_s is None else timeout_s
 
     def _reduction(self, op: ReduceOp, tensor: torch.Tensor) -> TensorReduction:
         return reduction_of(op, tensor.dtype, self._num_ranks)
@@ -317,10 +291,6 @@ def _parts(tensors: Tensors) -> list[int]:
     """Return the elements of each rank's part; none if all are equal."""
     sizes = [tensor.numel() for tensor in tensors]
     return sizes if len(set(sizes)) > 1 else []
-
-
-def _settings(timeout_s: float | None, *, is_awaited: bool) -> BasicSettings:
-    return {"timeout_s": timeout_s, "is_awaited": is_awaited}
 
 
 def _check_lists(call: str, lists: Sequence[Sequence[object]]) -> None:

@@ -13,11 +13,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.machines import LOOPBACK, reachable_address, share_a_machine
 from syncline.backend.options import BackendOptions, choose_options, read_options
 from syncline.errors import ConfigurationError
 from syncline.pytorch.connecting import choose_fabric_options, connect
 from syncline.pytorch.environment import Environment
+from syncline.pytorch.machines import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS
@@ -132,13 +132,5 @@ def _connect(environment: Environment, torch_store: Any) -> Communicator:
     store: TorchStore | LocalStore = LocalStore()
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
-        together = share_a_machine(
-            store,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            job_id=environment.job_id,
-            timeout_s=environment.limits.connect_timeout_s,
-        )
-        if environment.interface is None:
-            environment = replace(environment, interface=LOOPBACK if together else reachable_address(torch_store))
+        environment = choose_interface(environment, store, torch_store)
     return connect(environment, choose_fabric_options(environment), lambda: store)

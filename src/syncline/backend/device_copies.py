@@ -6,8 +6,8 @@ is a thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
@@ -63,8 +63,13 @@ class DeviceCopier(Protocol):
     def follow(self, mark: Mark) -> None:
         """Let what the caller queues on its current stream from now on begin once ``mark`` is reached."""
 
-    def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Let the current stream be that of copies to the device, instead of the user's."""
+    def aside(
+        self, device: torch.device, kind: CopyKind = CopyKind.TO_DEVICE, tensors: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[object]:
+        """Let the current stream be that of copies of this kind, instead of the user's.
+
+        The memory of ``tensors`` is kept from being given to somebody else until what is queued within is done.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,16 @@ class CudaCopier:
         """Let the current stream wait for the event."""
         torch.cuda.current_stream(mark.device).wait_event(mark.event)
 
-    def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Make the side stream of copies to the device the current one."""
-        context: AbstractContextManager[object] = torch.cuda.stream(self._stream(device, CopyKind.TO_DEVICE))
-        return context
+    @contextmanager
+    def aside(
+        self, device: torch.device, kind: CopyKind = CopyKind.TO_DEVICE, tensors: Sequence[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Make the side stream of copies of this kind the current one."""
+        stream = self._stream(device, kind)
+        with torch.cuda.stream(stream):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     def _stream(self, device: torch.device, kind: CopyKind) -> torch.cuda.Stream:
         key = (device, kind)

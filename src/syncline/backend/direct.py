@@ -105,7 +105,6 @@ class DirectCollectives:
         """Let what others have for this rank land, and send them what it has for them."""
         if touches(landing, brought):
             brought = [one.clone() for one in brought]  # what lands must not change what has yet to leave
-        put_back(brought[self._rank], landing[self._rank])
         others = [peer for peer in range(self._num_ranks) if peer != self._rank]
         work = start_direct(
             self._communicator,
@@ -115,6 +114,7 @@ class DirectCollectives:
             about=f"bytes of {dtype_name(brought[self._rank].dtype)}",
             **settings,
         )
+        put_back(brought[self._rank], landing[self._rank])  # meanwhile: of two ranks, that is half of all
         return TensorWork([work], _do_nothing)
 
 

@@ -15,10 +15,14 @@ from syncline.backend.collectives import GroupCollectives
 from syncline.backend.completions import CompletionThreads
 from syncline.backend.device_copies import CudaCopier, DeviceCopier
 from syncline.backend.group_streams import GroupStreams
+from syncline.backend.hierarchical import HierarchicalCollectives
+from syncline.backend.inner_groups import InnerBackend, NcclBackend
+from syncline.backend.layers import Layers, LayerSource
 from syncline.backend.point_to_point import PointToPoint
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.backend.staging import Staging
 from syncline.pytorch.collectives import TensorWork
+from syncline.pytorch.host_memory import ScratchPool
 from syncline.runtime import Communicator
 from syncline.updates.memory import bytes_of
 
@@ -33,7 +37,7 @@ class GroupState:
     """One rank's part in a group, from its creation until it is closed; ``world`` is that of the group it is part of.
 
     A group without a world owns its connections, and ``streams`` tell its own groups apart. ``copier`` is that of the
-    devices whose tensors are staged; GPUs' by default.
+    devices whose tensors are staged, ``inner`` what joins those of one host; GPUs' by default.
     """
 
     def __init__(
@@ -45,14 +49,21 @@ class GroupState:
         timeout_s: float,
         store: Any,
         copier: DeviceCopier | None = None,
+        inner: InnerBackend | None = None,
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
         uses_shared_memory: bool = True,
     ) -> None:
         self.communicator = communicator
+        self._world = world or self
+        self.streams = streams
+        self._inner = inner or NcclBackend()
         self._staging = Staging(communicator, copier or CudaCopier())
         staged = StagedCollectives(communicator, self._staging, stream=staging_stream)
-        self.collectives = GroupCollectives(communicator, staged=staged)
+        self._layered = HierarchicalCollectives(communicator, self._staging.copier, self._find_layers)
+        self.scratch: ScratchPool = ScratchPool() if world is None else world.scratch
+        """Shared by all groups of a world: each would keep as much as its largest call took."""
+        self.collectives = GroupCollectives(communicator, self.scratch, staged=staged, layered=self._layered)
         self.completions = CompletionThreads("syncline-futures")
         self.uses_shared_memory = uses_shared_memory
         """Whether groups of ranks of one machine may make small calls in memory that they share."""
@@ -63,7 +74,6 @@ class GroupState:
         self.num_calls = 0
         """Collectives that this rank has begun; the same number on all ranks, unlike that of messages."""
         self.coalesced: list[TensorWork] | None = None
-        self.streams = streams
         self._message_stream = message_stream
         self._messages: PointToPoint | None = None
         self._parts: weakref.WeakSet[GroupState] = weakref.WeakSet()
@@ -81,6 +91,20 @@ class GroupState:
             if self._messages is None:
                 self._messages = PointToPoint(self.communicator, stream=self._message_stream)
             return self._messages
+
+    def _find_layers(self, device: torch.device) -> Layers | None:
+        """Ask the other ranks whether hosts of this group have several devices each; all do, at the same call."""
+        world, streams = self._world.communicator, self._world.streams
+        if streams is None or self.communicator.world_size == 1:
+            return None
+        source = LayerSource(
+            group=self.communicator,
+            world=world,
+            streams=streams,
+            copier=self._staging.copier,
+            backend=self._inner,
+        )
+        return source.open(device, timeout_s=self.timeout_s)
 
     def choose_timeout_s(self, given: timedelta) -> float:
         """Return how long a call may take: what it says, else what the group says."""
@@ -123,6 +147,7 @@ class GroupState:
         for part in tuple(self._parts):
             part._end(is_failing=is_failing)
         try:
+            self._layered.close(is_failing=is_failing)
             if is_failing:
                 self.communicator.abort()
             else:

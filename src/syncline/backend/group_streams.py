@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
 from syncline.errors import ConfigurationError, PeerLostError, RendezvousError
 from syncline.runtime.tags import NUM_STREAMS
 
@@ -32,14 +34,16 @@ class GroupStreams:
         self._num_uses: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, ranks: Sequence[int], *, rank: int, timeout_s: float, is_lost: Callable[[int], bool]) -> range:
-        """Return the streams of the next group of ``ranks``, which all of them ask for.
+    def take(
+        self, ranks: Sequence[int], *, rank: int, timeout_s: float, is_lost: Callable[[int], bool], purpose: str = ""
+    ) -> range:
+        """Return the streams of the next group of ``ranks`` for this ``purpose``, which all of them ask for.
 
         PyTorch's name of the group does not serve: it counts the groups that each rank has seen, if only members meet.
         Raises :class:`PeerLostError` if its first rank is lost meanwhile, :class:`RendezvousError` if that does not
         come within ``timeout_s``, :class:`ConfigurationError` when the world has had too many groups.
         """
-        members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
+        members = hashlib.sha256(f"{purpose}{tuple(ranks)}".encode()).hexdigest()
         with self._lock:
             self._num_uses[members] += 1
             key = f"syncline/{self._token}/{members}/{self._num_uses[members]}"
@@ -54,6 +58,10 @@ class GroupStreams:
                 "them, or destroy the world's group and open it again"
             )
         return range(number * STREAMS_OF_A_GROUP, (number + 1) * STREAMS_OF_A_GROUP)
+
+    def open_store(self, streams: range, name: str) -> Any:
+        """Return a part of the world's store for the group that has ``streams``, and for ``name``, alone."""
+        return PrefixStore(f"syncline/{self._token}/{streams.start}/{name}", self._store)
 
     def _wait(self, key: str, first: int, *, timeout_s: float, is_lost: Callable[[int], bool]) -> int:
         deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S

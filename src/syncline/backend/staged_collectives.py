@@ -51,7 +51,7 @@ class StagedCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: TensorReduction, *, timeout_s: float | None) -> StagedWork:
         """Reduce ``tensor`` over all ranks, in place."""
-        flat = _flat(tensor)
+        flat = flat_memory_of(tensor)
         schedule, cuts = self._cut(Collective.ALL_REDUCE, flat)
         chunks = []
         for (start, stop), layout in cuts:
@@ -65,7 +65,7 @@ class StagedCollectives:
         self, output: torch.Tensor, source: torch.Tensor, op: TensorReduction, *, timeout_s: float | None
     ) -> StagedWork:
         """Make rank k's ``output`` part k of what ``op`` makes of all ranks' ``source``."""
-        flat, landing = _flat(source), _landing(output)
+        flat, landing = flat_memory_of(source), _landing(output)
         if touches([flat], [landing]) and landing.data_ptr() != flat.data_ptr() + self._rank * landing.nbytes:
             flat = flat.clone()  # a result must not land where a later chunk is still to be read
         schedule, cuts = self._cut(Collective.REDUCE_SCATTER, flat)
@@ -81,7 +81,7 @@ class StagedCollectives:
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, timeout_s: float | None) -> StagedWork:
         """Make ``output`` all ranks' ``source``, in rank order."""
-        flat, landing = _flat(source), _landing(output)
+        flat, landing = flat_memory_of(source), _landing(output)
         if touches([landing], [flat]) and flat.data_ptr() != landing.data_ptr() + self._rank * flat.nbytes:
             flat = flat.clone()  # as in a reduce-scatter
         settings = self._settings(timeout_s, elements=dtype_name(flat.dtype))
@@ -101,7 +101,7 @@ class StagedCollectives:
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None) -> StagedWork:
         """Make ``tensor`` that of ``root``."""
         is_root = root == self._rank
-        flat = _flat(tensor) if is_root else _landing(tensor)
+        flat = flat_memory_of(tensor) if is_root else _landing(tensor)
         settings = self._settings(timeout_s, elements=dtype_name(flat.dtype))
 
         def begin(host: torch.Tensor) -> Work:
@@ -215,7 +215,7 @@ class StagedCollectives:
         return schedule, tuple(cuts)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat_memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers in one range of the device's memory: the tensor's own, where they lie so."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -115,8 +115,8 @@ class Staging:
     """Stages the calls of one group; any thread may begin one.
 
     One thread queues copies to the host, waits for them and submits the collectives; another queues the copies back.
-    Both start with the first call. What fails on the device here fails all calls under way and all later ones; the
-    other ranks then see no more calls of this one, and learn of it at their deadline.
+    Both start with the first call. What fails on the device here ends all calls under way and all later ones, on all
+    ranks.
     """
 
     def __init__(self, communicator: Communicator, copier: DeviceCopier) -> None:
@@ -216,6 +216,8 @@ class Staging:
         with self._lock:
             self._failure = self._failure or error
             self._to_load.clear()
+        with suppress(FabricError):  # it may be closed
+            self._communicator.give_up(f"its device failed: {error}")
         self._end_all(error)
 
     def _end_all(self, error: BaseException | None) -> None:

@@ -165,6 +165,21 @@ def check_transports() -> Finding:
     )
 
 
+def check_gpu() -> Finding:
+    """Tell of a GPU, as its driver does, that nobody has run the paths of its tensors yet."""
+    from syncline.machines.nvml import Gpu, find_gpu  # with what measures machines, which no other check needs
+
+    gpu = Gpu(find_gpu())
+    try:
+        memory_bytes = gpu.read_kind().get("gpu_memory_bytes")
+    finally:
+        gpu.close()
+    if memory_bytes is None:
+        return judge("GPU", True, "none", "")
+    what = f"{memory_bytes / (1 << 30):.0f} GiB; Syncline's code for tensors on it has never been run on a GPU"
+    return judge("GPU", False, what, "compare the first results with those of another backend")
+
+
 def check_lab_tools() -> Finding:
     """Judge whether the lab finds its tools."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -197,6 +212,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_congestion_control,
     check_isal,
     check_transports,
+    check_gpu,
     check_lab_tools,
     check_lab_rights,
     check_pictures,

@@ -10,8 +10,10 @@ from syncline.pytorch.connecting import choose_fabric_options, connect, is_expos
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
-from syncline.pytorch.stores import open_store
+from syncline.pytorch.machines import choose_interface
+from syncline.pytorch.stores import open_store, store_of_group
 from syncline.topology import Topology
+from syncline.updates.private_torch import default_store
 
 
 def init(
@@ -95,6 +97,9 @@ def init(
 
 
 def _open_fleet(environment: Environment) -> Fleet:
+    if environment.interface is None and environment.master_address is None and environment.world_size > 1:
+        # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
+        environment = choose_interface(environment, store_of_group(), default_store())
     options = choose_fabric_options(environment)
     assert options.address is not None, "resolved when the options were made"
     communicator = connect(environment, options, partial(open_store, environment, options, address=options.address))

@@ -78,7 +78,7 @@ def open_store(environment: Environment, options: FabricOptions, *, address: str
     if environment.world_size == 1:
         return LocalStore()
     if dist.is_available() and dist.is_initialized():
-        return TorchStore(PrefixStore("syncline", default_store()))
+        return store_of_group()
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     host, port = environment.master_address, environment.master_port
@@ -87,6 +87,11 @@ def open_store(environment: Environment, options: FabricOptions, *, address: str
         listening = _listen(host, port, options, address=address)
         host = listening.getsockname()[0]  # rank 0 dials itself where it listens, whatever the name means elsewhere
     return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s))
+
+
+def store_of_group() -> TorchStore:
+    """Return the part of the default process group's store in which the ranks of a fleet meet."""
+    return TorchStore(PrefixStore("syncline", default_store()))
 
 
 def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> socket.socket:

@@ -16,7 +16,9 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
+from syncline.runtime.control import Failure
 from syncline.runtime.engine import Engine
+from syncline.runtime.failures import CRASH
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
@@ -296,6 +298,19 @@ class Communicator:
         fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
         return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
+
+    def give_up(self, why: str) -> None:
+        """End all calls, now and later, here and on the other ranks, for what went wrong beside them; from any thread.
+
+        Elsewhere they end with :class:`PeerLostError`, which says that this rank gave up, and ``why``.
+        """
+        host = self.topology.host_of(self.rank).name
+        failure = Failure(reason=CRASH, text=why, rank=self.rank, host=host)
+        self._loop.call_soon(self._engine.give_up, failure)
+
+    def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
+        """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""
+        self._loop.call_soon(self._engine.watch_failure, handler)
 
     def note_wait(self, phase: str, seconds: float) -> None:
         """Add to the time that was waited in ``phase``; from any thread."""

@@ -11,7 +11,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from syncline.errors import FabricError, SynclineError
 from syncline.fabric import PeerLeftError, Transport
@@ -73,6 +73,7 @@ class Engine:
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
+        self._failure_handlers: list[Callable[[SynclineError], None]] = []
         self._stall_timer: Timer | None = None
         fabric.stalls.watch(self._on_stall)
 
@@ -141,6 +142,12 @@ class Engine:
     def give_up(self, failure: Failure) -> None:
         """End all calls, here and on the other ranks, for what was found elsewhere."""
         self._fail(failure)
+
+    def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
+        """Tell ``handler`` once this has given up, with or without a call under way; at once if it has."""
+        self._failure_handlers.append(handler)
+        if self._failure is not None:
+            handler(self._error(self._failure, None))
 
     def crash(self, error: BaseException) -> None:
         """End all calls because our own code failed."""
@@ -357,6 +364,8 @@ class Engine:
             trace_call(self._trace, active.call, active.started_ns, failed=failure.reason)
         for active in calls:
             active.work.finish(self._error(failure, active.call))
+        for handler in self._failure_handlers:
+            handler(self._error(failure, None))
 
     def _error(self, failure: Failure, call: Call | None) -> SynclineError:
         error = failures.error_for(failure, call, self._members)

@@ -7,6 +7,7 @@ changed one is found out by its name. Where a public name serves, it is used whe
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from types import CodeType
 from typing import Any, Literal, TypeVar, cast
 
@@ -144,6 +145,37 @@ def failing_backend(rank: int, size: int) -> Any:
     options = c10d.FakeProcessGroup.Options()
     options.error_on_collective = True
     return c10d.FakeProcessGroup._create_internal(rank, size, options)
+
+
+def nccl_group(store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
+    """Return NCCL's backend of ``size`` ranks that meet in ``store``, outside of every group of ``torch.distributed``.
+
+    ``new_group()`` is the public way; it wants all ranks of the world at once, in one order. NCCL's own watchdog, which
+    ends the process, does so a minute after ``timeout_s``.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s + 60.0)
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def reduce_into(backend: Any, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
+    """Begin a reduce-scatter of flat tensors on a backend that is no group; return its work.
+
+    ``reduce_scatter_tensor()`` takes groups of ``torch.distributed`` alone.
+    """
+    options: Any = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    return backend._reduce_scatter_base(output, source, options)
+
+
+def gather_into(backend: Any, output: torch.Tensor, source: torch.Tensor) -> Any:
+    """Begin an all-gather of flat tensors on a backend that is no group; return its work.
+
+    ``all_gather_into_tensor()`` takes groups of ``torch.distributed`` alone.
+    """
+    return backend._allgather_base(output, source)
 
 
 def backend_class() -> type | None:

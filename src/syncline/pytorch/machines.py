@@ -1,4 +1,4 @@
-"""On which address a rank of a new group listens, where nobody says: loopback if all ranks share one machine.
+"""On which address a rank listens, where nobody says and no master is known: loopback if all ranks share one machine.
 
 The ranks tell each other their machine in a first meeting in the store, by the same rules as in the one that follows:
 what an earlier attempt left in the store is not believed.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from syncline.errors import ConfigurationError
 from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Member, Rendezvous
-from syncline.pytorch.environment import own_address
+from syncline.pytorch.environment import Environment, own_address
 
 LOOPBACK = "127.0.0.1"
 NO_PORT = 1
@@ -40,6 +41,23 @@ def share_a_machine(store: Store, *, rank: int, world_size: int, job_id: str, ti
     return len({member.host for member in generation.members}) == 1
 
 
+def choose_interface(environment: Environment, store: Store, torch_store: Any) -> Environment:
+    """Return ``environment`` with an interface, where nobody says one; all ranks, more than one, must ask.
+
+    ``store`` is where they meet, in a part of ``torch_store``. Raises as the two functions that it consists of.
+    """
+    together = share_a_machine(
+        store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        job_id=environment.job_id,
+        timeout_s=environment.limits.connect_timeout_s,
+    )
+    if environment.interface is not None:
+        return environment
+    return replace(environment, interface=LOOPBACK if together else reachable_address(torch_store))
+
+
 def reachable_address(torch_store: Any) -> str:
     """Return the address of this machine that the ranks of other machines reach, as far as it can be known.
 
@@ -53,7 +71,7 @@ def reachable_address(torch_store: Any) -> str:
     if address is None or ipaddress.ip_address(address).is_loopback:
         raise ConfigurationError(
             f"The ranks run on several machines, and the one way to them that is known here, {host!r}, is this "
-            "machine's loopback; give each rank BackendOptions(interface=), or SYNCLINE_INTERFACE: the address that "
-            "the other ranks reach"
+            "machine's loopback; give each rank init(interface=), BackendOptions(interface=) or SYNCLINE_INTERFACE: "
+            "the address that the other ranks reach"
         )
     return address
