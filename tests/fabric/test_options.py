@@ -55,3 +55,9 @@ def test_addresses_are_literals_interfaces_or_names():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1"):
         open_listening_socket("192.0.2.1", FabricOptions(insecure=True))
+
+
+def test_a_congestion_control_that_the_kernel_lacks_is_refused():
+    with pytest.raises(ConfigurationError, match=r"not 'nobodys' .*tcp_available.*modprobe tcp_nobodys"):
+        open_listening_socket("127.0.0.1", FabricOptions(congestion="nobodys"))
+    open_listening_socket("127.0.0.1", FabricOptions(congestion="reno")).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -60,8 +61,12 @@ def _interface_address(name: str) -> str | None:
 
 
 def open_listening_socket(address: str, options: FabricOptions) -> socket.socket:
-    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes."""
+    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes.
+
+    Raises :class:`ConfigurationError` also where the kernel refuses the congestion control that was asked for.
+    """
     sock = _open(address, options)
+    _check_congestion(sock, options)
     try:
         sock.bind((address, 0))
         sock.listen(BACKLOG)
@@ -71,6 +76,22 @@ def open_listening_socket(address: str, options: FabricOptions) -> socket.socket
             f"cannot listen on {address}: {error.strerror}; give an address or interface of this machine"
         ) from error
     return sock
+
+
+def _check_congestion(sock: socket.socket, options: FabricOptions) -> None:
+    if options.congestion is None:
+        return
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion.encode())
+    except OSError as error:
+        sock.close()
+        is_missing = error.errno == errno.ENOENT
+        place = "tcp_available_congestion_control" if is_missing else "tcp_allowed_congestion_control"
+        remedy = f"modprobe tcp_{options.congestion}" if is_missing else "let root add it there"
+        raise ConfigurationError(
+            f"congestion must be a control that the kernel lets this user choose, not {options.congestion!r} "
+            f"({error.strerror}); see /proc/sys/net/ipv4/{place}, or {remedy}"
+        ) from error
 
 
 def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
