@@ -96,6 +96,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_CONNECT_TIMEOUT", "connect_timeout_s", "seconds that init() waits for others (default: 60)"),
     _of_init("SYNCLINE_SILENCE", "silence_s", "seconds without a sign of life: lost (default: 10)"),
     _of_init("SYNCLINE_STALL", "stall_s", "seconds without a call: not waited for (default: as the timeout)"),
+    _of_init("SYNCLINE_CONGESTION", "congestion", "TCP's congestion control, as cubic (default: see init())"),
     _of_init("SYNCLINE_TRACE", "trace", "file for this rank's trace; also `syncline run --trace`"),
     _of_init("SYNCLINE_NATIVE", "native", "0: Python moves messages; 1: compiled code or an error (default: if built)"),
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),

@@ -45,9 +45,12 @@ def test_collectives_in_the_lab_stand_beside_the_bound_and_the_bytes_of_the_link
     if os.geteuid() != 0:
         pytest.fail("the lab makes network namespaces and needs root; run with sudo (it is never skipped)")
     options = ["--order", "interleaved", "--rounds", 2, "--warm-ups", 1, "--planners", "ring", "--record", tmp_path]
+    options += ["--queues", "long", "--congestion", "reno"]
     run_bench("collectives", "demo-1-3", "--bytes", "256KiB", *options)
     assert not any(record.owner and record.owner[0] == os.getpid() for record in all_records()), "a lab was left"
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["facts"]["network"] == "in the lab, queues long, congestion reno"
+    rows = record["rows"]
     assert methods(rows) == ["Syncline", "Syncline ring", "gloo"]
     assert {row["order"] for row in rows} == {"interleaved"}
     for row in rows:
@@ -58,6 +61,11 @@ def test_collectives_in_the_lab_stand_beside_the_bound_and_the_bytes_of_the_link
         assert row["link_bytes"]["rack-a up"] >= 256 * 1024  # whoever reduces, the sum of each rack must leave it
     assert rows[0]["predicted_s"] > rows[0]["bound_s"]
     assert rows[2]["predicted_s"] is None
+
+
+def test_what_only_the_lab_has_is_refused_on_loopback():
+    with pytest.raises(ConfigurationError, match="--queues, --congestion and --packet-filters are the lab's"):
+        run_bench("collectives", "flat-8", "--loopback", "--queues", "short")
 
 
 def test_a_planner_that_does_not_all_reduce_is_refused_before_anything_runs():

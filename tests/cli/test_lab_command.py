@@ -21,8 +21,9 @@ def called(monkeypatch):
     monkeypatch.delenv("SYNCLINE_SECRET", raising=False)
     monkeypatch.delenv("SYNCLINE_SECRET_FILE", raising=False)
 
-    def run(topology, argv, *, priorities, env, report):
+    def run(topology, argv, *, priorities, env, report, **others):
         secret = Path(env["SYNCLINE_SECRET_FILE"]) if env else None
+        assert others == {"queues": "default", "congestion": None, "packet_filters": False}
         calls.append((topology, argv, priorities, secret and (secret.stat().st_mode & 0o777, len(secret.read_text()))))
         return 3
 
@@ -47,6 +48,14 @@ def test_a_secret_that_the_user_gave_stands(called, monkeypatch):
     monkeypatch.setitem(os.environ, "SYNCLINE_SECRET_FILE", "/mine")
     CliRunner().invoke(lab.app, ["run", "flat-8", "true"])
     assert called == [("flat-8", ["true"], False, None)]
+
+
+def test_options_reach_the_lab(monkeypatch):
+    calls = []
+    monkeypatch.setattr(operations, "up", lambda topology, **settings: calls.append((topology, settings)))
+    CliRunner().invoke(lab.app, ["up", "flat-8", "--queues", "short", "--congestion", "reno", "--packet-filters"])
+    settings = {"priorities": False, "queues": "short", "congestion": "reno", "packet_filters": True}
+    assert calls == [("flat-8", settings)]
 
 
 def test_exec_runs_on_one_host(called):

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from syncline.fabric import data_connection
 from syncline.fabric.data_connection import DataConnection, Outgoing
 from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
 from syncline.fabric.options import MAX_CHUNK_BYTES
@@ -162,3 +163,24 @@ def test_what_is_sent_without_asking_is_never_divided_where_chunks_are_smaller_t
         assert chunks == [(1, 48 << 10)] + [(2, 16 << 10)] * 3
 
     asyncio.run(main())
+
+
+async def told_resent(monkeypatch, counts):
+    """Send a message in as many chunks as there are counts; return what they say was sent again."""
+    left = iter(counts)
+    monkeypatch.setattr(data_connection, "resent_segments", lambda _: next(left))
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    other.setblocking(False)
+    connection = connect(one, NoReceiver(), chunk_bytes=4096)
+    connection.push(outgoing(tag=1, num_bytes=4096 * len(counts), urgency=0))
+    transport = bytearray()
+    await read_on(other, transport, (4096 + HEADER_BYTES) * len(counts))
+    connection.close()
+    other.close()
+    return [frame.flags for frame in frames_of(transport)]
+
+
+def test_a_chunk_says_what_was_sent_again_since_the_last_one(monkeypatch):
+    found = asyncio.run(told_resent(monkeypatch, [0, 3, 3, 2, 4, 1 << 20]))
+    assert found == [0, 3, 0, 0, 1, 0xFFFF], "what came twice is taken back, and does not count again"

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from syncline.fabric.frames import (
     HEADER_BYTES,
+    MAX_FLAGS,
     DamagedFrameError,
     FrameError,
     FrameType,
@@ -81,3 +82,10 @@ def test_a_chunk_above_the_limit_is_refused():
     header = encode_header(FrameType.DATA, 0, payload=bytes(MAX_CHUNK_BYTES + 1))
     with pytest.raises(FrameError, match="not allowed"):
         decode_header(memoryview(header))
+
+
+def test_only_chunks_say_what_was_sent_again():
+    assert decode_header(memoryview(encode_header(FrameType.DATA, 0, flags=MAX_FLAGS))).flags == MAX_FLAGS
+    for kind in set(FrameType) - {FrameType.DATA}:
+        with pytest.raises(FrameError, match="flags 1 is not allowed"):
+            decode_header(memoryview(encode_header(kind, 0, flags=1)))

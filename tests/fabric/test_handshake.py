@@ -57,7 +57,7 @@ def test_two_ranks_of_a_job_agree(connection_class):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (2, 3)}, Refusal.VERSION),
+        ({"versions": (3, 4)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),

@@ -51,7 +51,12 @@ class Twins:
 
     def shares(self):
         outer, inner = (
-            LinkShare(self.source.randrange(1, 3000), most_bytes=self.source.randrange(1, 9000), target_s=0.02)
+            LinkShare(
+                self.source.randrange(1, 3000),
+                most_bytes=self.source.randrange(1, 9000),
+                least_bytes=self.source.randrange(1, 400),
+                target_s=0.02,
+            )
             for _ in range(2)
         )
         return {1: (inner, outer), 2: (inner, outer), 3: (outer,), 4: ()}
@@ -74,7 +79,9 @@ class Twins:
             self.forget(self.source.choice(list(self.wishes)))
         elif choice < 0.88:
             self.lose(self.source.randrange(1, 5))
-        elif choice < 0.90:
+        elif choice < 0.95:
+            self.both("lost", self.source.randrange(1, 6), self.source.randrange(0, 5))
+        elif choice < 0.97:
             self.both("resize", **self.window_sizes())
         self.compare()
 

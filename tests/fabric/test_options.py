@@ -1,10 +1,12 @@
 """Options are checked when they are made, and a refusal says what to do."""
 
+import socket
+
 import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.fabric.sockets import open_listening_socket, resolve_address
+from syncline.fabric.sockets import open_listening_socket, prepare_connected, resent_segments, resolve_address
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,36 @@ def test_addresses_are_literals_interfaces_or_names():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1"):
         open_listening_socket("192.0.2.1", FabricOptions(insecure=True))
+
+
+def test_a_congestion_control_that_the_kernel_lacks_is_refused():
+    with pytest.raises(ConfigurationError, match=r"not 'nobodys' .*tcp_available.*modprobe tcp_nobodys"):
+        open_listening_socket("127.0.0.1", FabricOptions(congestion="nobodys"))
+    open_listening_socket("127.0.0.1", FabricOptions(congestion="reno")).close()
+
+
+class Refusing(socket.socket):
+    """A socket of a user who may not choose cubic."""
+
+    def setsockopt(self, level, name, value):
+        if value == b"cubic":
+            raise PermissionError(1, "Operation not permitted")
+        super().setsockopt(level, name, value)
+
+
+def congestion_of(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def test_a_user_who_may_not_choose_cubic_gets_what_heeds_losses_too():
+    with socket.create_server(("127.0.0.1", 0)) as listening, Refusing() as sock:
+        sock.connect(listening.getsockname())
+        prepare_connected(sock, 0, FabricOptions(congestion="cubic"))
+        assert congestion_of(sock) == "reno"
+        assert resent_segments(sock) == 0
+
+
+def test_only_tcp_sends_segments_again():
+    one, other = socket.socketpair()
+    with one, other:
+        assert resent_segments(one) == 0

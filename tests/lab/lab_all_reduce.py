@@ -1,6 +1,7 @@
-"""One rank of an all-reduce between the hosts of a lab: `python lab_all_reduce.py FOLDER RANK ADDRESS NUM_BYTES`.
+"""One rank of an all-reduce between a lab's hosts: `python lab_all_reduce.py FOLDER RANK ADDRESS NUM_BYTES CONGESTION`.
 
-The ranks find each other through FOLDER. It prints `right` where the sum is.
+The ranks find each other through FOLDER; an empty CONGESTION leaves it to the fabric.
+It prints `right` where the sum is.
 """
 
 import os
@@ -17,7 +18,7 @@ from syncline.topology import Topology
 def main():
     folder, rank, address, num_bytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     topology = Topology.load(os.environ["SYNCLINE_TOPOLOGY"])
-    options = FabricOptions(address=address, insecure=True)
+    options = FabricOptions(address=address, insecure=True, congestion=sys.argv[5] or None)
     world_size = topology.num_ranks
     place = {"rank": rank, "world_size": world_size, "topology": topology, "options": options}
     with Communicator.connect(store=DirectoryStore(folder), **place) as communicator:

@@ -18,13 +18,21 @@ MOST_EXCESS = 0.06
 HERE = Path(__file__).parent
 
 
-def all_reduce(lab, folder):
+def all_reduce(lab, folder, *, congestion=""):
     """Run it on every rank of the lab, and return what the ranks printed."""
     path = script_environment()["PYTHONPATH"]
     ranks = [
         lab.spawn(
             host.name,
-            [sys.executable, str(HERE / "lab_all_reduce.py"), str(folder), str(rank), host.address, str(NUM_BYTES)],
+            [
+                sys.executable,
+                str(HERE / "lab_all_reduce.py"),
+                str(folder),
+                str(rank),
+                host.address,
+                str(NUM_BYTES),
+                congestion,
+            ],
             env={"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             text=True,
@@ -33,6 +41,13 @@ def all_reduce(lab, folder):
         for rank in lab.topology.ranks_of(host.name)
     ]
     return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+
+
+def test_an_all_reduce_is_right_where_queues_are_too_short_for_what_senders_make_of_them(tmp_path):
+    with Lab("two-racks-5-3", queues="short", congestion="bbr") as lab:
+        assert all_reduce(lab, tmp_path, congestion="bbr") == ["right"] * 8
+        dropped = {link.child for link, number in lab.dropped_packets().items() if number}
+    assert dropped >= {"rack-a", "rack-b"}
 
 
 GATEWAYS = Topology.parse(

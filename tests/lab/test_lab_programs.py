@@ -7,7 +7,9 @@ import pytest
 from syncline.errors import LabError
 from syncline.lab.programs import (
     Batch,
+    check_congestion,
     check_machine,
+    check_packet_filters,
     explain_failure,
     namespace_names,
     processes_in,
@@ -42,6 +44,8 @@ UNKNOWN_QUEUE = "Error: Specified qdisc kind is unknown."
         ),
         ("tc qdisc add dev d1 root handle 1: htb default a", UNKNOWN_QUEUE, "CONFIG_NET_SCH_HTB"),
         ("tc qdisc add dev d1 parent 1:a bfifo limit 5", UNKNOWN_QUEUE, "CONFIG_NET_SCH_FIFO"),
+        ("tc qdisc add dev d1 root handle 1: tbf rate 5bit", UNKNOWN_QUEUE, "CONFIG_NET_SCH_TBF"),
+        ("tc qdisc add dev d1 parent 1:a pfifo limit 5", UNKNOWN_QUEUE, "the packet queue"),
         ("tc filter add dev d1 u32 match", "Error: TC classifier not found.", "CONFIG_NET_CLS_U32"),
         ("ip netns add x", "Failed to create a new network namespace: Invalid argument", "CONFIG_NET_NS"),
         (
@@ -56,6 +60,20 @@ UNKNOWN_QUEUE = "Error: Specified qdisc kind is unknown."
 def test_refusals_are_explained(command, output, message):
     with pytest.raises(LabError, match=message):
         raise explain_failure(command, output)
+
+
+def test_bridges_that_cannot_ask_packet_filters(tmp_path):
+    check_packet_filters(tmp_path)
+    with pytest.raises(LabError, match=r"packet filters cannot be left on: .*modprobe br_netfilter"):
+        check_packet_filters(tmp_path / "bridge")
+
+
+def test_a_congestion_control_that_the_kernel_lacks(tmp_path):
+    available = tmp_path / "available"
+    available.write_text("reno cubic\n")
+    check_congestion("cubic", available)
+    with pytest.raises(LabError, match=r"no congestion control 'bbr', only cubic, reno; .* modprobe tcp_bbr"):
+        check_congestion("bbr", available)
 
 
 def test_the_failed_command_of_a_batch_is_named():

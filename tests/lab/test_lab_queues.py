@@ -1,11 +1,12 @@
 """The commands that limit an interface."""
 
+import dataclasses
 import math
 
 import pytest
 
 from syncline.errors import LabError
-from syncline.lab.queues import QueueSettings, limit_commands
+from syncline.lab.queues import QUEUE_KINDS, QueueSettings, choose_queues, limit_commands
 
 
 def commands(rate, *, is_host=False, **settings):
@@ -34,6 +35,37 @@ def test_priorities_have_a_queue_each_and_the_last_takes_what_is_not_marked():
         "filter add dev d1 parent 1: protocol ip prio 1 u32 match ip dsfield 0xb8 0xfc flowid 1:a",
         "filter add dev d1 parent 1: protocol ip prio 1 u32 match ip dsfield 0x20 0xfc flowid 1:b",
     ]
+
+
+def commands_of(kind, rate, *, is_host=False):
+    return list(limit_commands("d1", rate, choose_queues(kind), is_host=is_host))
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_token_bucket_is_one_queue_with_its_burst(is_host):
+    assert commands_of("token-bucket", 25e6, is_host=is_host) == [
+        "qdisc add dev d1 root handle 1: tbf rate 200000000bit burst 32768 limit 500000"
+    ]
+
+
+def test_packets_are_counted_in_place_of_bytes():
+    assert commands_of("packets", 25e6)[-1] == "qdisc add dev d1 parent 1:a handle a0: pfifo limit 64"
+    assert commands_of("packets", 25e6)[:-1] == commands(25e6)[:-1]
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("default", 500_000), ("short", 128 * 1024), ("long", 5_000_000)])
+def test_kinds_differ_in_length(kind, num_bytes):
+    assert commands_of(kind, 25e6)[-1].endswith(f"bfifo limit {num_bytes}")
+
+
+def test_a_kind_that_there_is_not():
+    with pytest.raises(LabError, match=r"queues must be of default, .*packets, got 'wide'"):
+        choose_queues("wide")
+
+
+def test_a_token_bucket_has_no_priorities():
+    with pytest.raises(LabError, match="a token bucket has one queue, so it has no priorities"):
+        dataclasses.replace(QUEUE_KINDS["token-bucket"], dscp_by_priority=(46, 8))
 
 
 def test_lengths():

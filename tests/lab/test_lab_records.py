@@ -17,7 +17,9 @@ NETWORK = ipaddress.IPv4Network("10.99.0.0/16")
 
 def create(records, *, is_kept=False, topology=None):
     topology = topology or Topology.load("demo-1-3")
-    return create_record(topology, network=NETWORK, is_kept=is_kept, has_priorities=True, records=records)
+    return create_record(
+        topology, network=NETWORK, is_kept=is_kept, has_priorities=True, congestion="reno", records=records
+    )
 
 
 def test_a_record_gives_the_same_plan_again(tmp_path):
@@ -27,6 +29,7 @@ def test_a_record_gives_the_same_plan_again(tmp_path):
     assert record.plan().topology == topology
     assert record.plan().network == NETWORK
     assert (record.has_priorities, record.is_abandoned, record.owner[0]) == (True, False, os.getpid())
+    assert record.congestion == "reno"
     record.remove()
     assert all_records(tmp_path) == ()
 

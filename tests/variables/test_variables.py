@@ -40,6 +40,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_TRACE": "of-the-variable.json",
     "SYNCLINE_SHARED_MEMORY": "off",
     "SYNCLINE_BIND_THREAD": "off",
+    "SYNCLINE_CONGESTION": "reno",
     **SECRETS,
 }
 """Of each variable that ``init()`` reads by itself, a value that is not the default."""
@@ -60,6 +61,7 @@ GIVEN = Arguments(
     trace="of-the-user.json",
     shared_memory=True,
     bind_thread=True,
+    congestion="cubic",
 )
 LAUNCHERS = {
     variable.name: "5" if "SIZE" in variable.name or "TASKS" in variable.name or "NUM" in variable.name else "4"

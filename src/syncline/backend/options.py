@@ -51,6 +51,8 @@ class BackendOptions:
     """Whether small synchronous calls may go through memory that the ranks of one machine share."""
     bind_thread: bool | None = None
     """Whether the communication thread may be bound to cores."""
+    congestion: str | None = None
+    """TCP's congestion control, as ``"bbr"``; cubic where the topology has rates, if nobody says."""
 
 
 def choose_options(given: object) -> BackendOptions:

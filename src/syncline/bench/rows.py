@@ -37,6 +37,10 @@ class Row:
     lab only."""
     sent_bytes: int = 0
     """What one run made all hosts together send, headers included; in the lab only."""
+    num_dropped: int = 0
+    """Packets that found a queue full in that run (of a training step: in all its steps); in the lab only."""
+    num_resent: int = 0
+    """TCP segments that were sent again, likewise."""
     topology: str = ""
     """The network's name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from syncline.bench.rows import Row, load_rows
 from syncline.bench.task import Order, Task
 from syncline.errors import LaunchError
 from syncline.lab import operations
+from syncline.lab.lab import LabSettings
 from syncline.topology import Topology
 
 RANK_MODULE = "syncline.bench.ranks"
@@ -29,11 +30,20 @@ class Place:
     launch_on_loopback: LoopbackLauncher | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """For the hosts of the lab; the secret that they share."""
+    settings: LabSettings = field(default_factory=LabSettings)
+    """How the lab differs from the usual one."""
 
     @property
     def name(self) -> str:
         """The network, in words."""
-        return "in the lab" if self.launch_on_loopback is None else "on loopback (rates are not emulated)"
+        if self.launch_on_loopback is not None:
+            return "on loopback (rates are not emulated)"
+        return ", ".join(["in the lab", *(f"{name} {value}" for name, value in self._differences())])
+
+    def _differences(self) -> Iterator[tuple[str, object]]:
+        for name, value in self.settings.items():
+            if value not in (False, None, "default"):
+                yield name.replace("_", " "), "on" if value is True else value
 
 
 def run_orders(
@@ -53,7 +63,7 @@ def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], N
         task.save(task_file)
         arguments = (str(task_file), str(rows_file))
         if place.launch_on_loopback is None:
-            status = _run_in_lab(topology, arguments, place.environment, report)
+            status = _run_in_lab(topology, arguments, place, report)
         else:
             topology_file = Path(folder) / "topology.yaml"
             topology_file.write_text(topology.to_yaml())
@@ -74,9 +84,7 @@ def _without_rates(row: Row) -> Row:
     return replace(row, bound_s=0.0, predicted_s=None)
 
 
-def _run_in_lab(
-    topology: Topology, arguments: Sequence[str], environment: Mapping[str, str], report: Callable[[str], None]
-) -> int:
+def _run_in_lab(topology: Topology, arguments: Sequence[str], place: Place, report: Callable[[str], None]) -> int:
     """Start this host's ranks on every host; the output of the ranks does not mix with the table."""
     command = [sys.executable, "-m", "syncline.cli.main", "run", "-m", RANK_MODULE, *arguments]
-    return operations.run(topology, command, env=environment, output=sys.stderr, report=report)
+    return operations.run(topology, command, env=place.environment, output=sys.stderr, report=report, **place.settings)

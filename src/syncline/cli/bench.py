@@ -22,9 +22,11 @@ from syncline.bench.stolen import NOTEWORTHY, StolenTime
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.commands import new_app, spread
+from syncline.cli.lab_options import LabOptions
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError
+from syncline.lab.lab import LabSettings
 from syncline.topology import Topology
 from syncline.units import parse_size
 from syncline.variables import process_variables
@@ -43,7 +45,7 @@ TopologyArgument = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(LabOptions):
     """The options that both commands have: how often to measure, what beside, where, and where to write it down."""
 
     order: Annotated[
@@ -126,7 +128,7 @@ def training(
 def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     """Run the task in the orders that are asked for, print the table and write the record."""
     orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
-    with choose_place(is_on_loopback=settings.loopback) as place:
+    with choose_place(settings.settings(), is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
         stolen = StolenTime()
         rows = [row for topology in topologies for row in run_orders(task, topology, orders, place, report=_report)]
@@ -150,15 +152,20 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
 
 
 @contextmanager
-def choose_place(*, is_on_loopback: bool) -> Iterator[Place]:
+def choose_place(settings: LabSettings, *, is_on_loopback: bool) -> Iterator[Place]:
     """Choose the lab, unless the user wants loopback or is not root; the hosts of a lab share a fresh secret."""
     if is_on_loopback or os.geteuid() != 0:
+        if settings != LabOptions().settings():
+            raise ConfigurationError(
+                "--queues, --congestion and --packet-filters are the lab's, but ranks would run on loopback; run it as "
+                "root, without --loopback, or leave them out"
+            )
         why = "--loopback" if is_on_loopback else "the lab needs root"
         _report(f"ranks on loopback ({why}): the topology is planned for, but its rates are not emulated")
         yield Place(launch_on_loopback=_launch)
         return
     with shared_secret(process_variables()) as secret:
-        yield Place(environment={"OMP_NUM_THREADS": "1", **secret})
+        yield Place(environment={"OMP_NUM_THREADS": "1", **secret}, settings=settings)
 
 
 def _launch(command: tuple[str, ...], topology_file: str) -> int:

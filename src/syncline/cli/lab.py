@@ -10,7 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.commands import new_app
+from syncline.cli.commands import new_app, spread
+from syncline.cli.lab_options import LabOptions
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
 from syncline.lab.operations import LabStatus
@@ -30,20 +31,29 @@ PrioritiesOption = Annotated[bool, typer.Option("--priorities", help="Give ports
 
 
 @app.command(context_settings=COMMAND_SETTINGS)
-def run(topology: TopologyArgument, command: CommandArgument, *, priorities: PrioritiesOption = False) -> None:
+@spread(LabOptions, into="options")
+def run(
+    topology: TopologyArgument,
+    command: CommandArgument,
+    *,
+    priorities: PrioritiesOption = False,
+    options: LabOptions,
+) -> None:
     """Build the network, run COMMAND on every host at once, and remove the network.
 
     Typically: syncline lab run two-racks-5-3 -- syncline run train.py
     """
     with shared_secret(process_variables()) as environment:
-        code = operations.run(topology, _plain(command), priorities=priorities, env=environment, report=_report)
+        settings = options.settings(priorities=priorities)
+        code = operations.run(topology, _plain(command), env=environment, report=_report, **settings)
     raise typer.Exit(code)
 
 
 @app.command()
-def up(topology: TopologyArgument, *, priorities: PrioritiesOption = False) -> None:
+@spread(LabOptions, into="options")
+def up(topology: TopologyArgument, *, priorities: PrioritiesOption = False, options: LabOptions) -> None:
     """Build the network, and leave it until `lab down`."""
-    lab = operations.up(topology, priorities=priorities)
+    lab = operations.up(topology, **options.settings(priorities=priorities))
     for note in lab.notes:
         _report(note)
     print(lab.lab_id)

@@ -18,6 +18,7 @@ from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import (
     DATA_TYPES,
     HEADER_BYTES,
+    MAX_FLAGS,
     Frame,
     FrameError,
     FrameType,
@@ -27,6 +28,7 @@ from syncline.fabric.frames import (
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
 from syncline.fabric.protocol import BULK, BULK_BYTES
+from syncline.fabric.sockets import resent_segments
 from syncline.fabric.tick import TickEnd
 
 
@@ -97,6 +99,7 @@ class DataConnection(Connection):
         self._scratch: memoryview | None = None
         self.sent_bytes = 0
         self.sent_messages = 0
+        self._most_resent = 0
         self.received_bytes = 0
         self.received_messages = 0
 
@@ -154,6 +157,7 @@ class DataConnection(Connection):
         return encode_header(
             FrameType.EAGER if message.is_eager else FrameType.DATA,
             self.connection_class,
+            flags=0 if message.is_eager else self._num_resent(),
             tag=message.tag,
             signature=message.signature,
             message_bytes=message.num_bytes,
@@ -161,6 +165,11 @@ class DataConnection(Connection):
             payload=chunk,
             checks=self._sending,
         )
+
+    def _num_resent(self) -> int:
+        """Return how many segments this connection has lost since the last time; not those that came twice."""
+        before, self._most_resent = self._most_resent, max(self._most_resent, resent_segments(self._socket))
+        return min(MAX_FLAGS, self._most_resent - before)
 
     def _on_refill_sent(self) -> None:
         message, self._leaving = self._leaving, None

@@ -16,7 +16,8 @@ from syncline.fabric.frame_checks import CrcChecks, FrameChecks
 from syncline.fabric.options import MAX_CHUNK_BYTES
 
 MAGIC = 0x4C53
-VERSION = 1
+VERSION = 2
+MAX_FLAGS = 0xFFFF
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
 MEMORY_CLASS = -2
@@ -43,7 +44,7 @@ class FrameType(IntEnum):
     EAGER = 1
     """A whole small message, sent without asking."""
     DATA = 2
-    """A chunk of a granted message."""
+    """A chunk of a granted message; the flags say how many TCP segments were sent again since the last one."""
     END = 3
     """The last frame of a connection that is closed in good order."""
     REQUEST = 4
@@ -100,6 +101,7 @@ def encode_header(
     kind: FrameType,
     connection_class: int,
     *,
+    flags: int = 0,
     tag: int = 0,
     signature: int = 0,
     message_bytes: int = 0,
@@ -113,7 +115,7 @@ def encode_header(
         VERSION,
         kind,
         connection_class,
-        0,
+        flags,
         tag,
         signature,
         message_bytes,
@@ -133,7 +135,11 @@ def decode_header(buffer: memoryview, checks: FrameChecks = _CRCS) -> Frame:
         raise FrameError(f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours")
     if frame.header_crc != checks.header_field(buffer[:BODY_BYTES]):
         raise DamagedFrameError(f"a frame header failed its checksum: {checks.blame}")
-    if frame.type not in _TYPES or frame.chunk_bytes > MAX_CHUNK_BYTES or frame.flags:
+    if (
+        frame.type not in _TYPES
+        or frame.chunk_bytes > MAX_CHUNK_BYTES
+        or (frame.flags and frame.type != FrameType.DATA)
+    ):
         raise FrameError(
             f"frame type {frame.type} with {frame.chunk_bytes} bytes and flags {frame.flags} is not allowed"
         )

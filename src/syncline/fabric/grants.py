@@ -195,6 +195,11 @@ class GrantScheduler:
         if sender.wishes:
             self._offer(peer, sender)
 
+    def lost(self, peer: int, num_segments: int) -> None:
+        """Take note that ``peer`` had to send segments again that were granted."""
+        for share in self.shares_of(peer):
+            share.lost(num_segments)
+
     def forget(self, peer: int, tag: int) -> None:
         """Grant nothing more of this message; what was granted is still expected."""
         sender = self._senders.get(peer)

@@ -264,6 +264,8 @@ class Inbox:
         receive = self._arriving[frame.tag]
         receive.is_landing = False
         receive.arrived_bytes += frame.chunk_bytes
+        if frame.flags:
+            self._scheduler.lost(self._peer, frame.flags)
         self._scheduler.arrived(self._peer, num_bytes=frame.chunk_bytes, urgency=receive.urgency)
         if self._scheduler.has_wishes:
             self._links.grant_soon()

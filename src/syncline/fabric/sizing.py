@@ -10,7 +10,8 @@ of a known rate lies on the way, a message of up to a chunk comes unasked. What 
 their way lasts a window.
 
 A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
-SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back.
+SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back. Where the
+queue is shorter than that, senders tell how much was lost, and less is granted (:mod:`syncline.fabric.link_share`).
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
         num_receivers = below if directed.direction == "down" else topology.num_ranks - below
         window_bytes = int(link.bytes_per_s(directed.direction) * SHARED_WINDOW_S)
         part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
-        return LinkShare(part_bytes, most_bytes=window_bytes, target_s=TARGET_S)
+        return LinkShare(part_bytes, most_bytes=window_bytes, least_bytes=MIN_QUANTUM_BYTES, target_s=TARGET_S)
 
     shares = {}
     for peer in range(topology.num_ranks):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
 import logging
 import socket
+import sys
 
 import psutil
 
@@ -15,6 +18,11 @@ from syncline.fabric.options import FabricOptions
 
 BACKLOG = 1024
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from Python 3.12 on
+_TCP_RTO_MIN_US = 45  # Linux 6.15
+RESEND_US = 60_000
+"""How long TCP waits at least, beyond a round trip, before it takes what it sent last for lost. The kernel's 0.2 s are
+many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
+_TOTAL_RETRANS, _DSACK_DUPS, _NUM_INFO_BYTES = 100, 216, 220  # of `struct tcp_info`, in <linux/tcp.h>
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -60,8 +68,12 @@ def _interface_address(name: str) -> str | None:
 
 
 def open_listening_socket(address: str, options: FabricOptions) -> socket.socket:
-    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes."""
+    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes.
+
+    Raises :class:`ConfigurationError` also where the kernel refuses the congestion control that was asked for.
+    """
     sock = _open(address, options)
+    _check_congestion(sock, options)
     try:
         sock.bind((address, 0))
         sock.listen(BACKLOG)
@@ -71,6 +83,22 @@ def open_listening_socket(address: str, options: FabricOptions) -> socket.socket
             f"cannot listen on {address}: {error.strerror}; give an address or interface of this machine"
         ) from error
     return sock
+
+
+def _check_congestion(sock: socket.socket, options: FabricOptions) -> None:
+    if options.congestion is None:
+        return
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, options.congestion.encode())
+    except OSError as error:
+        sock.close()
+        is_missing = error.errno == errno.ENOENT
+        place = "tcp_available_congestion_control" if is_missing else "tcp_allowed_congestion_control"
+        remedy = f"modprobe tcp_{options.congestion}" if is_missing else "let root add it there"
+        raise ConfigurationError(
+            f"congestion must be a control that the kernel lets this user choose, not {options.congestion!r} "
+            f"({error.strerror}); see /proc/sys/net/ipv4/{place}, or {remedy}"
+        ) from error
 
 
 def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
@@ -108,15 +136,38 @@ def prepare_connected(sock: socket.socket, connection_class: int, options: Fabri
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, 5)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(options.send_s * 1000))
     sock.setsockopt(tcp, _TCP_NOTSENT_LOWAT, options.unsent_bytes)
+    with contextlib.suppress(OSError):  # kernels before 6.15 wait for 0.2 s
+        sock.setsockopt(tcp, _TCP_RTO_MIN_US, RESEND_US)
     congestion = options.congestion or _loopback_congestion(sock)
     if congestion is not None:
-        _try_option(sock, tcp, socket.TCP_CONGESTION, congestion.encode(), "TCP_CONGESTION")
+        _choose_congestion(sock, congestion)
     mark(sock, connection_class, options)
 
 
 def is_same_machine(sock: socket.socket) -> bool:
     """Whether both ends of a connected socket have the same address, and so the same machine and network namespace."""
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
+def _choose_congestion(sock: socket.socket, name: str) -> None:
+    """Take this control, else the one that every user may choose and that heeds losses as well."""
+    if not _try_option(sock, socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode(), "TCP_CONGESTION"):
+        _try_option(sock, socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno", "TCP_CONGESTION")
+
+
+def resent_segments(sock: socket.socket) -> int:
+    """Return how many segments were sent again because they were lost: not those that the peer then had twice.
+
+    0 where this is no TCP connection, or the kernel does not tell (before Linux 4.19).
+    """
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_INFO_BYTES)
+    except OSError:
+        return 0
+    if len(info) < _NUM_INFO_BYTES:
+        return 0
+    resent, twice = (int.from_bytes(info[place : place + 4], sys.byteorder) for place in (_TOTAL_RETRANS, _DSACK_DUPS))
+    return max(0, resent - twice)
 
 
 def _loopback_congestion(sock: socket.socket) -> str | None:
@@ -139,11 +190,13 @@ def mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> 
     _try_option(sock, socket.SOL_SOCKET, socket.SO_PRIORITY, priority, "SO_PRIORITY")
 
 
-def _try_option(sock: socket.socket, level: int, name: int, value: int | bytes, text: str) -> None:
-    """Set an option that the job can do without; say once where it is refused."""
+def _try_option(sock: socket.socket, level: int, name: int, value: int | bytes, text: str) -> bool:
+    """Set an option that the job can do without; say once where it is refused, and return whether it is set."""
     try:
         sock.setsockopt(level, name, value)
     except OSError as error:
         if text not in _warned:
             _warned.add(text)
             _log.warning("the kernel refuses %s = %r (%s); going on without it", text, value, error.strerror)
+        return False
+    return True

@@ -10,12 +10,12 @@ from syncline.lab.programs import Batch
 from syncline.lab.queues import QueueSettings, limit_commands
 
 
-def building_batches(plan: LabPlan, settings: QueueSettings) -> Iterator[Batch]:
-    """Yield the batches that build ``plan``."""
+def building_batches(plan: LabPlan, settings: QueueSettings, congestion: str | None = None) -> Iterator[Batch]:
+    """Yield the batches that build ``plan``; ``congestion`` is for connections that choose none themselves."""
     yield Batch(program="ip", namespace=None, lines=tuple(f"netns add {name}" for name in plan.namespaces))
     yield Batch(program="ip", namespace=plan.switch_namespace, lines=tuple(_switch_lines(plan)))
     for host in plan.hosts:
-        yield Batch(program="ip", namespace=host.namespace, lines=tuple(_host_lines(host, plan)))
+        yield Batch(program="ip", namespace=host.namespace, lines=tuple(_host_lines(host, plan, congestion)))
     limits: defaultdict[str, list[str]] = defaultdict(list)
     for link in plan.links:
         limits[link.lower_namespace] += _limit_up(link, settings)
@@ -45,8 +45,11 @@ def _port_lines(interface: str, bridge: str) -> Iterator[str]:
     yield f"link set dev {interface} up"
 
 
-def _host_lines(host: LabHost, plan: LabPlan) -> Iterator[str]:
-    """Yield the commands for a host. It knows all others' Ethernet addresses, so that none is asked for under load."""
+def _host_lines(host: LabHost, plan: LabPlan, congestion: str | None) -> Iterator[str]:
+    """Yield the commands for a host. It knows all others' Ethernet addresses, so that none is asked for under load.
+
+    The congestion control is the route's: the namespace's setting takes only what the whole machine lets anybody use.
+    """
     yield "link set dev lo up"
     if host.interface == "lo":
         return
@@ -54,6 +57,8 @@ def _host_lines(host: LabHost, plan: LabPlan) -> Iterator[str]:
     yield f"link set dev {host.interface} address {host.ethernet_address}"
     yield f"address add {host.address}/{plan.network.prefixlen} dev {host.interface}"
     yield f"link set dev {host.interface} up"
+    if congestion is not None:
+        yield f"route replace {plan.network} dev {host.interface} scope link src {host.address} congctl {congestion}"
     for other in plan.hosts:
         if other is not host:
             yield f"neigh add {other.address} lladdr {other.ethernet_address} dev {host.interface} nud permanent"

@@ -9,18 +9,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from syncline.errors import LabError
 from syncline.lab.building import building_batches
 from syncline.lab.hostnames import write_host_names
 from syncline.lab.plan import LabPlan, choose_network, plan_lab
-from syncline.lab.programs import check_machine, interface_bytes, routed_networks, run_batch, skip_packet_filters
-from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings
+from syncline.lab.programs import (
+    check_congestion,
+    check_machine,
+    check_packet_filters,
+    interface_bytes,
+    queue_drops,
+    resent_segments,
+    routed_networks,
+    run_batch,
+    skip_packet_filters,
+)
+from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings, choose_queues
 from syncline.lab.records import LabRecord, create_record
 from syncline.lab.removal import clean, end_process_groups, remove_lab
 from syncline.topology import DirectedLink, Topology
 from syncline.variables import process_variables
+
+
+class LabSettings(TypedDict, total=False):
+    """How a lab differs from the usual one; see :class:`Lab`."""
+
+    priorities: bool | Sequence[int]
+    queues: str | QueueSettings
+    congestion: str | None
+    packet_filters: bool
 
 
 class Lab:
@@ -34,7 +53,10 @@ class Lab:
             process.wait()
 
     ``priorities=True`` gives every port strict-priority queues for the DSCP values 46, 34, 18 and 8 (a sequence of DSCP
-    values, the most urgent first, replaces these). ``is_kept`` leaves the lab when this process ends, for
+    values, the most urgent first, replaces these). ``queues`` is a kind of ``QUEUE_KINDS``, or what somebody made of
+    :class:`QueueSettings`. ``congestion`` (as ``"cubic"``; the machine's, if None) is the congestion control of all
+    connections between hosts, but of those that choose another. ``packet_filters=True`` lets bridges ask the packet
+    filters for each packet, as on machines with Docker. ``is_kept`` leaves the lab when this process ends, for
     :meth:`attach`. Raises :class:`LabError` for what this machine lacks, and where the lab must be up and is not.
 
     >>> Lab("two-racks-5-3")
@@ -46,11 +68,16 @@ class Lab:
         topology: Topology | str | Path,
         *,
         priorities: bool | Sequence[int] = False,
-        queues: QueueSettings | None = None,
+        queues: str | QueueSettings = "default",
+        congestion: str | None = None,
+        packet_filters: bool = False,
         is_kept: bool = False,
     ) -> None:
         self.topology = topology if isinstance(topology, Topology) else Topology.load(topology)
-        self._settings = _with_priorities(queues or QueueSettings(), priorities)
+        chosen = choose_queues(queues) if isinstance(queues, str) else queues
+        self._queues = _with_priorities(chosen, priorities)
+        self._congestion = congestion
+        self._has_packet_filters = packet_filters
         self._is_kept = is_kept
         self._record: LabRecord | None = None
         self._plan: LabPlan | None = None
@@ -86,15 +113,25 @@ class Lab:
         if self._plan is not None:
             raise LabError(f"lab {self.lab_id} is up already; take it down first")
         check_machine()
+        if self._congestion is not None:
+            check_congestion(self._congestion)
+        if self._has_packet_filters:
+            check_packet_filters()
         clean()
         network = choose_network(routed_networks())
-        has_priorities = bool(self._settings.dscp_by_priority)
-        record = create_record(self.topology, network=network, is_kept=self._is_kept, has_priorities=has_priorities)
+        record = create_record(
+            self.topology,
+            network=network,
+            is_kept=self._is_kept,
+            has_priorities=bool(self._queues.dscp_by_priority),
+            congestion=self._congestion,
+        )
         try:
             plan = plan_lab(self.topology, lab_id=record.lab_id, network=network)
-            for batch in building_batches(plan, self._settings):
+            for batch in building_batches(plan, self._queues, self._congestion):
                 run_batch(batch)
-            skip_packet_filters(plan.switch_namespace)
+            if not self._has_packet_filters:
+                skip_packet_filters(plan.switch_namespace)
             write_host_names(plan)
         except BaseException:
             remove_lab(record)
@@ -130,13 +167,15 @@ class Lab:
         """Start a command on a host, in a process group of its own; ``popen`` goes to :class:`subprocess.Popen`.
 
         The command finds SYNCLINE_TOPOLOGY, SYNCLINE_HOST, SYNCLINE_INTERFACE, GLOO_SOCKET_IFNAME, MASTER_ADDR and
-        MASTER_PORT in its environment, beside this process's own; ``env`` goes before both.
+        MASTER_PORT in its environment, and SYNCLINE_CONGESTION where the lab has a congestion control, beside this
+        process's own; ``env`` goes before both.
         """
         plan, record = self.plan, self._record
         assert record is not None
         place = plan.host(host)
         here = plan.environment(place, topology_file=str(record.topology_file))
-        environment = {**process_variables(), **here, **(env or {})}
+        chosen = {"SYNCLINE_CONGESTION": record.congestion} if record.congestion else {}
+        environment = {**process_variables(), **here, **chosen, **(env or {})}
         command = ["ip", "netns", "exec", place.namespace, *argv]
         popen = {"start_new_session": True, **popen}
         process: subprocess.Popen[Any] = subprocess.Popen(command, env=environment, **popen)
@@ -158,6 +197,23 @@ class Lab:
             carried[DirectedLink(link.child, "up")] = received
             carried[DirectedLink(link.child, "down")] = sent
         return carried
+
+    def dropped_packets(self) -> dict[DirectedLink, int]:
+        """Return how many packets found the queue of each direction of each link full since the lab was built.
+
+        A queue that is a host's own tells TCP of it at once, so that this costs little; what a switch drops is resent.
+        """
+        switches = queue_drops(self.plan.switch_namespace)
+        dropped: dict[DirectedLink, int] = {}
+        for link in self.plan.links:
+            lower = switches if link.lower_bridge is not None else queue_drops(link.lower_namespace)
+            dropped[DirectedLink(link.child, "up")] = lower[link.lower_interface]
+            dropped[DirectedLink(link.child, "down")] = switches[link.upper_interface]
+        return dropped
+
+    def resent_segments(self) -> int:
+        """Return how many TCP segments all hosts together have sent again since the lab was built."""
+        return sum(resent_segments(host.namespace) for host in self.plan.hosts)
 
     def _down_at_exit(self, owner: int) -> None:
         if os.getpid() == owner:  # and not in a process that was forked from it

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, Unpack
 
-from syncline.lab.lab import Lab
+from syncline.lab.lab import Lab, LabSettings
 from syncline.lab.programs import check_machine
 from syncline.lab.records import find_record
 from syncline.lab.removal import clean, remove_lab
@@ -23,9 +23,9 @@ from syncline.topology import Topology
 __all__ = ["LabStatus", "LinkStatus", "up", "down", "run", "execute", "status", "clean"]
 
 
-def up(topology: Topology | str | Path, *, priorities: bool | Sequence[int] = False) -> Lab:
+def up(topology: Topology | str | Path, **settings: Unpack[LabSettings]) -> Lab:
     """Build a lab that stays until :func:`down`."""
-    return Lab(topology, priorities=priorities, is_kept=True).up()
+    return Lab(topology, is_kept=True, **settings).up()
 
 
 def down(lab_id: str | None = None) -> str:
@@ -40,17 +40,17 @@ def run(
     topology: Topology | str | Path,
     argv: Sequence[str],
     *,
-    priorities: bool | Sequence[int] = False,
     env: Mapping[str, str] | None = None,
     output: TextIO | None = None,
     errors: TextIO | None = None,
     report: Callable[[str], None] = lambda _: None,
+    **settings: Unpack[LabSettings],
 ) -> int:
     """Build a lab, run ``argv`` on every host, remove the lab; return 0 or the status of the first host that failed.
 
     ``report`` is told, in sentences, what the lab leaves out and which host failed.
     """
-    with _ended_by_signals(), Lab(topology, priorities=priorities) as lab:
+    with _ended_by_signals(), Lab(topology, **settings) as lab:
         for note in lab.notes:
             report(note)
         streams = {"output": output or sys.stdout, "errors": errors or sys.stderr}

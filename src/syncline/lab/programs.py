@@ -18,11 +18,14 @@ from syncline.errors import LabError
 NAMESPACE_FOLDER = Path("/run/netns")
 _TIMEOUT_S = 60.0
 _BRIDGE_SETTINGS = Path("/proc/sys/net/bridge")
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _REMEDIES = (  # in the failed command, in what the program said, what is missing, how to get it
     (r"type veth", r"Unknown device type|not supported", "virtual Ethernet pairs", "CONFIG_VETH, modprobe veth"),
     (r"type bridge", r"Unknown device type|not supported", "bridges", "CONFIG_BRIDGE, modprobe bridge"),
     (r" htb", r"kind is unknown|No such file", "the HTB queue", "CONFIG_NET_SCH_HTB, modprobe sch_htb"),
+    (r" tbf", r"kind is unknown|No such file", "the token bucket", "CONFIG_NET_SCH_TBF, modprobe sch_tbf"),
     (r" bfifo", r"kind is unknown|No such file", "the byte queue", "CONFIG_NET_SCH_FIFO"),
+    (r" pfifo", r"kind is unknown|No such file", "the packet queue", "CONFIG_NET_SCH_FIFO"),
     (r" u32", r"not found|No such file", "the u32 classifier", "CONFIG_NET_CLS_U32, modprobe cls_u32"),
     (r"netns", r"Invalid argument|not implemented", "network namespaces", "CONFIG_NET_NS"),
 )
@@ -80,6 +83,25 @@ def skip_packet_filters(namespace: str) -> None:
             _call(["ip", "netns", "exec", namespace, "tee", str(setting)], "0")
 
 
+def check_packet_filters(settings: Path = _BRIDGE_SETTINGS) -> None:
+    """Raise where bridges cannot ask the packet filters, because ``br_netfilter`` is not there."""
+    if not settings.is_dir():
+        raise LabError(
+            f"packet filters cannot be left on: the kernel's bridges ask none ({settings} is not there); it needs "
+            "CONFIG_BRIDGE_NETFILTER, modprobe br_netfilter"
+        )
+
+
+def check_congestion(name: str, available: Path = _CONGESTION_CONTROLS) -> None:
+    """Raise unless the kernel has this congestion control."""
+    known = available.read_text(encoding="utf-8").split()
+    if name not in known:
+        raise LabError(
+            f"the kernel has no congestion control {name!r}, only {', '.join(sorted(known))}; it may come with "
+            f"modprobe tcp_{name}"
+        )
+
+
 def explain_failure(command: str, output: str) -> LabError:
     """Make the error for a command that failed: what, why, and what to do."""
     reason = output.strip().splitlines()[0] if output.strip() else "no reason given"
@@ -118,6 +140,19 @@ def interface_bytes(namespace: str) -> dict[str, tuple[int, int]]:
     """Return what each interface of a namespace received and sent, in bytes."""
     shown: list[dict[str, Any]] = json.loads(run_program("ip", "-n", namespace, "-j", "-s", "link", "show") or "[]")
     return {str(link["ifname"]): (_count(link, "rx"), _count(link, "tx")) for link in shown}
+
+
+def queue_drops(namespace: str) -> dict[str, int]:
+    """Return how many packets the queue of each interface of a namespace has dropped."""
+    shown: list[dict[str, Any]] = json.loads(run_program("tc", "-n", namespace, "-j", "-s", "qdisc", "show") or "[]")
+    return {str(queue["dev"]): int(queue["drops"]) for queue in shown if queue.get("root")}
+
+
+def resent_segments(namespace: str) -> int:
+    """Return how many TCP segments a namespace has sent again."""
+    lines = run_program("ip", "netns", "exec", namespace, "cat", "/proc/net/snmp").splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
 
 
 def delete_namespaces(names: Iterable[str]) -> None:

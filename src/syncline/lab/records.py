@@ -41,6 +41,8 @@ class LabRecord:
     network: ipaddress.IPv4Network
     owner: tuple[int, float] | None
     has_priorities: bool
+    congestion: str | None
+    """The congestion control of all connections, if somebody chose one."""
 
     @property
     def topology_file(self) -> Path:
@@ -62,7 +64,13 @@ class LabRecord:
 
 
 def create_record(
-    topology: Topology, *, network: ipaddress.IPv4Network, is_kept: bool, has_priorities: bool, records: Path = RECORDS
+    topology: Topology,
+    *,
+    network: ipaddress.IPv4Network,
+    is_kept: bool,
+    has_priorities: bool,
+    congestion: str | None = None,
+    records: Path = RECORDS,
 ) -> LabRecord:
     """Write the record of a new lab under an id that no other lab has."""
     lab_id = secrets.token_hex(3)
@@ -73,7 +81,12 @@ def create_record(
         (folder / _TOPOLOGY).write_text(topology.to_yaml(), encoding="utf-8")
         own_pid = os.getpid()
         owner = None if is_kept else (own_pid, _started_at(own_pid))
-        fields = {"network": str(network), "owner": owner, "has_priorities": has_priorities}
+        fields = {
+            "network": str(network),
+            "owner": owner,
+            "has_priorities": has_priorities,
+            "congestion": congestion,
+        }
         (folder / _RECORD).write_text(json.dumps(fields), encoding="utf-8")
     except OSError as error:
         raise LabError(f"the lab must keep a record, but {folder} cannot be written ({error.strerror})") from error
@@ -125,6 +138,7 @@ def _read(folder: Path) -> LabRecord:
         network=ipaddress.IPv4Network(fields["network"]),
         owner=None if owner is None else (int(owner[0]), float(owner[1])),
         has_priorities=bool(fields["has_priorities"]),
+        congestion=fields["congestion"],
     )
 
 

@@ -33,6 +33,7 @@ def choose_fabric_options(environment: Environment) -> FabricOptions:
         native=environment.native,
         address=resolve_address(address),
         binds_thread=environment.binds_thread,
+        congestion=environment.congestion,
         heartbeat_s=limits.heartbeat_s,
         suspect_s=0.3 * limits.silence_s,
         dead_s=limits.silence_s,

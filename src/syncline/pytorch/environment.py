@@ -44,6 +44,7 @@ class Arguments(TypedDict, total=False):
     native: bool | None
     shared_memory: bool | None
     bind_thread: bool | None
+    congestion: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class Environment:
     """Whether messages move in compiled code; None leaves it to ``SYNCLINE_NATIVE`` and to what was built."""
     binds_thread: bool
     """Whether the communication thread may be bound to cores."""
+    congestion: str | None
+    """TCP's congestion control; None leaves it to the fabric."""
     uses_shared_memory: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
     authenticates_frames: bool
@@ -109,6 +112,7 @@ def read_environment(
         trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
         native=said.get("native"),
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.get("bind_thread")),
+        congestion=said.get("congestion") or values.get("SYNCLINE_CONGESTION") or None,
         uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.get("shared_memory")),
         authenticates_frames=_switch(
             values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"

@@ -36,6 +36,7 @@ def init(
     native: bool | None = None,
     shared_memory: bool | None = None,
     bind_thread: bool | None = None,
+    congestion: str | None = None,
 ) -> Fleet:
     """Join the job, and return its fleet when all ranks are connected; every rank calls it once.
 
@@ -63,7 +64,8 @@ def init(
     ``trace`` (``SYNCLINE_TRACE``): where this rank writes its trace. ``native`` (``SYNCLINE_NATIVE``): False moves
     messages in Python, True insists on compiled code. ``shared_memory`` (``SYNCLINE_SHARED_MEMORY``): whether small
     collectives may go through memory that the ranks of one machine share. ``bind_thread`` (``SYNCLINE_BIND_THREAD``):
-    whether the communication thread may be bound to cores.
+    whether the communication thread may be bound to cores. ``congestion`` (``SYNCLINE_CONGESTION``): TCP's congestion
+    control, as ``"bbr"``; default: cubic within a machine and where the topology has rates, else the system's.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
@@ -92,6 +94,7 @@ def init(
         native=native,
         shared_memory=shared_memory,
         bind_thread=bind_thread,
+        congestion=congestion,
     )
     return _open_fleet(read_environment(given=given, group=find_group()))
 

@@ -102,6 +102,8 @@ def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, s
             planner=chosen.planner if method == CHOSEN else "",
             link_bytes=carried[method].link_bytes,
             sent_bytes=carried[method].sent_bytes,
+            num_dropped=carried[method].num_dropped,
+            num_resent=carried[method].num_resent,
         )
         for method in methods
     ]

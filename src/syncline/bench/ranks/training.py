@@ -62,6 +62,8 @@ def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carrie
         predicted_s=_predict_wire(fleet, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
         link_bytes=per_step.link_bytes,
         sent_bytes=per_step.sent_bytes,
+        num_dropped=per_step.num_dropped,
+        num_resent=per_step.num_resent,
     )
 
 

@@ -31,6 +31,7 @@ std::unordered_map<int, GrantScheduler::Shares> shares_of(const py::dict& shares
             if (!share)
                 share = std::make_shared<LinkShare>(link.attr("part_bytes").cast<int64_t>(),
                                                     link.attr("most_bytes").cast<int64_t>(),
+                                                    link.attr("least_bytes").cast<int64_t>(),
                                                     link.attr("target_s").cast<double>());
             found[peer.cast<int>()].push_back(share);
         }
@@ -67,6 +68,7 @@ void bind_grants(py::module_& module) {
         .def_readonly("underway_bytes", &GrantScheduler::underway_bytes)
         .def("wish", &GrantScheduler::wish, "peer"_a, "tag"_a, py::kw_only(), "num_bytes"_a, "urgency"_a)
         .def("arrived", &GrantScheduler::arrived, "peer"_a, py::kw_only(), "num_bytes"_a, "urgency"_a, "now_s"_a)
+        .def("lost", &GrantScheduler::lost, "peer"_a, "num_segments"_a)
         .def("forget", &GrantScheduler::forget, "peer"_a, "tag"_a)
         .def("forget_peer", &GrantScheduler::forget_peer, "peer"_a, py::kw_only(), "underway"_a)
         .def("grants", &grants_of, py::kw_only(), "now_s"_a);

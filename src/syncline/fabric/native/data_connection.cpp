@@ -213,6 +213,7 @@ void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
     Header header;
     header.type = message.is_eager ? EAGER : DATA;
     header.connection_class = static_cast<int16_t>(connection_class);
+    if (!message.is_eager) header.flags = num_resent();
     header.tag = message.tag;
     header.signature = message.signature;
     header.message_bytes = static_cast<uint64_t>(message.num_bytes);
@@ -221,6 +222,13 @@ void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
     message.sent_bytes += num_bytes;
     sent_bytes += num_bytes;
     overhead_bytes += HEADER_BYTES;
+}
+
+// How many segments this connection has lost since the last time; not those that came twice.
+uint16_t DataConnection::num_resent() {
+    const int64_t before = most_resent_;
+    most_resent_ = std::max(most_resent_, resent_segments(fd));
+    return static_cast<uint16_t>(std::min<int64_t>(UINT16_MAX, most_resent_ - before));
 }
 
 void DataConnection::append_frame(const Header& header, const uint8_t* payload, uint32_t num_bytes) {

@@ -59,6 +59,8 @@ class DataConnection : public Connection {
     size_t first_segment_ = 0;       // and from where on it is not sent
 
     void refill();
+    int64_t most_resent_ = 0;
+    uint16_t num_resent();
     void append_frame(const Header& header, const uint8_t* payload, uint32_t num_bytes);
     void append_chunk(Outgoing& message, int64_t num_bytes);
     void refill_sent();

@@ -14,7 +14,7 @@
 namespace syncline {
 
 constexpr uint16_t MAGIC = 0x4C53;
-constexpr uint8_t VERSION = 1;
+constexpr uint8_t VERSION = 2;
 constexpr int CONTROL_CLASS = -1;
 constexpr uint32_t MAX_CHUNK_BYTES = 256 << 10;
 constexpr uint32_t MAX_CONTROL_BYTES = 16384;
@@ -116,7 +116,8 @@ inline Header decode_header(const uint8_t* bytes) {
     header.offset = load_little<uint64_t>(bytes + 28);
     header.chunk_bytes = load_little<uint32_t>(bytes + 36);
     header.payload_crc = load_little<uint32_t>(bytes + 40);
-    if (header.type < EAGER || header.type > OPENED || header.chunk_bytes > MAX_CHUNK_BYTES || header.flags)
+    if (header.type < EAGER || header.type > OPENED || header.chunk_bytes > MAX_CHUNK_BYTES ||
+        (header.flags && header.type != DATA))
         throw FrameError(format("frame type %u with %u bytes and flags %u is not allowed", unsigned{header.type},
                                 unsigned{header.chunk_bytes}, unsigned{header.flags}));
     return header;

@@ -87,6 +87,12 @@ class GrantScheduler {
         if (!sender.wishes.empty()) offer(peer, sender);
     }
 
+    void lost(int peer, int64_t num_segments) {
+        const auto shares = shares_.find(peer);
+        if (shares == shares_.end()) return;
+        for (auto& share : shares->second) share->lost(num_segments);
+    }
+
     void forget(int peer, uint64_t tag) {
         auto found = senders_.find(peer);
         if (found == senders_.end()) return;

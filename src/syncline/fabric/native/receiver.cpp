@@ -165,6 +165,7 @@ void Receiver::end_granted(const Header& frame) {
     Receive& receive = found->second;
     receive.is_landing = false;
     receive.arrived_bytes += frame.chunk_bytes;
+    if (frame.flags) state_.scheduler->lost(peer_, frame.flags);
     state_.scheduler->arrived(peer_, frame.chunk_bytes, receive.urgency, monotonic_s());
     if (state_.scheduler->has_wishes()) state_.must_grant = true;
     if (receive.arrived_bytes != receive.num_bytes) return;
