@@ -32,7 +32,9 @@ def plans_of(shapes: list[tuple[int, ...]], *, bucket_bytes: int = 4 << 20) -> t
 def plan(
     topology: Topology, plans: tuple[BucketPlan, ...], *, most: Sequence[float] | None = None, **options: Any
 ) -> tuple[BucketSchedule, ...]:
-    communicator: Any = SimpleNamespace(rank=0, world_size=topology.num_ranks, topology=topology, slice_bytes=1 << 19)
+    communicator: Any = SimpleNamespace(
+        rank=0, world_size=topology.num_ranks, topology=topology, bucket_slice_bytes=lambda _: 1 << 19
+    )
     return plan_bucket_schedules(
         communicator, plans, BucketScheduleOptions(is_divided=True, **options), first_stream=1, most=most
     )
