@@ -69,7 +69,7 @@ def test_a_size_that_the_user_wants_goes_before_the_runtime_s() -> None:
 RACKS = Topology.load("two-racks-5-3")
 
 
-@pytest.mark.parametrize("replicate", [None, 1, ["rack-a", "rack-b"], "auto"])
+@pytest.mark.parametrize("replicate", [1, ["rack-a", "rack-b"], "auto"])
 def test_each_replica_owns_a_bucket_once(replicate: Any) -> None:
     owned = []
     for rank in range(8):
@@ -78,13 +78,11 @@ def test_each_replica_owns_a_bucket_once(replicate: Any) -> None:
         communicator.plan = lambda collective, _: plan_ring(RACKS, collective)  # which cannot be cut at racks
         options = BucketScheduleOptions(is_divided=True, replicate=replicate)
         for schedule in plan_bucket_schedules(communicator, plans(330, 470), options, first_stream=1):
-            assert schedule.replicas == (() if replicate is None else find_replicas(RACKS, 1))
-            planner = schedule.schedules[Collective.ALL_GATHER].planner
-            assert planner == ("ring" if replicate is None else "tree")
+            assert schedule.replicas == find_replicas(RACKS, 1)
+            assert schedule.schedules[Collective.ALL_GATHER].planner == "tree"
             ranges = [pair for group in schedule.owned for pair in group]
             owned.append(sum(stop - start for start, stop in ranges))
-    in_racks = sum(owned[:10]), sum(owned[10:])
-    assert sum(in_racks) == 800 if replicate is None else in_racks == (800, 800)
+    assert (sum(owned[:10]), sum(owned[10:])) == (800, 800)
 
 
 def test_reduce_scatters_go_first_in_backward_order_and_then_all_gathers_in_forward_order() -> None:

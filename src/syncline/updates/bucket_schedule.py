@@ -80,7 +80,11 @@ class BucketSchedule:
         if Collective.ALL_REDUCE in self.schedules:
             return (self.layout.num_elements,) * schedule.num_ranks
         widths = np.diff(np.array(self.layout.slices, dtype=np.int64), axis=1).sum(axis=0)
-        owned: list[int] = np.bincount(schedule.owners.reshape(-1), np.tile(widths, len(schedule.owners)), schedule.num_ranks).astype(np.int64).tolist()
+        owned: list[int] = (
+            np.bincount(schedule.owners.reshape(-1), np.tile(widths, len(schedule.owners)), schedule.num_ranks)
+            .astype(np.int64)
+            .tolist()
+        )
         return tuple(owned)
 
 

@@ -29,6 +29,7 @@ RULES = {
     "racks": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=1),
     "ranks": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=3),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=6000, replicate=["rack-a", "rack-b"]),
+    "in_backward": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=1, step_in_backward=True),
     "overlapping": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate="auto", overlap_forward=True),
 }
 
@@ -43,7 +44,7 @@ def test_racks_equal_one_process(model: str, optimizer: str, run_fleets: Any) ->
     check_equal(results, reference, case.tolerance)
 
 
-@pytest.mark.parametrize("rule", ["ranks", "whole_parameters", "overlapping"])
+@pytest.mark.parametrize("rule", ["ranks", "whole_parameters", "in_backward", "overlapping"])
 def test_other_replicas_equal_one_process(rule: str, run_fleets: Any) -> None:
     case = CASES["sometimes_unused"]
     results, reference = train_together(case, RACKS, RULES[rule], OPTIMIZERS["adamw"], case.batches(4, 41), run_fleets)
@@ -248,6 +249,12 @@ def test_a_mesh_is_its_groups_of_ranks() -> None:
         Sharded(replicate=DeviceMesh("cpu", list(range(8))))
 
 
+@pytest.mark.parametrize("also", [{"portions": "fastest"}, {"align": "parameter", "cost": sum}])
+def test_replicas_are_divided_by_the_tree_alone(also: Any) -> None:
+    with pytest.raises(ConfigurationError, match="leave out portions and cost, or replicate"):
+        Sharded(replicate=1, **also)
+
+
 def test_what_is_no_replica_is_refused_on_all_ranks(run_fleets: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"replicate is .* not 1\.5"):
         Sharded(replicate=1.5)  # type: ignore[arg-type]
@@ -267,6 +274,8 @@ def test_what_is_no_replica_is_refused_on_all_ranks(run_fleets: Any) -> None:
             model, torch.optim.SGD(model.parameters(), lr=0.1), Sharded(replicate="auto"), fleet=fleet
         )
         assert optimizer.training.updater.replicas == ((0, 1, 2, 3, 4), (5, 6, 7))
+        assert str(optimizer.statistics()).startswith("2 replicas: of 8 elements ranks own ")
+        assert sum(optimizer.statistics().shares) == 2.0
         return str(caught.value)
 
     for message in run_fleets(RACKS, body):
