@@ -7,6 +7,7 @@ from schedule_oracle import promised, random_topology, replay
 from syncline.runtime import CollectiveCall, numpy_reduction
 from syncline.runtime.reduction import DTYPES
 from syncline.schedule import PLANNERS, UNOWNED, Collective, Draft, Layout, Transfer, Transfers, plan_tree, verify
+from syncline.schedule.replicas import find_replicas, split_in_replicas
 from syncline.topology import Topology
 
 
@@ -36,9 +37,16 @@ def random_buffers(num_ranks, num_elements, dtype, seed):
     return [source.integers(0, 13, size=num_elements).astype(dtype) for _ in range(num_ranks)]
 
 
-def check_against_oracle(make, topology, schedule, layout, dtype, seed):
+def check_against_oracle(make, topology, schedule, layout, dtype, seed, *, alike=False):
     communicators = make(topology.num_ranks, topology, seed=seed, max_inflight_bytes=3000)
     buffers = random_buffers(topology.num_ranks, layout.num_elements, dtype, seed)
+    if alike:
+        buffers = [buffers[0].copy() for _ in buffers]
+        for rank, buffer in enumerate(buffers):
+            mine = np.zeros(len(buffer), dtype=bool)
+            for start, stop in layout.owned_ranges(schedule, rank):
+                mine[start:stop] = True
+            buffer[~mine] = rank  # what it must not pass on
     expected = replay(schedule, layout, buffers)
     got = [buffer.copy() for buffer in buffers]
     for work in run_everywhere(communicators, schedule, layout, got, dtype):
@@ -71,6 +79,16 @@ def test_every_planner_on_random_trees(anywhere, planner, seed):
         schedule = planner.plan(topology, collective, root=topology.num_ranks - 1)
         num_elements = [3, 5000, 999, 1][(seed + number) % 4]
         check_against_oracle(anywhere, topology, schedule, Layout.build(schedule, num_elements, 400), "float32", seed)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_parts_of_an_all_reduce_with_replicas(anywhere, part, seed):
+    topology = random_topology(seed)
+    replicas = find_replicas(topology, 1 + seed % 2)
+    schedule = split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)[part]
+    layout = Layout.build(schedule, [0, 7, 6001][seed % 3], 500)
+    check_against_oracle(anywhere, topology, schedule, layout, "float32", seed, alike=part == 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,7 +54,7 @@ def _apply(rank, parts, offsets, buffer):
 
 
 def initial_buffers(schedule, layout, dtype=np.int64, seed=0):
-    """Make what the collective begins with; what a rank must not read is a large odd number."""
+    """Make what the collective begins with, owners of a range alike; what nobody may read is a large odd number."""
     rng = np.random.default_rng(seed)
     num_elements = layout.num_elements
     data = [rng.integers(-1000, 1000, num_elements).astype(dtype) for _ in range(schedule.num_ranks)]
@@ -64,7 +64,7 @@ def initial_buffers(schedule, layout, dtype=np.int64, seed=0):
     for rank, buffer in enumerate(poison):
         if schedule.collective.before is Before.SHARD:
             for start, stop in layout.owned_ranges(schedule, rank):
-                buffer[start:stop] = data[rank][start:stop]
+                buffer[start:stop] = data[0][start:stop]
         elif rank == schedule.root:
             buffer[:] = data[rank]
     return poison

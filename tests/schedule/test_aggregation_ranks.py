@@ -37,7 +37,7 @@ def test_random_trees_are_proved_and_nothing_is_sent_twice(topology, collective)
     schedule = verify(draft_with_aggregation_ranks(topology, collective, planner="weighted_tree"))
     num_ranks = topology.num_ranks
     assert [
-        schedule.owners[schedule.draft.cuts.index(rank * schedule.draft.denominator // num_ranks)]
+        schedule.owners[0, schedule.draft.cuts.index(rank * schedule.draft.denominator // num_ranks)]
         for rank in range(num_ranks)
     ] == list(range(num_ranks))
     sender = schedule.transfers.src if collective is Collective.REDUCE_SCATTER else schedule.transfers.dst

@@ -39,7 +39,7 @@ def trees_with_gateways(draw):
 
 
 def owners_of(schedule):
-    return {int(owner) for owner in schedule.owners}
+    return {int(owner) for owner in schedule.owners[0]}
 
 
 @pytest.mark.parametrize("collective", BOUND)

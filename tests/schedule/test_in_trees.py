@@ -31,7 +31,7 @@ def test_owners_in_any_order_are_met_exactly_and_nothing_is_sent_twice(case, col
     schedule = verify(draft_with_owners(topology, collective, owners, num_atoms=num_atoms))
     total = sum(weight for _, weight in owners)
     offsets = schedule.offsets(total)
-    found = np.concatenate([np.full(offsets[i + 1] - offsets[i], owner) for i, owner in enumerate(schedule.owners)])
+    found = np.concatenate([np.full(offsets[i + 1] - offsets[i], owner) for i, owner in enumerate(schedule.owners[0])])
     assert found.tolist() == [rank for rank, weight in owners for _ in range(weight)]
     sender = schedule.transfers.src if collective is Collective.REDUCE_SCATTER else schedule.transfers.dst
     sent = np.bincount(sender, shares(schedule.draft), topology.num_ranks)

@@ -86,7 +86,7 @@ def test_what_has_no_owners_cannot_be_split():
 def test_owned_runs_are_merged():
     schedule = plan_tree(balanced_tree([2, 1]), Collective.REDUCE_SCATTER)
     assert schedule.cuts == (0, 1, 2, 3, 4)
-    assert schedule.owners.tolist() == [0, 2, 1, 2]
+    assert schedule.owners.tolist() == [[0, 2, 1, 2]]
     assert [schedule.owned(rank) for rank in range(3)] == [((0, 1),), ((2, 3),), ((1, 2), (3, 4))]
     single = plan_tree(Topology.flat(1), Collective.REDUCE_SCATTER)
     assert single.owned(0) == ((0, 1),)
@@ -106,4 +106,4 @@ def test_description_and_columns():
     with pytest.raises(ValueError, match="read-only"):
         schedule.transfers.src[0] = 1
     with pytest.raises(ValueError, match="read-only"):
-        schedule.owners[0] = 1
+        schedule.owners[0, 0] = 1

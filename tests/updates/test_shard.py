@@ -43,7 +43,7 @@ def run(
     """Step a shard and the plain optimizer; return the elements of both."""
     bucket, tensors = make_bucket()
     plain = make(tensors)
-    shard = Shard(bucket, OWNED, make(tensors), whole_parameters=False)
+    shard = Shard(bucket, [OWNED], make(tensors), whole_parameters=False)
     generator = torch.Generator().manual_seed(5)
     for number, present in enumerate(presence):
         gradients = torch.randn(NUM_ELEMENTS, generator=generator).double()
@@ -51,7 +51,7 @@ def run(
             tensor.grad = slot.view(gradients).clone() * 0.5 if is_present else None
         if number == reload_at:
             state = {f"p{place}": dict(plain.state[tensor]) for place, tensor in enumerate(tensors)}
-            shard = Shard(bucket, OWNED, make(tensors), whole_parameters=False)
+            shard = Shard(bucket, [OWNED], make(tensors), whole_parameters=False)
             shard.load_state(whole_state([bucket], state))
         bucket.gradients.copy_(gradients)
         plain.step()
@@ -99,7 +99,7 @@ def test_state_is_divided_again_when_it_is_loaded(kind: type[torch.optim.Optimiz
 
 def test_state_is_that_of_owned_elements() -> None:
     bucket, tensors = make_bucket()
-    shard = Shard(bucket, OWNED, torch.optim.SGD(tensors, lr=0.1, momentum=0.9), whole_parameters=False)
+    shard = Shard(bucket, [OWNED], torch.optim.SGD(tensors, lr=0.1, momentum=0.9), whole_parameters=False)
     assert shard.num_elements == 14
     assert shard.num_state_bytes == 0
     bucket.gradients.fill_(1.0)
@@ -107,6 +107,25 @@ def test_state_is_that_of_owned_elements() -> None:
     assert shard.num_state_bytes == 14 * 8
     entries = {(entry.parameter, entry.start, entry.stop) for entry in shard.state_entries()}
     assert entries == {("p0", 2, 7), ("p0", 9, 12), ("p1", 0, 2), ("p1", 4, 5), ("p2", 0, 1), ("p3", 0, 2)}
+
+
+@pytest.mark.parametrize("reload", [False, True])
+def test_each_group_of_ranges_is_stepped_by_itself(reload: bool) -> None:
+    """So that all owners of an element step tensors of the same size, after a state was loaded too."""
+    groups = [((2, 7), (16, 20)), ((9, 14),)]
+    bucket, tensors = make_bucket()
+    shard = Shard(bucket, groups, torch.optim.SGD(tensors, lr=0.1, momentum=0.9), whole_parameters=False)
+    if reload:
+        shard.load_state(whole_state([bucket], {f"p{number}": {"step": 3} for number in range(4)}))
+    assert [sum(segment.num_elements for segment in segments) for segments, _ in shard.views()] == [9, 5]
+    assert shard.num_elements == 14
+    bucket.gradients.fill_(1.0)
+    shard.step({}, [True, True, True, False])
+    sizes = sorted(sum(segment.num_elements for segment in segments) for segments, _ in shard.views())
+    assert sizes == [2, 5, 7], "what was not used is divided off"
+    before, _ = make_bucket()
+    moved = (bucket.parameters - before.parameters).abs() > 0.05
+    assert moved.nonzero().flatten().tolist() == [2, 3, 4, 5, 6, *range(9, 14), 16, 17]
 
 
 def test_a_rank_that_owns_nothing_has_nothing() -> None:

@@ -114,7 +114,9 @@ class FleetCheckpointGroup(CheckpointGroup):
 
     def entries(self) -> list[StateEntry]:
         """Return the optimizer state that this rank owns."""
-        return [] if self.optimizer is None else self._training.updater.state_entries()
+        if self.optimizer is None or not self._training.updater.is_in_first_replica:
+            return []
+        return self._training.updater.state_entries()
 
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""

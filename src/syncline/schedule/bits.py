@@ -1,6 +1,6 @@
-"""Whether all ranks end an all-reduce with the same bits: floating-point sums depend on the order of additions.
+"""Whether all that are promised a sum end with the same bits: floating-point sums depend on the order of additions.
 
-Where every atom has an owner the question does not arise: the owner adds, and all others are sent what it has.
+Where every atom has one owner the question does not arise: the owner adds, and all others are sent what it has.
 Otherwise each rank adds for itself, and the additions must be the same. They are followed as expressions: a rank
 begins with a number of its own, and a + b becomes a scrambled function of both that is the same for b + a, as it is in
 IEEE arithmetic, but not for another grouping. Complexity: one small numpy operation for each transfer.
@@ -13,21 +13,32 @@ from itertools import groupby
 
 import numpy as np
 
+from syncline.schedule.collective import After
 from syncline.schedule.draft import Draft
 from syncline.schedule.fingerprints import Words, draw_words, scramble
-from syncline.schedule.transfers import Transfer
+from syncline.schedule.transfers import IntArray, Transfer
 
 _SEED = 0xB175
 
 
-def find_differing_rank(draft: Draft) -> tuple[int, int] | None:
-    """Return a rank and an atom at which it ends with other additions than rank 0, or None if there is none."""
+def find_differing_rank(draft: Draft) -> tuple[int, int, int] | None:
+    """Return a rank, another one and an atom at which they end with other additions, or None if there is none.
+
+    All ranks are compared, or, where owners alone are promised a sum, all owners of each atom.
+    """
     expressions = _begin(draft)
     for _, rows in groupby(draft.transfers, key=lambda row: row.step):
         for rank, value in list(_step(list(rows), expressions)):
             expressions[rank] = value
-    differs = np.argwhere(expressions != expressions[0])
-    return (int(differs[0][0]), int(differs[0][1])) if len(differs) else None
+    holders: IntArray = np.arange(draft.num_ranks, dtype=np.int32)[:, None].repeat(draft.num_atoms, axis=1)
+    if draft.collective.after is After.OWNERS:
+        holders = draft.owners
+    sums = expressions[holders, np.arange(draft.num_atoms)]
+    differs = np.argwhere(sums != sums[0])
+    if not len(differs):
+        return None
+    row, atom = differs[0].tolist()
+    return int(holders[row, atom]), int(holders[0, atom]), atom
 
 
 def _begin(draft: Draft) -> Words:

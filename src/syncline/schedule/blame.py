@@ -50,8 +50,8 @@ def count_holdings(draft: Draft, atom: int) -> Holdings:
 def _begin(draft: Draft, atom: int) -> Holdings:
     if draft.collective.before is Before.CONTRIBUTION:
         return [Counter({rank: 1}) for rank in range(draft.num_ranks)]
-    holder = draft.root if draft.collective.before is Before.ROOT else int(draft.owners[atom])
-    return [Counter({rank: 1}) if rank == holder else None for rank in range(draft.num_ranks)]
+    holders = [draft.root] if draft.collective.before is Before.ROOT else draft.owners[:, atom].tolist()
+    return [Counter({holders[0]: 1}) if rank in holders else None for rank in range(draft.num_ranks)]
 
 
 def _apply(held: Holdings, pending: list[tuple[Transfer, Counter[int]]]) -> None:
@@ -67,7 +67,7 @@ def _describe_counts(draft: Draft, suspect: Suspect, held: Counter[int]) -> str:
     if draft.collective.before is Before.CONTRIBUTION:
         due = Counter(dict.fromkeys(range(draft.num_ranks), 1))
     else:
-        source = draft.root if draft.collective.before is Before.ROOT else int(draft.owners[suspect.atom])
+        source = draft.root if draft.collective.before is Before.ROOT else int(draft.owners[0, suspect.atom])
         due = Counter({source: 1})
     wrong = [rank for rank in range(draft.num_ranks) if held[rank] != due[rank]]
     named = ", ".join(

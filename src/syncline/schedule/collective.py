@@ -16,7 +16,7 @@ class Before(Enum):
 class After(Enum):
     """Which ranks hold the result when a collective is over."""
 
-    OWNERS = "the owner of a range holds its result"
+    OWNERS = "each owner of a range holds its result"
     EVERY_RANK = "every rank holds the whole result"
 
 
@@ -24,7 +24,7 @@ class Collective(StrEnum):
     """What is to be achieved; ``before`` and ``after`` say it exactly.
 
     The result of a range is the sum of all contributions, each counted once, if every rank begins with one; otherwise
-    it is what the range's only holder began with.
+    it is what the range's holder began with. A range has one owner, or one in each replica; they begin with the same.
 
     >>> Collective.ALL_REDUCE.after.value
     'every rank holds the whole result'

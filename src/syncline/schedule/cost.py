@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 DEFAULT_SLICE_BYTES = 512 * 1024
 _NEARLY = 0.9
-_ABOUT_EQUAL = 0.02
+ABOUT_EQUAL = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
     """
     given = list(candidates)
     least_s = min(prediction.time_s for _, prediction in given)
-    near = [one for one in given if one[1].time_s <= least_s * (1 + _ABOUT_EQUAL)]
+    near = [one for one in given if one[1].time_s <= least_s * (1 + ABOUT_EQUAL)]
     return min(near, key=lambda one: (one[1].num_full_links, one[1].time_s))[0]
 
 
@@ -286,7 +286,7 @@ class _Pipeline:
 
 def window_messages(draft: Draft, num_slices: int) -> Floats:
     """Return how many messages each transfer takes in a round of windows; owners' parts have ``num_slices`` of them."""
-    num_parts = 1 + np.count_nonzero(np.diff(draft.owners))
+    num_parts = 1 + np.count_nonzero(np.diff(draft.owners).any(axis=0))
     parts = shares(draft) * num_parts
     counts: Floats = parts + np.maximum(0.0, 1 - parts) / num_slices
     return counts

@@ -24,8 +24,9 @@ UNOWNED = -1
 class Draft:
     """A claim that these transfers bring the collective about; :func:`~syncline.schedule.verify` proves or refutes it.
 
-    ``cuts`` rise from 0 to the denominator; atom i is the range [cuts[i], cuts[i + 1]) of it. ``owners`` (int32, one
-    for each atom) holds the rank that owns it, or -1; ``root`` matters to a broadcast alone. Nothing is checked here.
+    ``cuts`` rise from 0 to the denominator; atom i is the range [cuts[i], cuts[i + 1]) of it. ``owners`` (int32,
+    [replicas, atoms]; one row may be given as it is) holds the rank that owns each atom in each replica, or -1;
+    ``root`` matters to a broadcast alone. Nothing is checked here.
 
     >>> draft = PLANNERS["ring"].draft(Topology.flat(3), Collective.ALL_REDUCE)
     >>> len(draft.transfers), draft.cuts  # all in thirds of the buffer
@@ -41,7 +42,7 @@ class Draft:
     root: int = 0
 
     def __post_init__(self) -> None:
-        owners: npt.NDArray[np.int32] = np.array(self.owners, dtype=np.int32)
+        owners: npt.NDArray[np.int32] = np.array(self.owners, dtype=np.int32, ndmin=2)
         owners.flags.writeable = False
         object.__setattr__(self, "owners", owners)
 
@@ -54,6 +55,11 @@ class Draft:
     def num_atoms(self) -> int:
         """Number of atoms, the pieces between neighbouring cuts."""
         return len(self.cuts) - 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of owners of each atom: in each replica one."""
+        return len(self.owners)
 
     @property
     def has_owners(self) -> bool:

@@ -2,17 +2,21 @@
 
 A schedule is correct for any monotone map from its cuts to element offsets, so a layout may choose: even slices that
 each look like a small copy of the whole (:meth:`Layout.build`); slices that keep every rank's part in one piece
-(:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; ranges of any length for each rank
-(:meth:`Layout.uneven`).
+(:meth:`Layout.contiguous`), as PyTorch's collectives of equal chunks want it; the same with cuts moved to given
+boundaries (:meth:`Layout.aligned`), so that no parameter has two owners in a replica; ranges of any length for each
+rank (:meth:`Layout.uneven`).
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.schedule import Schedule
@@ -79,6 +83,18 @@ class Layout:
         return cls._windows(schedule, (*offsets, starts[-1]), slice_elements)
 
     @classmethod
+    def aligned(cls, schedule: Schedule, boundaries: Sequence[int], slice_elements: int) -> Layout:
+        """Move each cut to the nearest of ``boundaries``, so that what lies between two of them has the same owners.
+
+        ``boundaries`` rise from 0 to the number of elements.
+        """
+        if not boundaries or boundaries[0] != 0 or any(left > right for left, right in pairwise(boundaries)):
+            raise ScheduleError(f"boundaries must rise from 0 to the number of elements, not {list(boundaries)[:8]}...")
+        _check_sizes(boundaries[-1], slice_elements)
+        offsets = tuple(_nearest(boundaries, offset) for offset in schedule.offsets(boundaries[-1]))
+        return cls._windows(schedule, offsets, slice_elements)
+
+    @classmethod
     def _windows(cls, schedule: Schedule, offsets: tuple[int, ...], slice_elements: int) -> Layout:
         num_elements = offsets[-1]
         parts = _parts(schedule, offsets)
@@ -101,7 +117,14 @@ class Layout:
 
     def owned_ranges(self, schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the element ranges [start, stop) that ``rank`` owns: sorted, merged, none of them empty."""
-        runs = schedule.owned(rank)
+        return self._ranges(schedule.owned(rank))
+
+    def owned_alike(self, schedule: Schedule, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the same ranges, those together that have the same owner in each other replica; no group is empty."""
+        groups = (self._ranges(runs) for runs in schedule.owned_alike(rank))
+        return tuple(ranges for ranges in groups if ranges)
+
+    def _ranges(self, runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         ranges = sorted((offsets[first], offsets[last]) for offsets in self.slices for first, last in runs)
         merged: list[tuple[int, int]] = []
         for start, stop in ranges:
@@ -130,9 +153,15 @@ def _bounds(num_elements: int, slice_elements: int, num_ramp: int) -> list[int]:
     return [*rising[:-1], *even, *(num_elements - size for size in rising[-2::-1])]
 
 
+def _nearest(boundaries: Sequence[int], offset: int) -> int:
+    above = bisect.bisect_left(boundaries, offset)
+    candidates = boundaries[max(0, above - 1) : above + 1]
+    return min(candidates, key=lambda boundary: abs(boundary - offset))
+
+
 def _parts(schedule: Schedule, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the element ranges of the runs of atoms that have one owner each, in order, empty ones left out."""
-    starts = [0, *(atom for atom in range(1, schedule.num_atoms) if schedule.owners[atom] != schedule.owners[atom - 1])]
+    """Return the element ranges of the runs of atoms that have the same owners, in order, empty ones left out."""
+    starts = [0, *(np.flatnonzero(np.diff(schedule.owners).any(axis=0)) + 1).tolist()]
     ends = [offsets[start] for start in starts] + [offsets[-1]]
     return [(start, stop) for start, stop in pairwise(ends) if start < stop]
 

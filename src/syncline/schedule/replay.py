@@ -56,7 +56,7 @@ class _Block:
         self._draft = draft
         self._low = low
         self._width = high - low
-        self._owners = draft.owners[low:high]
+        self._owners = draft.owners[:, low:high]
         self._coefficients = coefficients
         self._rows = _clip(draft.transfers, low, high)
         self._state = self._begin()
@@ -69,7 +69,7 @@ class _Block:
         if self._draft.collective.before is Before.ROOT:
             state[self._draft.root] = self._coefficients[self._draft.root]
         else:
-            state[self._owners, np.arange(self._width)] = self._coefficients[self._owners]
+            state[self._owners, np.arange(self._width)] = self._coefficients[self._owners[0]]
         return state
 
     def replay(self) -> Suspect | None:
@@ -124,11 +124,14 @@ class _Block:
         if collective.before is Before.CONTRIBUTION:
             expected = np.broadcast_to(self._coefficients.sum(dtype=np.uint64), (self._width,))
         else:
-            holders = self._owners if collective.before is Before.SHARD else np.full(self._width, self._draft.root)
+            holders = self._owners[0] if collective.before is Before.SHARD else np.full(self._width, self._draft.root)
             expected = self._coefficients[holders]
         if collective.after is After.OWNERS:
-            wrong = np.flatnonzero(self._state[self._owners, atoms] != expected)
-            return Suspect(rank=int(self._owners[wrong[0]]), atom=int(wrong[0]) + self._low) if len(wrong) else None
+            wrong = np.argwhere(self._state[self._owners, atoms] != expected)
+            if not len(wrong):
+                return None
+            replica, atom = wrong[0].tolist()
+            return Suspect(rank=int(self._owners[replica, atom]), atom=atom + self._low)
         for rank in range(self._draft.num_ranks):
             differs = self._state[rank] != expected
             if differs.any():

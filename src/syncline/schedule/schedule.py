@@ -12,7 +12,7 @@ from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft
 from syncline.schedule.program import RankProgram, build_program
-from syncline.schedule.transfers import IntArray, Transfers
+from syncline.schedule.transfers import BoolArray, IntArray, Transfers
 from syncline.topology import DirectedLink, Topology
 
 _PROOF_TOKEN = object()
@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def owners(self) -> IntArray:
-        """The rank that owns each atom, or -1."""
+        """The rank that owns each atom in each replica, or -1 (int32, [replicas, atoms])."""
         return self.draft.owners
 
     @property
@@ -114,15 +114,30 @@ class Schedule:
 
     def owned(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the runs [first, last) of atoms that ``rank`` owns, merged and in order."""
-        held = np.concatenate(([False], self.owners == rank, [False])).astype(np.int8)
-        edges = np.flatnonzero(np.diff(held)).tolist()
-        return tuple(zip(edges[0::2], edges[1::2], strict=True))
+        return _runs((self.owners == rank).any(axis=0))
+
+    def owned_alike(self, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return what ``rank`` owns as runs of atoms, those together that have the same owner in each other replica.
+
+        With one replica there is one such group, or none; replicas that divide the data alike have one, too.
+        """
+        mine = np.flatnonzero((self.owners == rank).any(axis=0))
+        places: dict[tuple[int, ...], list[int]] = {}
+        for atom, owners in zip(mine.tolist(), self.owners[:, mine].T.tolist(), strict=True):
+            places.setdefault(tuple(owners), []).append(atom)
+        return tuple(_runs(np.isin(np.arange(self.num_atoms), atoms)) for atoms in places.values())
 
     def link_bytes(self, topology: Topology, num_bytes: int) -> Mapping[DirectedLink, int]:
         """Return the bytes that cross each directed link when ``num_bytes`` go through as one slice of bytes."""
         from syncline.schedule.traffic import link_bytes
 
         return link_bytes(self.draft, topology, num_bytes)
+
+
+def _runs(held: BoolArray) -> tuple[tuple[int, int], ...]:
+    """Return where a mask of atoms is set, as runs [first, last)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], held, [False])).astype(np.int8))).tolist()
+    return tuple(zip(edges[0::2], edges[1::2], strict=True))
 
 
 def digest_of(draft: Draft) -> str:

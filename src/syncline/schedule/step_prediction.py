@@ -69,4 +69,4 @@ def predict_pair(
 def shares_of(draft: Draft) -> tuple[float, ...]:
     """Return the part of the data that each rank owns."""
     sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
-    return tuple(np.bincount(draft.owners, sizes, draft.num_ranks).tolist())
+    return tuple(np.bincount(draft.owners[0], sizes, draft.num_ranks).tolist())

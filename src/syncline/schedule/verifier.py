@@ -3,8 +3,8 @@
 Proved is: (1) *form*: cuts rise from 0 to the denominator, ranks and atoms exist, nobody sends to itself; (2)
 *writes*: in one step no atom of a rank is overwritten twice, or both overwritten and added to; (3) *counts*: every
 rank that is promised a result holds each contribution exactly once (counts, not presence), and nothing is read before
-it was written; (4) *bits*: all ranks end an all-reduce with the same bits. That is so if it is a reduce-scatter,
-which makes each result at its owner, and then an all-gather of these; otherwise all ranks must make the same
+it was written; (4) *bits*: all ranks end an all-reduce, and all owners of a range a reduce-scatter, with the same
+bits. That is so if the sum is made at one owner and sent on from there; otherwise all of them must make the same
 additions in the same grouping.
 
 Complexity: time in proportion to the sum over transfers of their atoms (numpy), memory bounded by blocks.
@@ -20,7 +20,7 @@ import numpy as np
 from syncline.errors import ScheduleError
 from syncline.schedule.bits import find_differing_rank
 from syncline.schedule.blame import describe_atom, explain
-from syncline.schedule.collective import Collective
+from syncline.schedule.collective import After, Collective
 from syncline.schedule.draft import UNOWNED, Draft
 from syncline.schedule.replay import find_suspect
 from syncline.schedule.schedule import Schedule, prove
@@ -31,7 +31,8 @@ def verify(draft: Draft) -> Schedule:
 
     Raises :class:`~syncline.errors.ScheduleError` that names the rule, the rank, the atom and who is counted how often.
     Proved are the form, that no write clashes with another, that each contribution counts once, and that all ranks end
-    an all-reduce with the same bits; in time proportional to the sum over transfers of their atoms.
+    an all-reduce with the same bits, and all owners of a range a reduce-scatter; in time proportional to the sum over
+    transfers of their atoms.
 
     >>> draft = plan_ring(Topology.flat(3), Collective.ALL_REDUCE).draft
     >>> verify(draft).digest == verify(draft).digest
@@ -66,13 +67,14 @@ def _check_cuts(draft: Draft) -> None:
 def _check_ranks(draft: Draft) -> None:
     if draft.num_ranks < 1 or not 0 <= draft.root < draft.num_ranks:
         raise _refusal(draft, f"the root must be one of the ranks, not {draft.root}")
-    if draft.owners.shape != (draft.num_atoms,):
+    if draft.owners.shape[1:] != (draft.num_atoms,) or not draft.num_replicas:
         raise _refusal(draft, f"each of the {draft.num_atoms} atoms needs an owner, not {draft.owners.shape}")
     lowest = 0 if draft.collective.needs_owners else UNOWNED
-    wrong = np.flatnonzero((draft.owners < lowest) | (draft.owners >= draft.num_ranks))
+    wrong = np.argwhere((draft.owners < lowest) | (draft.owners >= draft.num_ranks))
     if len(wrong):
-        atom = int(wrong[0])
-        raise _refusal(draft, f"atom {atom} ({describe_atom(draft, atom)}) has rank {draft.owners[atom]} as its owner")
+        replica, atom = wrong[0].tolist()
+        owner = draft.owners[replica, atom]
+        raise _refusal(draft, f"atom {atom} ({describe_atom(draft, atom)}) has rank {owner} as its owner")
 
 
 def _check_rows(draft: Draft) -> None:
@@ -148,7 +150,7 @@ def split_at_owners(draft: Draft) -> tuple[Draft, Draft] | None:
     rows = draft.transfers
     scatter, gather = rows.take(rows.add), rows.take(~rows.add)
     overlap = len(scatter) > 0 and len(gather) > 0 and scatter.step[-1] >= gather.step[0]
-    if draft.collective is not Collective.ALL_REDUCE or not draft.has_owners or overlap:
+    if draft.collective is not Collective.ALL_REDUCE or not draft.has_owners or draft.num_replicas > 1 or overlap:
         return None
     first_step = int(gather.step[0]) if len(gather) else 0
     return (
@@ -164,12 +166,17 @@ def _check_counts(draft: Draft) -> None:
 
 
 def _check_bits(draft: Draft) -> None:
-    differing = find_differing_rank(draft) if draft.collective is Collective.ALL_REDUCE else None
+    differing = find_differing_rank(draft) if _has_equal_sums(draft) else None
     if differing is None:
         return
-    rank, atom = differing
+    rank, other, atom = differing
     raise _refusal(
         draft,
         f"all ranks add in the same order, so that they end with the same bits, but rank {rank} adds atom {atom} "
-        f"({describe_atom(draft, atom)}) in another order than rank 0",
+        f"({describe_atom(draft, atom)}) in another order than rank {other}",
     )
+
+
+def _has_equal_sums(draft: Draft) -> bool:
+    """Whether several ranks are promised the same sum."""
+    return draft.collective.adds and (draft.collective.after is After.EVERY_RANK or draft.num_replicas > 1)

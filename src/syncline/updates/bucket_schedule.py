@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, ScheduleError
 from syncline.runtime.communicator import Communicator
 from syncline.schedule import (
     Collective,
@@ -20,8 +20,10 @@ from syncline.schedule import (
     draft_with_owners,
     layout_of_step,
     plan_sharded_step,
+    plan_tree,
     verify,
 )
+from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, find_replicas, split_in_replicas
 from syncline.topology import Topology
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
@@ -38,6 +40,7 @@ class BucketScheduleOptions:
     ``is_divided``: by reduce-scatter and all-gather with the same owners, in place of all-reduce.
     ``whole_parameters``: each parameter has one owner, and ranks have parameters of about as much ``cost`` as they
     have ``portions``. ``num_copies``: of parameters and of optimizer state that a rank keeps in a step.
+    ``replicate``: which parts of the topology own everything each by itself; ``"auto"`` leaves it to the model.
     """
 
     is_divided: bool
@@ -46,6 +49,7 @@ class BucketScheduleOptions:
     portions: Portions = "balanced"
     cost: Cost = math.prod
     num_copies: int = 1
+    replicate: Replicate | None = None
 
 
 def check_sizes(*, bucket_bytes: int, slice_bytes: int | None) -> None:
@@ -64,7 +68,10 @@ class BucketSchedule:
     stream: int
     layout: Layout
     schedules: Mapping[Collective, Schedule]
-    owned: Ranges
+    owned: tuple[Ranges, ...]
+    """What this rank owns: ranges in groups, each of which has one owner in each other replica."""
+    replicas: Replicas = ()
+    """The ranks of each replica; empty where nothing is replicated."""
 
     @property
     def num_owned(self) -> tuple[int, ...]:
@@ -73,7 +80,11 @@ class BucketSchedule:
         if Collective.ALL_REDUCE in self.schedules:
             return (self.layout.num_elements,) * schedule.num_ranks
         widths = np.diff(np.array(self.layout.slices, dtype=np.int64), axis=1).sum(axis=0)
-        owned: list[int] = np.bincount(schedule.owners, widths, schedule.num_ranks).astype(np.int64).tolist()
+        owned: list[int] = (
+            np.bincount(schedule.owners.reshape(-1), np.tile(widths, len(schedule.owners)), schedule.num_ranks)
+            .astype(np.int64)
+            .tolist()
+        )
         return tuple(owned)
 
 
@@ -92,6 +103,8 @@ def plan_bucket_schedules(
     """
     if not options.is_divided:
         return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index) for plan in plans)
+    if options.replicate is not None:
+        return _plan_replicated(communicator, plans, options, first_stream=first_stream, most=most)
     step_of = _steps_of_buckets(communicator.topology, plans, options, most)
     return tuple(_plan_divided(communicator, plan, options, first_stream + plan.index, step_of(plan)) for plan in plans)
 
@@ -138,8 +151,66 @@ def _plan_divided(
         stream=stream,
         layout=layout,
         schedules={Collective.REDUCE_SCATTER: step.reduce_scatter, Collective.ALL_GATHER: step.all_gather},
-        owned=layout.owned_ranges(step.reduce_scatter, communicator.rank),
+        owned=layout.owned_alike(step.reduce_scatter, communicator.rank),
     )
+
+
+def _plan_replicated(
+    communicator: Communicator,
+    plans: Sequence[BucketPlan],
+    options: BucketScheduleOptions,
+    *,
+    first_stream: int,
+    most: Sequence[float] | None,
+) -> tuple[BucketSchedule, ...]:
+    """Cut the best all-reduce of each bucket at replicas, the same ones for all buckets."""
+    assert options.replicate is not None, "who asks for replicas says which"
+    topology, num_bytes = communicator.topology, sum(plan.num_bytes for plan in plans)
+    if options.replicate == "auto":
+        whole = communicator.plan(Collective.ALL_REDUCE, num_bytes)
+        replicas = choose_replicas(topology, num_bytes, lambda replicas: _cut(whole, topology, replicas)[1])
+    else:
+        replicas = find_replicas(topology, options.replicate)
+    cut = cache(lambda schedule: _cut(schedule, topology, replicas))
+    planned = []
+    for plan in plans:
+        first, second = cut(communicator.plan(Collective.ALL_REDUCE, plan.num_bytes))
+        borders = [*(slot.start for slot in plan.slots), plan.num_elements]
+        slice_elements = _slice_elements(communicator, plan, options)
+        layout = (
+            Layout.aligned(first, borders, slice_elements)
+            if options.whole_parameters
+            else Layout.build(first, plan.num_elements, slice_elements)
+        )
+        bucket_schedule = BucketSchedule(
+            stream=first_stream + plan.index,
+            layout=layout,
+            schedules={Collective.REDUCE_SCATTER: first, Collective.ALL_GATHER: second},
+            owned=layout.owned_alike(first, communicator.rank),
+            replicas=replicas,
+        )
+        planned.append(bucket_schedule)
+    _check_room(planned, most)
+    return tuple(planned)
+
+
+def _check_room(bucket_schedules: Sequence[BucketSchedule], most: Sequence[float] | None) -> None:
+    owned = np.sum([one.num_owned for one in bucket_schedules], axis=0)
+    num_elements = sum(one.layout.num_elements for one in bucket_schedules)
+    for rank, (number, share) in enumerate(zip(owned.tolist(), most or (1.0,) * len(owned), strict=True)):
+        if number > share * num_elements + 1:
+            raise ConfigurationError(
+                f"With these replicas rank {rank} would own {number} of {num_elements} elements, and the memory that "
+                f"the topology says its host has is enough for {int(share * num_elements)}; replicate larger parts"
+            )
+
+
+def _cut(schedule: Schedule, topology: Topology, replicas: Replicas) -> tuple[Schedule, Schedule]:
+    """Cut an all-reduce at replicas; one that cannot be cut there (or, for short messages, at all) gives way."""
+    try:
+        return split_in_replicas(schedule, replicas)
+    except ScheduleError:
+        return split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)
 
 
 def _plan_whole(
@@ -147,7 +218,7 @@ def _plan_whole(
 ) -> BucketSchedule:
     schedule = communicator.plan(Collective.ALL_REDUCE, plan.num_bytes)
     layout = Layout.build(schedule, plan.num_elements, _slice_elements(communicator, plan, options))
-    owned = ((0, plan.num_elements),)
+    owned = (((0, plan.num_elements),),)
     return BucketSchedule(stream=stream, layout=layout, schedules={Collective.ALL_REDUCE: schedule}, owned=owned)
 
 

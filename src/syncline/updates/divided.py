@@ -54,14 +54,24 @@ class GradientsOfStep:
 
 
 class DividedGradients:
-    """The combined gradients of one model; ``num_parameters`` counts those in buckets, and positions run below it."""
+    """The combined gradients of one model; ``num_parameters`` counts those in buckets, and positions run below it.
+
+    ``is_counted``: whether this rank's elements count in sums over ranks; of several replicas, those of one do.
+    """
 
     def __init__(
-        self, buckets: Sequence[Bucket], shards: Sequence[Shard], collectives: BucketCollectives, *, num_parameters: int
+        self,
+        buckets: Sequence[Bucket],
+        shards: Sequence[Shard],
+        collectives: BucketCollectives,
+        *,
+        num_parameters: int,
+        is_counted: bool = True,
     ) -> None:
         self._buckets = tuple(buckets)
         self._shards = tuple(shards)
         self._collectives = collectives
+        self._is_counted = is_counted
         self._control = collectives.control
         self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for shard in self._shards:
@@ -220,7 +230,7 @@ class DividedGradients:
         if not norm_type > 0:
             raise UpdateError(f"norm_type must be positive, or infinity, not {norm_type}; 2.0 is the usual one")
         powers = torch.zeros(len(self._scales), dtype=torch.float64)
-        for shard in self._shards:
+        for shard in self._shards if self._is_counted else ():
             for segment, gradient in shard.gradients():
                 position = segment.slot.position
                 part = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient.dtype)).cpu()

@@ -86,6 +86,9 @@ class Updater(ABC):
     takes_sparse_gradients = False
     """Whether the user's optimizer may be shown sparse gradients."""
 
+    is_in_first_replica = True
+    """Whether this rank's part of the state is the one to be saved, where several parts of the job have the same."""
+
     is_server = False
     """Whether this rank only serves the others: it calls :meth:`serve`, and neither trains nor steps."""
 

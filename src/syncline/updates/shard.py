@@ -4,13 +4,16 @@ The shard begins as one view, so that an optimizer step is one sweep over contig
 bucket go unused on all ranks in some step, the view is divided there for good: an unused parameter must not be
 decayed, nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a view of its own
 from the start.
+
+With replicas there is a view for each group of ranges that have one owner in each of them, so that all owners of an
+element step tensors of the same size: where a tensor ends, an optimizer's kernels may round otherwise than within it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -26,13 +29,14 @@ class Shard:
     """The owned elements of one bucket and the inner optimizer that steps on them."""
 
     def __init__(
-        self, bucket: Bucket, owned: Ranges, optimizer: torch.optim.Optimizer, *, whole_parameters: bool
+        self, bucket: Bucket, owned: Sequence[Ranges], optimizer: torch.optim.Optimizer, *, whole_parameters: bool
     ) -> None:
         self._bucket = bucket
         self._whole = whole_parameters
-        self.segments = segments_of(bucket.plan.slots, owned)
-        groups = [[segment] for segment in self.segments] if whole_parameters else [list(self.segments)]
-        self._views = [ShardView(bucket, group, shaped=whole_parameters) for group in groups if group]
+        self._groups = [segments_of(bucket.plan.slots, ranges) for ranges in owned]
+        self.segments = tuple(chain.from_iterable(self._groups))
+        groups = [(segment,) for segment in self.segments] if whole_parameters else self._groups
+        self._views = [ShardView(bucket, group, shaped=whole_parameters) for group in groups]
         tensors = [view.tensor for view in self._views]
         self._inner = make_inner(optimizer, bucket.plan.group, tensors) if tensors else None
         self._before_step: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
@@ -114,11 +118,12 @@ class Shard:
         """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""
         if self._inner is None:
             return
-        kinds: dict[tuple[tuple[str, str], ...], list[Segment]] = {}
-        for segment in self.segments:
-            # single values such as the number of steps are a whole view's, so they must be equal within it
-            kind = tuple((key, repr(value)) for key, value in sorted(source.values(segment.slot.name).items()))
-            kinds.setdefault(kind, []).append(segment)
+        kinds: dict[tuple[int, tuple[tuple[str, str], ...]], list[Segment]] = {}
+        for number, group in enumerate(self._groups):
+            for segment in group:
+                # single values such as the number of steps are a whole view's, so they must be equal within it
+                kind = tuple((key, repr(value)) for key, value in sorted(source.values(segment.slot.name).items()))
+                kinds.setdefault((number, kind), []).append(segment)
         groups = [[segment] for segment in self.segments] if self._whole else list(kinds.values())
         self._inner.state.clear()
         self._replace_views([ShardView(self._bucket, group, shaped=self._whole) for group in groups])

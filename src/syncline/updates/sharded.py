@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from syncline.errors import ConfigurationError
+from syncline.schedule.replicas import Replicate
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.host_portions import Portions, check_portions
@@ -17,6 +18,9 @@ from syncline.updates.inner import check_divisible
 from syncline.updates.parameter_owners import Cost
 from syncline.updates.rule import Setting
 from syncline.updates.sharded_updater import ShardedUpdater
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # loading it takes longer than all of this library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,13 @@ class Sharded:
     whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
     Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
     ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
+    ``replicate``: parts of the topology that own everything each by itself, so that after the backward pass nothing
+    moves between them; each rank keeps its share of one part's state, in place of one of the whole job's. ``"host"``:
+    each host; a number: each switch or host so many levels below the root (1: the racks of a core switch); names of
+    switches or hosts; groups of ranks, or a ``DeviceMesh`` of two dimensions, the second of which divides; ``"auto"``:
+    the level that is predicted to leave least to be moved after the backward pass. All ranks are in one of the parts.
+    Each part steps by itself, so parts need machines that compute alike, as ``AllReduce()`` and DDP do; the tree
+    divides it, so that ``portions`` and ``cost`` cannot be given.
     ``step_in_backward``: a bucket is updated within the backward pass, as soon as its reduce-scatter is over, and its
     all-gather goes on while other gradients still come. New values wait beside the old ones until ``step()``, which
     costs memory for a second copy of all parameters and of this rank's state. Hyper-parameters are those at the
@@ -62,8 +73,14 @@ class Sharded:
     slice_bytes: int | None = None
     overlap_forward: bool = False
     step_in_backward: bool = False
+    replicate: Replicate | DeviceMesh | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "replicate", _named_replicas(self.replicate))
+        if self.replicate is not None and (self.portions != "balanced" or self.cost is not None):
+            raise ConfigurationError(
+                "replicate divides each replica as the topology's tree does; leave out portions and cost, or replicate"
+            )
         if self.align not in {"element", "parameter"}:
             raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
         if self.cost is not None and not self.whole_parameters:
@@ -90,6 +107,7 @@ class Sharded:
             portions=self.portions,
             cost=self.cost or math.prod,
             num_copies=2 if self.step_in_backward else 1,
+            replicate=self.replicate,  # type: ignore[arg-type]  # a mesh became groups of ranks
         )
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,3 +123,18 @@ class Sharded:
             overlap_forward=self.overlap_forward,
             portions=self.portions,
         )
+
+
+def _named_replicas(replicate: Replicate | DeviceMesh | None) -> Replicate | None:
+    """Return what was given as something that all ranks print alike, a mesh as its groups of ranks."""
+    if replicate is None or isinstance(replicate, (str, int)):
+        return replicate
+    if isinstance(replicate, (list, tuple)):
+        return tuple(each if isinstance(each, str) else tuple(map(int, each)) for each in replicate)
+    mesh = getattr(replicate, "mesh", None)
+    if not isinstance(mesh, torch.Tensor) or mesh.dim() != 2:
+        raise ConfigurationError(
+            'replicate is "host", "auto", a level of the topology, names of switches or hosts, groups of ranks, or a '
+            f"DeviceMesh of two dimensions (the first replicates, the second divides), not {replicate!r}"
+        )
+    return tuple(tuple(ranks) for ranks in mesh.tolist())

@@ -30,15 +30,19 @@ class ShardedStatistics:
     """The part of all elements that each rank owns."""
     num_elements: int
     """Of all parameters in buckets."""
+    num_replicas: int = 1
+    """How many parts of the job own all elements, each by itself."""
 
     @classmethod
     def of(cls, bucket_schedules: Sequence[BucketSchedule], portions: Portions) -> ShardedStatistics:
         """Count what the ranks own of all buckets."""
         owned = [sum(numbers) for numbers in zip(*(one.num_owned for one in bucket_schedules), strict=True)]
+        num_elements = sum(one.layout.num_elements for one in bucket_schedules)
         return cls(
             portions=portions if isinstance(portions, str) else "given",
-            shares=tuple(number / max(1, sum(owned)) for number in owned),
-            num_elements=sum(owned),
+            shares=tuple(number / max(1, num_elements) for number in owned),
+            num_elements=num_elements,
+            num_replicas=max(1, len(bucket_schedules[0].replicas)) if bucket_schedules else 1,
         )
 
     @property
@@ -57,6 +61,8 @@ class ShardedStatistics:
             )
             more = ", ..." if len(self.shares) > _MOST_LISTED else ""
             owned = f"of {self.num_elements} elements ranks own {_percent(least)} to {_percent(most)}: {listed}{more}"
+        if self.num_replicas > 1:
+            return f"{self.num_replicas} replicas: {owned}"
         if self.portions == "balanced" and not self.is_balanced:
             owned += (
                 "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are "

@@ -68,11 +68,19 @@ class ShardedUpdater(Updater):
             Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
             for bucket in self.buckets
         ]
+        self.replicas = bucket_schedules[0].replicas
+        self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
         self._statistics = ShardedStatistics.of(bucket_schedules, portions)
         if self.collectives.rank == 0:
             _log.info("%s", self._statistics)
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
-        self._gradients = DividedGradients(self.buckets, self.shards, self.collectives, num_parameters=num_parameters)
+        self._gradients = DividedGradients(
+            self.buckets,
+            self.shards,
+            self.collectives,
+            num_parameters=num_parameters,
+            is_counted=self.is_in_first_replica,
+        )
         self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._fail)
         if overlap_forward and has_meter:

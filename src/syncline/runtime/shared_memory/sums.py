@@ -20,7 +20,7 @@ def find_sum(schedule: Schedule, rank: int, *, owned_only: bool) -> Sum | None:
     transfers times the atoms of each.
     """
     values = _replay(schedule)[rank]
-    atoms = [atom for atom in range(schedule.num_atoms) if not owned_only or int(schedule.owners[atom]) == rank]
+    atoms = [atom for atom in range(schedule.num_atoms) if not owned_only or rank in schedule.owners[:, atom]]
     sums = {values[atom] for atom in atoms}
     return sums.pop() if len(sums) == 1 else None
 

@@ -136,7 +136,8 @@ class StageUpdater:
         return {
             f"{number}.{start}": bucket.gradients[start:stop]
             for number, bucket in enumerate(gradients.buckets)
-            for start, stop in self._collectives.bucket_schedules[bucket.index].owned
+            for ranges in self._collectives.bucket_schedules[bucket.index].owned
+            for start, stop in ranges
         }
 
     def update(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:

@@ -1,0 +1,221 @@
+"""An all-reduce that is cut at replicas: both parts do what they promise, and the second stays inside each replica."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+from schedule_trees import balanced_tree, trees
+
+from syncline.errors import ScheduleError, TopologyError
+from syncline.schedule import (
+    Collective,
+    Draft,
+    Layout,
+    Transfer,
+    Transfers,
+    plan_recursive_doubling,
+    plan_ring,
+    plan_tree,
+    plan_weighted_tree,
+    split,
+    verify,
+)
+from syncline.schedule.replicas import choose_replicas, find_replicas, split_in_replicas
+from syncline.topology import DirectedLink, Topology
+
+RACKS = Topology.load("two-racks-5-3")
+DEEP = Topology.load("deep-asymmetric")
+
+
+def parts_of(topology, replicate, plan=plan_tree):
+    return split_in_replicas(plan(topology, Collective.ALL_REDUCE), find_replicas(topology, replicate))
+
+
+def carried(schedule, topology, num_bytes):
+    return {str(link): count for link, count in schedule.link_bytes(topology, num_bytes).items()}
+
+
+@effort(max_examples=60)
+@given(trees(max_ranks=14), st.integers(0, 4), st.sampled_from([plan_tree, plan_weighted_tree]), st.integers(0, 700))
+def test_both_parts_of_random_trees_keep_their_promises(topology, level, plan, num_elements):
+    depth = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
+    replicas = find_replicas(topology, min(level, depth))
+    whole = plan(topology, Collective.ALL_REDUCE)
+    first, second = split_in_replicas(whole, replicas)
+    assert (first.collective, second.collective) == (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+    assert first.owners.tolist() == second.owners.tolist()
+    number = {rank: replica for replica, ranks in enumerate(replicas) for rank in ranks}
+    assert all(number[row.src] == number[row.dst] for row in second.transfers)
+    for layout in (Layout.build(first, num_elements, 200), Layout.aligned(first, [0, 3, 3, num_elements + 3], 200)):
+        reference.check(first, layout)
+        reference.check(second, layout)
+        for ranks in replicas:
+            owned = sorted(pair for rank in ranks for pair in layout.owned_ranges(first, rank))
+            assert sum(stop - start for start, stop in owned) == layout.num_elements
+            assert all(left[1] <= right[0] for left, right in pairwise(owned))
+    for link, num_bytes in carried(whole, topology, 9973).items():
+        assert carried(first, topology, 9973)[link] + carried(second, topology, 9973)[link] == num_bytes
+
+
+def test_one_replica_is_the_ordinary_split():
+    whole = plan_tree(DEEP, Collective.ALL_REDUCE)
+    halves = split_in_replicas(whole, find_replicas(DEEP, 0))
+    assert [half.digest for half in halves] == [half.digest for half in split(whole)]
+
+
+def test_two_racks_send_everything_once_each_way_before_the_step_and_nothing_after_it():
+    first, second = parts_of(RACKS, 1)
+    before, after = carried(first, RACKS, 9600), carried(second, RACKS, 9600)
+    for rack in ("rack-a", "rack-b"):
+        assert (before[f"{rack} up"], before[f"{rack} down"]) == (9600, 9600)
+        assert (after[f"{rack} up"], after[f"{rack} down"]) == (0, 0)
+    # Within a rack of n, a rank is sent all but its share of what the others of its rack own.
+    assert [after[f"h{rank} down"] for rank in range(8)] == [9600 * 4 // 5] * 5 + [9600 * 2 // 3] * 3
+    for rank, share in enumerate([5] * 5 + [3] * 3):
+        assert sum(stop - start for start, stop in Layout.build(first, 9600, 9600).owned_ranges(first, rank)) == (
+            9600 // share
+        )
+
+
+def test_three_racks_send_four_thirds_each_way():
+    topology = Topology.load("three-racks-uneven-uplinks")
+    first, second = parts_of(topology, 1)
+    racks = [child.name for child in topology.root.children]
+    for direction in ("up", "down"):
+        assert [carried(first, topology, 3600)[f"{rack} {direction}"] for rack in racks] == [4800] * 3
+        assert not any(carried(second, topology, 3600)[f"{rack} {direction}"] for rack in racks)
+
+
+def test_ranges_are_grouped_by_their_owners_elsewhere():
+    """Racks of two and of three divide at 1/2 and at thirds: who owns the first half owns two groups."""
+    first, _ = parts_of(balanced_tree([[1, 1], [1, 1, 1]]), 1)
+    layout = Layout.build(first, 600, 300)
+    assert layout.owned_ranges(first, 0) == ((0, 150), (300, 450))
+    assert layout.owned_alike(first, 0) == (((0, 100), (300, 400)), ((100, 150), (400, 450)))
+    assert layout.owned_alike(first, 3) == (((100, 150), (400, 450)), ((150, 200), (450, 500)))
+    alike, _ = parts_of(balanced_tree([[1, 1], [1, 1]]), 1)
+    assert [len(Layout.build(alike, 600, 300).owned_alike(alike, rank)) for rank in range(4)] == [1] * 4
+    assert Layout.build(alike, 0, 300).owned_alike(alike, 0) == ()
+
+
+def test_what_enters_a_replica_at_several_ranks_cannot_be_split():
+    replicas = find_replicas(RACKS, 1)
+    with pytest.raises(ScheduleError, match="the ring's all-gather enters one 2 times"):
+        split_in_replicas(plan_ring(RACKS, Collective.ALL_REDUCE), replicas)
+    with pytest.raises(ScheduleError, match="only an all_reduce with owners can be split"):
+        split_in_replicas(plan_recursive_doubling(RACKS, Collective.ALL_REDUCE), replicas)
+    first, _ = parts_of(RACKS, 1)
+    with pytest.raises(ScheduleError, match="only an all_reduce with owners can be split"):
+        split_in_replicas(first, replicas)
+
+
+def two_owners(rows, *, owners=((0,), (2,))):
+    return Draft(
+        collective=Collective.REDUCE_SCATTER,
+        num_ranks=4,
+        cuts=(0, 1),
+        transfers=Transfers.of(rows),
+        owners=np.array(owners),
+        planner="test",
+    )
+
+
+IN_LINE = [Transfer(0, rank, 0, 0, 1, True) for rank in (1, 2, 3)]  # at rank 0
+IN_PAIRS = [Transfer(0, 3, 2, 0, 1, True), Transfer(0, 0, 1, 0, 1, True), Transfer(1, 1, 2, 0, 1, True)]  # at rank 2
+
+
+def test_all_owners_of_a_range_add_in_the_same_order():
+    halves = [Transfer(0, 1, 0, 0, 1, True), Transfer(0, 3, 2, 0, 1, True)]
+    verify(two_owners([*halves, Transfer(1, 0, 2, 0, 1, True), Transfer(1, 2, 0, 0, 1, True)]))
+    verify(two_owners([*IN_LINE, Transfer(1, 0, 2, 0, 1, False)]))
+    with pytest.raises(
+        ScheduleError, match=r"rank 2 adds atom 0 \(\[0, 1\) of the data\) in another order than rank 0"
+    ):
+        verify(two_owners([*IN_LINE, *IN_PAIRS]))
+
+
+def test_every_owner_is_promised_the_result():
+    with pytest.raises(
+        ScheduleError, match="each owner of a range holds its result after reduce_scatter, but in rank 2"
+    ):
+        verify(two_owners(IN_LINE))
+    for owners, shape in ((np.zeros((0, 1)), r"\(0, 1\)"), (np.zeros((2, 2)), r"\(2, 2\)")):
+        with pytest.raises(ScheduleError, match=f"each of the 1 atoms needs an owner, not {shape}"):
+            verify(two_owners(IN_LINE, owners=owners))
+    with pytest.raises(ScheduleError, match="has rank 4 as its owner"):
+        verify(two_owners(IN_LINE, owners=((0,), (4,))))
+
+
+def test_what_several_owners_add_is_no_all_reduce_by_owners():
+    """Owners of several replicas need not have the same bits, so gathering from them proves nothing."""
+    rows = [*IN_LINE, *IN_PAIRS, Transfer(2, 0, 1, 0, 1, False), Transfer(2, 2, 3, 0, 1, False)]
+    with pytest.raises(ScheduleError, match="in another order than rank 0"):
+        verify(replace(two_owners(rows), collective=Collective.ALL_REDUCE))
+
+
+def test_replicas_are_found_by_every_name():
+    racks = ((0, 1, 2, 3, 4), (5, 6, 7))
+    for replicate in (1, ["rack-a", "rack-b"], ("rack-a", (7, 6, 5)), ((4, 0, 1, 2, 3), (5, 6, 7))):
+        assert find_replicas(RACKS, replicate) == racks
+    assert find_replicas(RACKS, ["rack-b", "rack-a"]) == racks[::-1]
+    assert find_replicas(RACKS, 0) == (tuple(range(8)),)
+    assert find_replicas(DEEP, "host") == (*((rank,) for rank in range(6)), (6, 7), (8,), (9,))
+    assert find_replicas(DEEP, 2) == ((0,), (1,), (2, 3, 4), (5, 6, 7), (8,), (9,))
+    assert find_replicas(RACKS, ["rack-a", "h5", "h6", "rank 7"]) == (racks[0], (5,), (6,), (7,))
+
+
+@pytest.mark.parametrize(
+    ("replicate", "reason"),
+    [
+        ("rack-a", "not 'rack-a'"),
+        (4, "not 4"),
+        (-1, "not -1"),
+        (True, "not True"),
+        (["rack-a"], "each rank is in one of them, but rank 5 is in 0, rank 6 is in 0, rank 7 is in 0"),
+        (["core", "h7"], "but rank 7 is in 2"),
+        ([(0, 1, 2, 3), (4, 5, 6, 7)], r"but ranks \[0, 1, 2, 3\] are not all ranks below one node"),
+        (["rack-c"], "has no node 'rack-c'"),
+        ([], "but rank 0 is in 0"),
+    ],
+)
+def test_what_is_no_replica_is_refused(replicate, reason):
+    with pytest.raises(TopologyError, match=reason):
+        find_replicas(RACKS, replicate)
+
+
+def test_the_refusal_says_what_there_is():
+    with pytest.raises(
+        TopologyError, match=r"from 0 \(the root\) to 3, names of switches or hosts \(core, rack-a, h0, "
+    ):
+        find_replicas(RACKS, "rack")
+
+
+def choice(topology):
+    whole = plan_tree(topology, Collective.ALL_REDUCE)
+    return choose_replicas(topology, 64 << 20, lambda replicas: split_in_replicas(whole, replicas)[1])
+
+
+def test_the_level_is_chosen_that_leaves_least_after_the_step():
+    assert choice(RACKS) == find_replicas(RACKS, 1)
+    assert choice(Topology.load("two-sites")) == find_replicas(Topology.load("two-sites"), 1)
+    hosts = balanced_tree([[4, 4], [4, 4]])
+    assert choice(hosts) == find_replicas(hosts, "host"), "within a host nothing limits"
+
+
+def test_nothing_is_replicated_where_that_gains_nothing():
+    assert choice(Topology.flat(8, rate=1e8)) == (tuple(range(8)),)
+    assert choice(Topology.flat(1)) == ((0,),)
+    assert choice(balanced_tree([1, 3])) == (tuple(range(4)),), "one of the replicas would keep everything"
+
+
+def test_a_link_in_the_way_of_both_parts_is_named_by_its_bytes():
+    first, second = parts_of(DEEP, 2)
+    whole = plan_tree(DEEP, Collective.ALL_REDUCE).link_bytes(DEEP, 5040)
+    uplink = DirectedLink("rack-a2", "up")
+    assert first.link_bytes(DEEP, 5040)[uplink] == whole[uplink]
+    assert second.link_bytes(DEEP, 5040)[uplink] == 0
