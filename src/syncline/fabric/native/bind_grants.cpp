@@ -29,10 +29,9 @@ std::unordered_map<int, GrantScheduler::Shares> shares_of(const py::dict& shares
         for (const py::handle link : links) {
             auto& share = known[link.ptr()];
             if (!share)
-                share = std::make_shared<LinkShare>(link.attr("part_bytes").cast<int64_t>(),
-                                                    link.attr("most_bytes").cast<int64_t>(),
-                                                    link.attr("least_bytes").cast<int64_t>(),
-                                                    link.attr("target_s").cast<double>());
+                share = std::make_shared<LinkShare>(
+                    link.attr("part_bytes").cast<int64_t>(), link.attr("most_bytes").cast<int64_t>(),
+                    link.attr("least_bytes").cast<int64_t>(), link.attr("target_s").cast<double>());
             found[peer.cast<int>()].push_back(share);
         }
     return found;

@@ -50,7 +50,8 @@ class LinkShare {
         if (now_s - granted_s > target_s_) {
             limit_bytes = std::max(std::min(part_bytes, limit_bytes), limit_bytes - num_bytes / 2);
         } else if (limit_bytes < part_bytes) {
-            limit_bytes = std::min(part_bytes, limit_bytes + std::max<int64_t>(1, num_bytes * SEGMENT_BYTES / (LENGTHS * limit_bytes)));
+            limit_bytes = std::min(
+                part_bytes, limit_bytes + std::max<int64_t>(1, num_bytes * SEGMENT_BYTES / (LENGTHS * limit_bytes)));
         } else if (!waiting.empty()) {
             const int64_t grown_bytes = std::max<int64_t>(1, num_bytes * quantum_bytes(0) / limit_bytes);
             limit_bytes = std::min(most_bytes_, limit_bytes + grown_bytes);
