@@ -55,21 +55,24 @@ def check_crash(run_fleets: Any, folder: Path, whole: list[Any], **crash: Any) -
 
 
 @pytest.mark.parametrize(
-    ("world", "options", "stride", "share"),
-    [(2, {}, 2, 1.0), (4, OPTIONS, 9, 0.9)],
+    ("world", "options", "stride", "share", "latest"),
+    [(2, {}, 2, 1.0, 2), (4, OPTIONS, 9, 0.9, 1)],
     ids=["pair", "pairs, clipping, spilling"],
 )
 def test_a_crash_in_any_operation(
-    world: int, options: dict[str, Any], stride: int, share: float, run_fleets: Any, tmp_path: Path
+    world: int, options: dict[str, Any], stride: int, share: float, latest: int, run_fleets: Any, tmp_path: Path
 ) -> None:
-    """``share``: what is spilled is removed without a write if it was used before, so operations may be fewer."""
+    """``share``: what is spilled is removed without a write if it was used before, so operations may be fewer.
+
+    ``latest``: the step from which the last of the crashes lets training go on; clipping puts updates off.
+    """
     whole = run_fleets(world, lambda fleet: train(fleet, tmp_path / "whole", **options))
     begun = [
         check_crash(run_fleets, tmp_path / str(last), whole, last=last, crashes=last % world, **options)
         for last in range(1, int(min(one[1] for one in whole) * share) + 1, stride)
     ]
     assert min(begun) == 0
-    assert max(begun) >= 2
+    assert max(begun) >= latest
 
 
 def test_one_more_step_is_made_after_the_end(run_fleets: Any, tmp_path: Path) -> None:
