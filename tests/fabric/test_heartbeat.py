@@ -37,7 +37,7 @@ def read_until(native_transport, is_enough, also=lambda: None):
         also()
         native_transport.poll()
         while (event := native_transport.next_event()) is not None:
-            kind, _, tag, number, _, text, _ = event
+            kind, _, tag, number, _, text = event
             assert kind == FRAME, event
             frames.append((number, tag, text))
         native_transport.finish()

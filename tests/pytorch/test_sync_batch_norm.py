@@ -250,7 +250,7 @@ def test_ranks_cannot_join_with_it(run_fleets: Any) -> None:
         inner = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
         model, _ = distribute(inner, torch.optim.SGD(inner.parameters(), lr=0.1), fleet=fleet)
         with (
-            pytest.raises(UpdateError, match=r"forward pass of '1', a SyncBatchNorm, waits for every rank"),
+            pytest.raises(UpdateError, match=r"that of '1', a SyncBatchNorm, waits for every rank"),
             join(model),
         ):
             pass
