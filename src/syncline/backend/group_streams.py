@@ -1,7 +1,8 @@
 """Which streams of the world's connections are a group's: its first rank takes a range, and tells the others.
 
-Only the members of a group talk about it, through the store, so that groups are made at once, in any order, and
-although another one has failed. Keys carry a token of the world, which no earlier world in the same store has had.
+Only the members of a group talk about it, through the store, so that disjoint groups are made at once, and groups are
+made although another one has failed; two ranks make the groups that they share in one order, as PyTorch asks. Keys
+carry a token of the world, which no earlier world in the same store has had.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def show_step(plan: StepPlan, console: Console) -> None:
     )
     console.print(candidate_table(plan))
     console.print(share_table(plan))
-    verdict = "pays" if plan.overlap_pays else "gains nothing"
+    verdict = "pays" if plan.overlap_pays else "gains little"
     console.print(
         f"step_in_backward {verdict}: {format_duration(first.overlapped_s)} with both directions at once, "
         f"{format_duration(first.time_s)} one after the other"
