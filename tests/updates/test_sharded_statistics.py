@@ -10,8 +10,14 @@ import pytest
 from syncline.updates.sharded_statistics import ShardedStatistics
 
 
-def schedules(*owned: tuple[int, ...]) -> Any:
-    return [SimpleNamespace(num_owned=numbers) for numbers in owned]
+def schedules(*owned: tuple[int, ...], num_replicas: int = 1) -> Any:
+    replicas = tuple((rank,) for rank in range(num_replicas)) if num_replicas > 1 else ()
+    return [
+        SimpleNamespace(
+            num_owned=numbers, layout=SimpleNamespace(num_elements=sum(numbers) // num_replicas), replicas=replicas
+        )
+        for numbers in owned
+    ]
 
 
 def test_elements_of_all_buckets_are_counted() -> None:
@@ -27,6 +33,12 @@ def test_even_shares_are_said_once() -> None:
     assert str(ShardedStatistics.of(schedules((50, 50)), {"h0": 1.0})) == (
         'portions="given": each rank owns 50.0 % of 100 elements'
     )
+
+
+def test_each_replica_owns_all_elements() -> None:
+    counted = ShardedStatistics.of(schedules((60, 60, 40, 40), num_replicas=2), "balanced")
+    assert (counted.shares, counted.num_replicas) == ((0.6, 0.6, 0.4, 0.4), 2)
+    assert str(counted).startswith("2 replicas: of 100 elements ranks own 40.0 % to 60.0 %")
 
 
 @pytest.mark.parametrize(("portions", "explains"), [("balanced", True), ("fastest", False)])
