@@ -17,6 +17,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from syncline.schedule import CostModel, plan_sharded_step, predict_sharded_step, sharded_step_bound
+from syncline.schedule.step_candidates import BALANCED
 from syncline.topology import Topology
 from syncline.topology.shipped import shipped_names
 
@@ -24,7 +25,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "schedule"))
 from schedule_trees import trees
 
 NUM_BYTES = 64 << 20
-BALANCED = 1.25
 FAR = 1.1
 LINKS_ALONE = CostModel.of_links_alone()
 

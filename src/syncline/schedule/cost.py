@@ -182,12 +182,8 @@ def predict(
     >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
     1.0
     """
-    if schedule.num_ranks != topology.num_ranks or num_bytes < 0 or min(slice_bytes, first_slice_bytes or 1) < 1:
-        raise ScheduleError(
-            f"a prediction needs a schedule and a topology of as many ranks, at least 0 bytes and slices of 1 or more; "
-            f"not {schedule.num_ranks} and {topology.num_ranks} ranks, {num_bytes} and {slice_bytes} bytes"
-        )
     draft = schedule.draft if isinstance(schedule, Schedule) else schedule
+    _check(draft, topology, num_bytes, min(slice_bytes, first_slice_bytes or slice_bytes))
     num_slices = max(1, -(-num_bytes // slice_bytes))
     even_bytes = num_bytes / num_slices
     first_bytes = min(first_slice_bytes or even_bytes, even_bytes)
@@ -213,6 +209,14 @@ def predict(
         rank_s=float(pipeline.rank_s.max()) * num_slices,
         processor_s=pipeline.processors_s * num_slices,
     )
+
+
+def _check(draft: Draft, topology: Topology, num_bytes: int, slice_bytes: int) -> None:
+    if draft.num_ranks != topology.num_ranks or num_bytes < 0 or slice_bytes < 1:
+        raise ScheduleError(
+            f"a prediction needs a schedule and a topology of as many ranks, at least 0 bytes and slices of 1 or more; "
+            f"not {draft.num_ranks} and {topology.num_ranks} ranks, {num_bytes} and {slice_bytes} bytes"
+        )
 
 
 def _fill(first: _Pipeline, pipeline: _Pipeline, part: float) -> float:

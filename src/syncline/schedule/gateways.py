@@ -49,7 +49,4 @@ def speaking(topology: Topology) -> Topology:
     >>> speaking(Topology.parse("{host: a, ranks: 3, gateway: one}")).num_ranks
     1
     """
-    behind = topology.gateways
-    return (
-        topology.restricted([rank for rank in range(topology.num_ranks) if rank not in behind]) if behind else topology
-    )
+    return topology.restricted(topology.speakers) if topology.gateways else topology

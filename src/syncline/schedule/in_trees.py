@@ -37,6 +37,7 @@ from syncline.errors import ScheduleError
 from syncline.schedule.bound import branch_of
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.gateways import speaking
 from syncline.schedule.step_flow import STEP, Flow, solve_step_flow
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.topology import Topology
@@ -74,8 +75,7 @@ def draft_with_owners(
     """
     _check_owners(topology, collective, owners)
     runs = [(rank, weight) for rank, weight in owners if weight > 0]
-    speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
-    among = topology.restricted(speakers) if topology.gateways else topology
+    speakers, among = topology.speakers, speaking(topology)
     place = {rank: number for number, rank in enumerate(speakers)}
     inner = [(place[rank], weight) for rank, weight in runs]
     if flow is None:

@@ -18,6 +18,7 @@ from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
 from syncline.schedule.draft import Draft
+from syncline.schedule.gateways import speaking
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
 from syncline.schedule.planners import PLANNERS, is_worth_drawing
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
@@ -32,8 +33,8 @@ MOST_RANKS = 256
 _MOST_TRANSFERS = 1 << 14
 """Of each half; only the least number of atoms, one for each rank, may take more."""
 _ATOMS_PER_RANK = (1, 2, 4, 8)
-_BALANCED = 1.25
-_MAY_TAKE = 1.1
+BALANCED, MAY_TAKE = 1.25, 1.1
+"""How many times its equal share a rank may own where portions are balanced, and how much longer a step may be so."""
 _CAP_GROWTH = 1.15
 _CLOSE_ENOUGH = 1.01
 _ROUNDING = 1e-6
@@ -104,8 +105,7 @@ class _Search:
         self._num_bytes = num_bytes
         self._slice_bytes = slice_bytes
         self._cost = cost
-        self._speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
-        self._among = topology.restricted(self._speakers) if topology.gateways else topology
+        self._speakers, self._among = topology.speakers, speaking(topology)
         self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
         self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
 
@@ -116,7 +116,7 @@ class _Search:
     def balanced(self, limits: Sequence[float]) -> list[Candidate]:
         """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
         best = self.fastest(limits)
-        allowed_s = best[0][1].time_s * _MAY_TAKE
+        allowed_s = best[0][1].time_s * MAY_TAKE
         most = max(shares_of(best[0][0][0]))
         capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
         for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
@@ -214,7 +214,7 @@ def _fits(draft: Draft, limits: Sequence[float]) -> bool:
 
 def _caps(num_ranks: int) -> Iterator[float]:
     """Yield what a rank may own, from a little more than its equal share to everything."""
-    cap = _BALANCED / num_ranks
+    cap = BALANCED / num_ranks
     while cap < 1:
         yield cap
         cap *= _CAP_GROWTH

@@ -147,6 +147,15 @@ class Topology:
         return MappingProxyType(self._index.gateways)
 
     @property
+    def speakers(self) -> tuple[int, ...]:
+        """The ranks that speak to other hosts themselves, ascending: all but those behind :attr:`gateways`.
+
+        >>> syncline.Topology.parse("{host: a, ranks: 3, gateway: one}").speakers
+        (0,)
+        """
+        return tuple(rank for rank in range(self.num_ranks) if rank not in self._index.gateways)
+
+    @property
     def helpers(self) -> tuple[int, ...]:
         """The ranks without training data, ascending: the first of each host with ``gateway: helper``."""
         return tuple(sorted(host.ranks[0].rank for host in self.hosts if host.gateway == "helper"))

@@ -27,7 +27,7 @@ from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, fin
 from syncline.topology import Topology
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
-from syncline.updates.parameter_owners import Cost, assign_balanced, assign_parameters
+from syncline.updates.parameter_owners import Cost, assign_parameters
 
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint element ranges (start, stop)."""
@@ -117,8 +117,8 @@ def _steps_of_buckets(
     if not options.whole_parameters:
         return lambda plan: step_of(_size_class(plan.num_bytes))
     shares = step_of(max(_size_class(plan.num_bytes) for plan in plans)).shares
-    assign = assign_balanced if portions == "balanced" else assign_parameters
-    owners = assign(topology, plans, shares, cost=options.cost, most=most)
+    is_balanced = portions == "balanced"
+    owners = assign_parameters(topology, plans, shares, cost=options.cost, most=most, is_balanced=is_balanced)
     owned_by = cache(partial(_step_of_owners, topology))
     return lambda plan: owned_by(_runs(plan.slots, owners[plan.index]))
 

@@ -102,8 +102,7 @@ def _room(host: Host, fixed_bytes: int) -> float:
 
 def _num_owners(topology: Topology) -> list[int]:
     """Return for each rank how many ranks of its host may own something; 0 for one that may not itself."""
-    owners = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
-    by_host = Counter(topology.host_of(rank).name for rank in owners)
+    by_host = Counter(topology.host_of(rank).name for rank in topology.speakers)
     return [
         0 if rank in topology.gateways else by_host[topology.host_of(rank).name] for rank in range(topology.num_ranks)
     ]

@@ -41,7 +41,6 @@ class _PendingUpdate:
     number: int
     options: tuple[dict[str, Any], ...]
     """Hyper-parameters of each group, as the pass began."""
-    weight: float = 0.0
     expected: float = 1.0
     weights: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     weighed: Work | None = None
@@ -99,7 +98,7 @@ class InBackwardUpdater(ShardedUpdater):
     def weigh(self, weight: float, expected: float) -> None:
         """Keep what turns sums into means."""
         pending = self._under_way
-        pending.weight, pending.expected = weight, expected
+        pending.expected = expected
         pending.weights[0] = weight
 
     def reduce(self, bucket: Bucket) -> None:
@@ -108,9 +107,6 @@ class InBackwardUpdater(ShardedUpdater):
 
     def reduce_early(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and let its update follow."""
-        if not self._under_way.weight:
-            self.reduce(bucket)
-            return
         self._prepare_after(bucket, self._reduce(bucket), None)
 
     def finish_backward(self, report: PendingReport) -> None:

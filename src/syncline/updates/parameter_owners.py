@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 from syncline.errors import ConfigurationError
 from syncline.schedule import Collective, lower_bound
+from syncline.schedule.gateways import speaking
+from syncline.schedule.step_candidates import BALANCED, MAY_TAKE
 from syncline.schedule.step_flow import solve_step_flow
 from syncline.topology import Node, Topology
 from syncline.updates.bucket import BucketPlan, Slot
 
-BALANCED, MAY_TAKE = 1.25, 1.1
-"""How many times its even share a rank may own where portions are balanced, and how much longer a step may be so."""
+Owners = tuple[tuple[int, ...], ...]
+"""For each bucket the owner of each of its parameters, in order."""
 Cost = Callable[[tuple[int, ...]], float]
 """From the shape of a parameter to what its update costs, in any unit."""
 
@@ -42,46 +44,38 @@ def assign_parameters(
     *,
     cost: Cost = math.prod,
     most: Sequence[float] | None = None,
-) -> tuple[tuple[int, ...], ...]:
+    is_balanced: bool = False,
+) -> Owners:
     """Return for each bucket the owner of each of its parameters, in order; the same on every rank.
 
     ``shares`` is what each rank should have of the sum of costs, and ``most`` what it may have of all elements: a rank
-    that is full gets no more, while others are not. Raises :class:`ConfigurationError` for a cost that is no number of
-    0 or more.
+    that is full gets no more, while others are not. With ``is_balanced`` no rank has more than 1.25 / N of all
+    elements, or the largest share, where parameters are small enough; as with parameters that are cut, this must not
+    make the links take more than 10 % longer, else ranks own more. Raises :class:`ConfigurationError` for a cost that
+    is no number of 0 or more.
     """
-    slots = [(plan.index, number, slot) for plan in plans for number, slot in enumerate(plan.slots)]
-    costs = [_checked(cost, slot) for _, _, slot in slots]
-    num_elements = sum(slot.num_elements for _, _, slot in slots)
-    tree = _Tree(topology, shares, [part * num_elements for part in most or [math.inf] * topology.num_ranks])
-    owners = {plan.index: [0] * len(plan.slots) for plan in plans}
-    for place in sorted(range(len(slots)), key=lambda place: (-costs[place], place)):
-        bucket, number, slot = slots[place]
-        owners[bucket][number] = tree.take(costs[place], slot.num_elements)
-    return tuple(tuple(owners[plan.index]) for plan in plans)
+    slots = [(plan.index, slot) for plan in plans for slot in plan.slots]
+    costs = [_checked(cost, slot) for _, slot in slots]
+    num_elements = sum(slot.num_elements for _, slot in slots)
 
+    def assign(limits: Sequence[float]) -> Owners:
+        tree = _Tree(topology, shares, [part * num_elements for part in limits])
+        order = sorted(range(len(slots)), key=lambda place: (-costs[place], place))
+        taken = {place: tree.take(costs[place], slots[place][1].num_elements) for place in order}
+        in_order = iter(taken[place] for place in range(len(slots)))
+        return tuple(tuple(next(in_order) for _ in plan.slots) for plan in plans)
 
-def assign_balanced(
-    topology: Topology,
-    plans: Sequence[BucketPlan],
-    shares: Sequence[float],
-    *,
-    cost: Cost = math.prod,
-    most: Sequence[float] | None = None,
-) -> tuple[tuple[int, ...], ...]:
-    """Do so with at most 1.25 / N of all elements for a rank, or the largest share, where parameters are small enough.
-
-    As with parameters that are cut, this must not make the links take more than 10 % longer; else ranks own more.
-    """
-    free = assign_parameters(topology, plans, shares, cost=cost, most=most)
+    free = assign(most or [math.inf] * topology.num_ranks)
+    if not is_balanced:
+        return free
     limit = max(BALANCED / topology.num_ranks, *shares)
-    limits = [min(limit, part) for part in most or [1.0] * topology.num_ranks]
-    even = assign_parameters(topology, plans, shares, cost=cost, most=limits)
+    even = assign([min(limit, part) for part in most or [1.0] * topology.num_ranks])
     if even == free or _links_s(topology, plans, even) <= MAY_TAKE * _links_s(topology, plans, free):
         return even
     return free
 
 
-def _links_s(topology: Topology, plans: Sequence[BucketPlan], owners: Sequence[Sequence[int]]) -> float:
+def _links_s(topology: Topology, plans: Sequence[BucketPlan], owners: Owners) -> float:
     """Return how long the links take at least for each byte of a step with these owners."""
     if not lower_bound(topology, Collective.REDUCE_SCATTER, 1):
         return 0.0
@@ -89,9 +83,8 @@ def _links_s(topology: Topology, plans: Sequence[BucketPlan], owners: Sequence[S
     for plan, ranks in zip(plans, owners, strict=True):
         for slot, rank in zip(plan.slots, ranks, strict=True):
             owned[rank] += slot.num_elements
-    speakers = [rank for rank in range(topology.num_ranks) if rank not in topology.gateways]
-    shares = [owned[rank] / sum(owned) for rank in speakers]
-    return solve_step_flow(topology.restricted(speakers), [(share, share) for share in shares]).seconds
+    shares = [owned[rank] / sum(owned) for rank in topology.speakers]
+    return solve_step_flow(speaking(topology), [(share, share) for share in shares]).seconds
 
 
 class _Tree:

@@ -115,7 +115,7 @@ class Updater(ABC):
         """
 
     def reduce_early(self, bucket: Bucket) -> None:
-        """Do so in the middle of a pass, in which this rank has made a gradient for each parameter of the bucket."""
+        """Do so in the middle of a pass that counts, and has made a gradient of each of the bucket's parameters."""
         self.reduce(bucket)
 
     @abstractmethod

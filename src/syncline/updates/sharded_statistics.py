@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from syncline.schedule.step_candidates import BALANCED
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.host_portions import Portions
-from syncline.updates.parameter_owners import BALANCED
 
 _ALIKE = 0.01
 _MOST_LISTED = 16
