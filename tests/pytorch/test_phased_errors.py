@@ -192,6 +192,21 @@ def test_a_partner_that_makes_fewer_steps_is_named(run_fleets: Any) -> None:
     assert "rank 0 (host memory) closed its fleet, but the forward of stage 1 needs its part" in told[1]
 
 
+def test_what_a_partner_sent_before_it_left_is_used(run_fleets: Any) -> None:
+    """Both micro-batches, and what it says of its batch: the first receive of either comes after it has left."""
+
+    def body(fleet: Any) -> torch.Tensor | None:
+        trainer = phase(make_stages(2), adam, loss=squared, fleet=fleet, micro_batches=2)
+        if fleet.rank:
+            driver = trainer._driver
+            with driver._changed:
+                assert driver._changed.wait_for(lambda: driver._left is not None, 60)
+        return trainer.evaluate(make_batches(1, 1)[0][0][0])
+
+    seen = run_fleets(2, body)
+    assert torch.equal(seen[1], nn.Sequential(*make_stages(2))(make_batches(1, 1)[0][0][0]))
+
+
 def test_a_rank_that_fails_is_named_by_its_partner_and_the_other_pairs(run_fleets: Any) -> None:
     class Failing(nn.Linear):
         def forward(self, values: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,6 @@ FETCH_BYTES = 64 << 10
 """Up to here a sender does not wait for a receiver: what nobody asked for yet is fetched."""
 FETCH_BUDGET_BYTES = 4 << 20
 """How much of each rank's messages is fetched before somebody asks."""
-LAST_WORDS_S = 0.5
-"""What a rank sent before it left is delivered until it has been quiet for so long."""
 URGENCY = 0
 _HEADS, _BODIES = range(2)
 
@@ -303,20 +301,9 @@ class PointToPoint:
             self._fail_all(error)
             self._port.close()  # its receives would stay with the connections of the world
         elif isinstance(error, PeerLeftError):
-            self._hear_out(peer, error, self._num_heads[peer])
+            self._port.hear_out(lambda: self._num_heads[peer], partial(self._fail_peer, peer, error))
         else:
             self._fail_peer(peer, error)
-
-    def _hear_out(self, peer: int, error: Exception, num_heads: int) -> None:
-        """Fail a rank that left once no head of it has come for a while: all that it sent is in this process."""
-
-        def again() -> None:
-            if self._num_heads[peer] == num_heads:
-                self._fail_peer(peer, error)
-            else:
-                self._hear_out(peer, error, self._num_heads[peer])
-
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, again)
 
     def _fail_peer(self, peer: int, error: Exception) -> None:
         self._gone[peer] = error

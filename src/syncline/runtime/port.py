@@ -7,6 +7,7 @@ send to itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from syncline.runtime.work import Work
 
 T = TypeVar("T")
 
+LAST_WORDS_S = 0.5
+"""What a rank sent before it left is delivered until it has been quiet for so long."""
 BULK_CLASS = MAX_CLASSES - 1
 """A message of this class goes on the last one that is open: what is on class 0 overtakes it in the switches too."""
 
@@ -168,6 +171,23 @@ class Port:
                 on_received()
 
         self._fabric.receive(peer, tag, destination, signature=self._signature, urgency=urgency, on_received=received)
+
+    def hear_out(self, count: Callable[[], int], then: Callable[[], None]) -> None:
+        """Call ``then`` when what ``count`` counts has not grown for a while; on the loop's thread.
+
+        For messages of a rank that has left: all that it sent is in this process, and is delivered one after another.
+        """
+        num_heard = count()
+
+        def look() -> None:
+            if self._is_closed:
+                return
+            if count() == num_heard:
+                then()
+            else:
+                self.hear_out(count, then)
+
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, look)
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a receive; its destination is not written any more."""

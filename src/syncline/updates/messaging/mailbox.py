@@ -30,10 +30,21 @@ class MessageStream:
     """Messages of some kinds: for each peer and kind they are numbered, and received by number.
 
     ``epoch`` tells streams apart that follow each other under one number; it is below 2**14, and a kind below 2**16.
+    With ``even_if_lost``, what a rank had sent before it was lost is still received.
     """
 
-    def __init__(self, port: Port, stream: int, *, urgency: int, connection_class: int = 0, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        port: Port,
+        stream: int,
+        *,
+        urgency: int,
+        connection_class: int = 0,
+        epoch: int = 0,
+        even_if_lost: bool = False,
+    ) -> None:
         self.port = port
+        self._even_if_lost = even_if_lost
         self.epoch = epoch
         self.is_retired = False
         self._stream = stream
@@ -53,7 +64,8 @@ class MessageStream:
     def receive(self, peer: int, kind: int, into: memoryview, on_received: Done) -> None:
         """Let the peer's next message of that kind land in ``into``."""
         tag = self._next_tag(self._num_received, peer, kind)
-        self.port.receive(peer, tag, into, urgency=self._urgency, on_received=self._unless_retired(on_received))
+        received = self._unless_retired(on_received)
+        self.port.receive(peer, tag, into, urgency=self._urgency, on_received=received, even_if_lost=self._even_if_lost)
 
     def cancel(self, peer: int, kind: int) -> None:
         """Forget the receive that was posted last; its memory is not written any more."""

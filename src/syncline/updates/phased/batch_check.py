@@ -97,7 +97,7 @@ class BatchCheck:
         """Calls in which both ranks were found to have been given the same."""
         self._port = port
         self._partner = partner
-        notes = MessageStream(port, stream, urgency=-1)
+        notes = MessageStream(port, stream, urgency=-1, even_if_lost=True)
         self._mailbox = Mailbox(
             notes,
             notes,

@@ -58,6 +58,8 @@ class PairDriver(Driver):
         self._next: Phase | None = None
         self._is_listening = False
         """A receive is posted."""
+        self._is_silent = False
+        """The partner has left by itself, and all that it sent before has been received."""
         self._early: Message | None = None
         """What was sent for a pass that has not begun here."""
         self._outgoing: Message | None = None
@@ -67,8 +69,9 @@ class PairDriver(Driver):
         self._waiting_s = {"input": 0.0, "spilled input": 0.0, "parameters": 0.0, "update": 0.0, "sending": 0.0}
         self._stage_driver = StageDriver(setting, self._phases, tell=self._tell, on_failure=self.fail)
         self._storage = setting.storage
-        messages = MessageStream(setting.port, setting.stream, urgency=-1)
+        messages = MessageStream(setting.port, setting.stream, urgency=-1, even_if_lost=True)
         self._mailbox = Mailbox(messages, messages, decode=decode, on_message=self._on_message, on_lost=self._lose)
+        self._num_heard = 0
         self._num_unsent = 0
         """Messages that are on their way, whose memory is not to be used for something else."""
         self._batches = BatchCheck(
@@ -221,7 +224,7 @@ class PairDriver(Driver):
 
     def _is_left_alone(self) -> bool:
         self._check_message()
-        return self._left is not None and "input" in self._phases.awaited()
+        return self._is_silent and "input" in self._phases.awaited()
 
     def _check_message(self) -> None:
         """Refuse a message of another call; every call of the partner has its counterpart here."""
@@ -317,6 +320,7 @@ class PairDriver(Driver):
     def _on_message(self, _: int, message: Message) -> None:
         with self._changed:
             self._is_listening = False
+            self._num_heard += 1
             self._early = message
             if self._failure is None:
                 self._take_early()
@@ -341,8 +345,22 @@ class PairDriver(Driver):
     def _listen(self) -> None:
         """Receive the next message, if there is room for it; with the lock held."""
         if not self._is_listening and self._early is None and self._phases.inputs.has_room:
-            self._is_listening = True
-            self._port.call_soon(self._mailbox.listen, self._setting.partner)
+            self._is_listening, self._is_silent = True, False
+            self._port.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Let the partner's next message come; on the loop's thread."""
+        self._mailbox.listen(self._setting.partner)
+        if self._left is not None:
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        self._port.hear_out(lambda: self._num_heard, self._on_silence)
+
+    def _on_silence(self) -> None:
+        with self._changed:
+            self._is_silent = self._is_listening
+            self._changed.notify_all()
 
     def _wake(self) -> None:
         with self._changed:
@@ -355,7 +373,8 @@ class PairDriver(Driver):
             self._batches.partner_is_lost()
         if not has_left:
             self.fail(error)
-        self._wake()
+        elif peer == self._setting.partner:
+            self._hear_out()
 
     @property
     def _left(self) -> Exception | None:
