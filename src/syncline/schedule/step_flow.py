@@ -26,7 +26,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 
@@ -165,50 +164,54 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Program:
-    """Rows of a linear programme, in lists: minimise ``costs``, all variables at least 0 and within their bounds."""
+    """A linear programme, row by row: minimise ``costs``, all variables at least 0 and within their bounds."""
 
     num_columns: int
     costs: Floats = field(init=False)
     highest: Floats = field(init=False)
     lowest: Floats = field(init=False)
-    _rows: dict[bool, tuple[list[int], list[int], list[float], list[float]]] = field(init=False)
+    _columns: list[int] = field(default_factory=list)
+    _factors: list[float] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=lambda: [0])
+    _least: list[float] = field(default_factory=list)
+    _most: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.costs, self.lowest = np.zeros(self.num_columns), np.zeros(self.num_columns)
         self.highest = np.full(self.num_columns, np.inf)
-        self._rows = {is_equal: ([], [], [], []) for is_equal in (True, False)}
 
     def add(self, terms: Sequence[tuple[int, float]], value: float = 0.0, *, is_equal: bool = False) -> None:
         """Add a row: the sum of column times factor is at most, or is equal to, the value."""
-        rows, columns, factors, values = self._rows[is_equal]
-        rows += [len(values)] * len(terms)
-        columns += [column for column, _ in terms]
-        factors += [factor for _, factor in terms]
-        values.append(value)
+        self._columns += [column for column, _ in terms]
+        self._factors += [factor for _, factor in terms]
+        self._starts.append(len(self._columns))
+        self._least.append(value if is_equal else -np.inf)
+        self._most.append(value)
 
     def solve(self) -> Floats:
         """Return the values of all variables."""
-        from scipy.optimize import linprog  # takes a third of a second to import, and most programs never plan
+        import highspy  # most programs never plan
 
-        matrices: dict[str, Any] = {}
-        for is_equal, names in ((True, ("A_eq", "b_eq")), (False, ("A_ub", "b_ub"))):
-            matrices |= dict(zip(names, self._matrix(is_equal), strict=True))
-        bounds = np.stack([self.lowest, self.highest], axis=1)
-        found = linprog(self.costs, **matrices, bounds=bounds, method="highs")
-        if found.x is None:
+        lp = highspy.HighsLp()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        lp.num_col_, lp.num_row_ = self.num_columns, len(self._most)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.costs, self.lowest, self.highest
+        lp.row_lower_, lp.row_upper_ = np.array(self._least), np.array(self._most)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_ = np.array(self._starts), np.array(self._columns)
+        lp.a_matrix_.value_ = np.array(self._factors)
+        # One thread and one method: every rank solves it for itself, and all must find the same.
+        for option, value in (("output_flag", False), ("threads", 1), ("parallel", "off"), ("solver", "simplex")):
+            solver.setOptionValue(option, value)
+        solver.passModel(lp)
+        solver.run()
+        status = solver.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
             raise ScheduleError(
-                f"no shares of a sharded step are within the limits ({found.message}); let ranks own more"
+                f"no shares of a sharded step are within the limits ({solver.modelStatusToString(status)}); let ranks "
+                "own more"
             )
-        values: Floats = found.x
-        return values
-
-    def _matrix(self, is_equal: bool) -> tuple[Any, Any]:
-        from scipy.sparse import csr_array
-
-        rows, columns, factors, values = self._rows[is_equal]
-        if not values:
-            return None, None
-        return csr_array((factors, (rows, columns)), shape=(len(values), self.num_columns)), np.array(values)
+        return np.array(solver.getSolution().col_value)
 
 
 def _divide(program: _Program, layout: _Columns, limits: Limits) -> None:
