@@ -7,6 +7,7 @@ import os
 from syncline import Fleet
 from syncline.schedule import Collective, CostModel, Schedule, lower_bound, predict
 from syncline.schedule.ownership import Target
+from syncline.schedule.sharded_step import plan_sharded_step, predict_sharded_step
 
 
 def wire_bound_s(fleet: Fleet, collective: Collective, num_bytes: int, *, target: Target = "balanced") -> float:
@@ -27,5 +28,16 @@ def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
         num_bytes,
         fleet.communicator.slice_bytes,
         first_slice_bytes=fleet.communicator.layout(schedule, num_bytes, 1).slices[0][-1] if is_ramped else None,
-        cost=CostModel.of_emulated_network(len(os.sched_getaffinity(0))),
+        cost=_cost(),
     ).time_s
+
+
+def predicted_step_s(fleet: Fleet, num_bytes: int) -> float:
+    """Return what the model says of the two halves of a sharded step, on this machine's processors."""
+    step = plan_sharded_step(fleet.topology, num_bytes)
+    prediction = predict_sharded_step(step, fleet.topology, num_bytes, fleet.communicator.slice_bytes, cost=_cost())
+    return prediction.time_s
+
+
+def _cost() -> CostModel:
+    return CostModel.of_emulated_network(len(os.sched_getaffinity(0)))

@@ -99,6 +99,8 @@ OWN: Mapping[str, Callable[[ModelShape], Trainee]] = MappingProxyType(
         "Syncline AllReduce": syncline_all_reduce,
     }
 )
+DIVIDED = frozenset({"Syncline Sharded", "Syncline Sharded, overlap_forward"})
+"""Those of them that reduce-scatter gradients and all-gather parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 from syncline import Fleet
-from syncline.bench.ranks.bounds import predicted_s, wire_bound_s
+from syncline.bench.ranks.bounds import predicted_s, predicted_step_s, wire_bound_s
 from syncline.bench.ranks.link_meter import Carried, LinkMeter
-from syncline.bench.ranks.methods import OWN, PEERS, PERIOD, Trainee
+from syncline.bench.ranks.methods import DIVIDED, OWN, PEERS, PERIOD, Trainee
 from syncline.bench.ranks.model import build_batch
 from syncline.bench.ranks.timing import measure_rounds
 from syncline.bench.rows import COMPUTE_ALONE, Row
@@ -59,7 +59,7 @@ def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carrie
         method=name,
         times_s=seconds,
         bound_s=wire_bound_s(fleet, Collective.ALL_REDUCE, num_bytes),
-        predicted_s=_predict_wire(fleet, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
+        predicted_s=_predict_wire(fleet, name, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
         link_bytes=per_step.link_bytes,
         sent_bytes=per_step.sent_bytes,
         num_dropped=per_step.num_dropped,
@@ -71,8 +71,10 @@ def _with_compute(row: Row, compute_s: float) -> Row:
     return Row.from_dict({**row.to_dict(), "compute_s": compute_s})
 
 
-def _predict_wire(fleet: Fleet, num_bytes: int) -> float:
+def _predict_wire(fleet: Fleet, name: str, num_bytes: int) -> float:
     """Predict the communication of one step alone, as if its buckets were one."""
+    if name in DIVIDED:
+        return predicted_step_s(fleet, num_bytes)
     schedule = fleet.communicator.plan(Collective.ALL_REDUCE, num_bytes)
     return predicted_s(fleet, schedule, num_bytes)
 
