@@ -51,6 +51,18 @@ def link_bytes(
     return total
 
 
+def busiest_s(topology: Topology, plans: tuple[BucketPlan, ...], schedules: tuple[BucketSchedule, ...]) -> float:
+    """Add up how long the busiest link of each half carries something."""
+    seconds = 0.0
+    for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
+        busy: Counter[Any] = Counter()
+        for one, bucket in zip(schedules, plans, strict=True):
+            busy.update(one.schedules[half].link_bytes(topology, bucket.num_bytes))
+        rates = {link: getattr(topology.node(link.child).link, f"{link.direction}_bytes_per_s") for link in busy}
+        seconds += max(num_bytes / rates[link] for link, num_bytes in busy.items())
+    return seconds
+
+
 def test_equal_matrices_are_divided_equally() -> None:
     for name in ("flat-8", "two-racks-5-3", "two-sites"):
         topology = Topology.load(name)
@@ -70,6 +82,7 @@ def test_links_carry_what_they_do_with_parameters_that_are_cut(name: str) -> Non
     topology, plans = Topology.load(name), plans_of(MATRICES)
     divided, whole = plan(topology, plans), plan(topology, plans, whole_parameters=True)
     assert sum(link_bytes(topology, plans, whole).values()) <= 1.05 * sum(link_bytes(topology, plans, divided).values())
+    assert busiest_s(topology, plans, whole) <= 1.05 * busiest_s(topology, plans, divided)
     assert most_owned(whole) <= max(1.25, most_owned(divided)) + topology.num_ranks / 24, "a matrix is a step"
 
 

@@ -73,25 +73,48 @@ def draft_with_owners(
     >>> [verify(draft).owned(rank) != () for rank in (0, 1, 7)]
     [True, False, True]
     """
-    _check_owners(topology, collective, owners)
-    runs = [(rank, weight) for rank, weight in owners if weight > 0]
+    (draft,) = draft_row_with_owners(topology, collective, [owners], num_atoms=num_atoms, flow=flow, planner=planner)
+    return draft
+
+
+def draft_row_with_owners(
+    topology: Topology,
+    collective: Collective,
+    owners_in_row: Sequence[Owners],
+    *,
+    num_atoms: int | None = None,
+    flow: Flow | None = None,
+    planner: str = "flow",
+) -> list[Draft]:
+    """Draw as many, for buffers that follow each other: what links carry follows the least time for all together.
+
+    Weights count the same in all of them; ``num_atoms`` is for each. The rest is as with :func:`draft_with_owners`.
+    """
+    for owners in owners_in_row:
+        _check_owners(topology, collective, owners)
     speakers, among = topology.speakers, speaking(topology)
     place = {rank: number for number, rank in enumerate(speakers)}
-    inner = [(place[rank], weight) for rank, weight in runs]
+    row = [[(place[rank], weight) for rank, weight in owners if weight > 0] for owners in owners_in_row]
     if flow is None:
-        flow = _flow_for(among, collective, inner)
-    atoms = _cut(inner, num_atoms or 4 * len(speakers))
-    scatter = _InTrees(among, collective, flow, atoms).draw()
-    if topology.gateways:
-        scatter = _through_gateways(scatter, speakers, topology.gateways, len(atoms))
-    return Draft(
-        collective=collective,
-        num_ranks=topology.num_ranks,
-        cuts=lowest_terms([0, *accumulate(atom.size for atom in atoms)]),
-        transfers=scatter.reversed() if collective is Collective.ALL_GATHER else scatter,
-        owners=np.array([speakers[atom.owner] for atom in atoms], dtype=np.int32),
-        planner=planner,
-    )
+        flow = _flow_for(among, collective, [run for runs in row for run in runs])
+    atoms_in_row = [_cut(runs, num_atoms or 4 * len(speakers)) for runs in row]
+    trees = _InTrees(among, collective, flow, [atom for atoms in atoms_in_row for atom in atoms])
+    drafts = []
+    for atoms in atoms_in_row:
+        scatter = trees.draw(atoms)
+        if topology.gateways:
+            scatter = _through_gateways(scatter, speakers, topology.gateways, len(atoms))
+        drafts.append(
+            Draft(
+                collective=collective,
+                num_ranks=topology.num_ranks,
+                cuts=lowest_terms([0, *accumulate(atom.size for atom in atoms)]),
+                transfers=scatter.reversed() if collective is Collective.ALL_GATHER else scatter,
+                owners=np.array([speakers[atom.owner] for atom in atoms], dtype=np.int32),
+                planner=planner,
+            )
+        )
+    return drafts
 
 
 def _flow_for(topology: Topology, collective: Collective, owners: Owners) -> Flow:
@@ -147,7 +170,7 @@ def _cut(runs: Owners, num_atoms: int) -> list[_Atom]:
 
 
 class _InTrees:
-    """Draws atom after atom, those at the same place of their owners' ranges one after another."""
+    """Draws the trees of some of its ``atoms`` after those of others."""
 
     def __init__(self, topology: Topology, collective: Collective, flow: Flow, atoms: Sequence[_Atom]) -> None:
         nodes = tuple(branch_of(topology, swapped=collective is Collective.ALL_GATHER).walk())
@@ -155,7 +178,6 @@ class _InTrees:
         self._num_ranks = topology.num_ranks
         self._children = [[number[id(child)] for child in branch.children] for branch in nodes]
         self._rank = [branch.ranks[0] for branch in nodes]
-        self._atoms = atoms
         self._nodes_above = {
             rank: frozenset(place for place, branch in enumerate(nodes) if rank in branch.ranks)
             for rank in {atom.owner for atom in atoms}
@@ -167,10 +189,13 @@ class _InTrees:
         self._balances = _Balances(self._children, flow, owned, of_rank)
         self._goes_to: dict[int, int] = {}
 
-    def draw(self) -> Transfers:
-        """Return the reduce-scatter; within a step each rank sends first to the next one."""
-        order = sorted(range(len(self._atoms)), key=lambda index: (self._atoms[index].place, index))
-        columns = np.concatenate([self._draw_atom(index) for index in order], axis=1)
+    def draw(self, atoms: Sequence[_Atom]) -> Transfers:
+        """Return the reduce-scatter of ``atoms``; within a step each rank sends first to the next one.
+
+        Those at the same place of their owners' ranges are drawn one after another.
+        """
+        order = sorted(range(len(atoms)), key=lambda index: (atoms[index].place, index))
+        columns = np.concatenate([self._draw_atom(atoms[index], index) for index in order], axis=1)
         step, src, dst, first = columns
         place = np.lexsort((first, (dst - src) % self._num_ranks, step))
         rows = Transfers(
@@ -183,9 +208,8 @@ class _InTrees:
         )
         return rows.merged()
 
-    def _draw_atom(self, index: int) -> npt.NDArray[np.int64]:
+    def _draw_atom(self, atom: _Atom, index: int) -> npt.NDArray[np.int64]:
         """Return the columns step, source, destination and atom of one atom's in-tree."""
-        atom = self._atoms[index]
         self._goes_to = {}
         self._balances.begin(self._nodes_above[atom.owner], atom)
         self._visit(0, 0)

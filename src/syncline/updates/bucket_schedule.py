@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -17,18 +17,21 @@ from syncline.schedule import (
     Layout,
     Schedule,
     ShardedStep,
-    draft_with_owners,
     layout_of_step,
     plan_sharded_step,
     plan_tree,
     verify,
 )
+from syncline.schedule.in_trees import draft_row_with_owners
 from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, find_replicas, split_in_replicas
+from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
 from syncline.updates.parameter_owners import Cost, assign_parameters
 
+MANY_BUCKETS = 64
+"""With more, what one is cut into is less: together they use all ways anyhow."""
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint element ranges (start, stop)."""
 
@@ -119,8 +122,8 @@ def _steps_of_buckets(
     shares = step_of(max(_size_class(plan.num_bytes) for plan in plans)).shares
     is_balanced = portions == "balanced"
     owners = assign_parameters(topology, plans, shares, cost=options.cost, most=most, is_balanced=is_balanced)
-    owned_by = cache(partial(_step_of_owners, topology))
-    return lambda plan: owned_by(_runs(plan.slots, owners[plan.index]))
+    steps = _steps_of_owners(topology, [_runs(plan.slots, owners[plan.index]) for plan in plans])
+    return lambda plan: steps[plan.index]
 
 
 def _size_class(num_bytes: int) -> int:
@@ -133,10 +136,14 @@ def _runs(slots: Sequence[Slot], owners: Sequence[int]) -> tuple[tuple[int, int]
     return tuple((owner, sum(slot.num_elements for _, slot in run)) for owner, run in pairs)
 
 
-def _step_of_owners(topology: Topology, runs: tuple[tuple[int, int], ...]) -> ShardedStep:
-    halves = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-    reduce_scatter, all_gather = (verify(draft_with_owners(topology, half, runs)) for half in halves)
-    return ShardedStep(reduce_scatter=reduce_scatter, all_gather=all_gather)
+def _steps_of_owners(topology: Topology, row: Sequence[tuple[tuple[int, int], ...]]) -> list[ShardedStep]:
+    """Plan all buckets together: where each has but a few owners, only all of them can use the links evenly."""
+    num_atoms = max(1, 4 * topology.num_ranks * min(1, MANY_BUCKETS / len(row)))
+    scatters, gathers = (
+        [verify(draft) for draft in draft_row_with_owners(topology, half, row, num_atoms=math.ceil(num_atoms))]
+        for half in STEP
+    )
+    return [ShardedStep(reduce_scatter=one, all_gather=two) for one, two in zip(scatters, gathers, strict=True)]
 
 
 def _plan_divided(
