@@ -20,6 +20,7 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
 if TYPE_CHECKING:
     from syncline.backend.options import BackendOptions
     from syncline.cli.launcher.function import launch
+    from syncline.elastic import Elastic, MembershipChange
     from syncline.errors import (
         CheckpointError,
         ConfigurationError,
@@ -64,6 +65,8 @@ _HOMES = {
     "Nesterov": "syncline.updates",
     "QuorumLostError": "syncline.updates",
     "Clustered": "syncline.updates",
+    "Elastic": "syncline.elastic",
+    "MembershipChange": "syncline.elastic",
     "Priorities": "syncline.priorities.terms",
     "phase": "syncline.pytorch.phased",
     "PhasedTrainer": "syncline.pytorch.phased",
@@ -113,6 +116,8 @@ __all__ = [
     "Nesterov",
     "QuorumLostError",
     "Clustered",
+    "Elastic",
+    "MembershipChange",
     "Priorities",
     "phase",
     "PhasedTrainer",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from syncline.pytorch.packing import num_bytes, pack, unpack
+from syncline.pytorch.packing import pack, unpack
 from syncline.runtime.work import Work
 from syncline.updates.control import ControlStream
 
@@ -26,12 +26,22 @@ class BufferBroadcast:
         self._model = model
         self._control = control
         self._is_enabled = is_enabled and control.world_size > 1
-        self._root = root
-        self._is_root = control.rank == root
+        self._first_root = control.members[root]
         self._last: torch.Tensor | None = None
         """What rank 0 has sent last."""
-        self._pending: tuple[Work, torch.Tensor] | None = None
+        self._pending: tuple[Work, torch.Tensor, bool] | None = None
+        """What is on its way, and whether from this rank."""
         self._is_due = True
+
+    @property
+    def _root(self) -> int:
+        """The rank whose buffers count: in an elastic job the first that is left, if it was lost."""
+        members = self._control.members
+        return members.index(self._first_root) if self._first_root in members else 0
+
+    @property
+    def _is_root(self) -> bool:
+        return self._control.rank == self._root
 
     def begin_forward(self) -> None:
         """Take over what rank 0 has written since the last step; once for each step, every rank in its own time."""
@@ -42,15 +52,16 @@ class BufferBroadcast:
         if not buffers:
             return
         self.finish()
-        is_new = self._is_root and (self._last is None or not torch.equal(pack(buffers), self._last))
+        is_root = self._is_root
+        is_new = is_root and (self._last is None or not torch.equal(pack(buffers), self._last))
         flag = torch.tensor([is_new], dtype=torch.uint8)
         work = self._control.start_broadcast(flag, "whether buffers were written", root=self._root)
-        if not self._is_root:
+        if not is_root:
             work.wait()
         if flag[0]:
             self._start(buffers)
             self.finish()
-        elif not self._is_root and self._last is not None:
+        elif not is_root and self._last is not None:
             unpack(self._last, buffers)  # over what this rank's program alone has written
 
     def end_step(self) -> None:
@@ -64,11 +75,15 @@ class BufferBroadcast:
 
     def finish(self) -> None:
         """Take over what is on its way; waits for it."""
-        if self._pending is None or self._is_root:
+        if self._pending is None:
             return
-        (work, self._last), self._pending = self._pending, None
+        work, packed, is_root = self._pending
+        if is_root:
+            return
+        self._pending = None
         work.wait()
-        unpack(self._last, list(self._model.buffers()))
+        self._last = packed
+        unpack(packed, list(self._model.buffers()))
 
     def drain(self) -> None:
         """Wait until rank 0's last message has left too, before the fleet closes."""
@@ -76,10 +91,11 @@ class BufferBroadcast:
             self._pending[0].wait()
 
     def _start(self, buffers: list[torch.Tensor]) -> None:
-        packed = pack(buffers) if self._is_root else torch.empty(num_bytes(buffers), dtype=torch.uint8)
-        if self._is_root:
+        packed = pack(buffers)  # also elsewhere: who sends them may be lost before anybody has them
+        is_root = self._is_root
+        if is_root:
             self._last = packed
-        self._pending = (self._control.start_broadcast(packed, "buffers", root=self._root), packed)
+        self._pending = self._control.start_broadcast(packed, "buffers", root=self._root), packed, is_root
 
     def _buffers(self) -> list[torch.Tensor]:
         return list(self._model.buffers()) if self._is_enabled else []

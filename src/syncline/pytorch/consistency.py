@@ -78,9 +78,13 @@ class Consistency:
         updater.synchronize()
         hyperparameters = describe_hyperparameters(updater.optimizer) if has_options else []
         own = [_checksum_of_lines(hyperparameters), _checksum_of_buckets(updater.buckets)]
-        table = torch.zeros(control.world_size, len(own), dtype=torch.int64)
-        table[control.rank] = torch.tensor(own)
-        sums = control.sum(table, "checksums of parameters")
+
+        def make() -> torch.Tensor:
+            table = torch.zeros(control.world_size, len(own), dtype=torch.int64)
+            table[control.rank] = torch.tensor(own)
+            return table
+
+        sums = control.sum_of(make, "checksums of parameters")
         if bool((sums == sums[0]).all()):
             return
         mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in _parameters(updater.buckets)]]

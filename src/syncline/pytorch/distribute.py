@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from syncline.elastic.settings import Elastic
 from syncline.errors import UpdateError, name_ranks
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
@@ -16,6 +17,7 @@ from syncline.pytorch.agreement import broadcast_model, check_agreement, describ
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
+from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -33,7 +35,7 @@ from syncline.pytorch.training import Training
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
-from syncline.updates.bucket_schedule import plan_bucket_schedules
+from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
 from syncline.updates.control import ControlStream
 from syncline.updates.host_portions import most_shares
 
@@ -49,6 +51,7 @@ def distribute(
     broadcast_buffers: bool = True,
     check_every: int | None = DEFAULT_EVERY,
     priorities: Priorities | bool | None = True,
+    elastic: Elastic | bool | None = None,
     fleet: Fleet | None = None,
 ) -> tuple[Model, DistributedOptimizer]:
     """Train ``model`` on all ranks of the fleet together, as DistributedDataParallel does.
@@ -62,7 +65,8 @@ def distribute(
     DDP. Every ``check_every`` steps parameters and hyper-parameters of all ranks are compared, bit for bit (None:
     never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
     needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
-    False is one connection for all. A model with several optimizers is distributed once with each.
+    False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
+    without ranks that are lost, with ``AllReduce()`` (True, or :class:`Elastic`).
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ.
@@ -77,15 +81,21 @@ def distribute(
     count = SampleCount(samples)
     named = _checked_parameters(model, optimizer, rule)
     plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
-    control, buffer_control, join_control = _open_control_streams(fleet, 3)
+    settings = Elastic.choose(elastic)
+    plan = partial(_plan_schedules, fleet, plans, rule, optimizer)
+    going_on = begin_elastic(fleet, rule, settings, plan)
+    control, buffer_control, join_control = _open_control_streams(fleet, 3, going_on)
     chosen = Priorities.choose(priorities, fleet.topology.priorities)
-    check_agreement([*describe(model, optimizer, rule, chosen), f"check_every={check_every!r}"], control)
-    collectives = _plan_collectives(fleet, plans, rule, optimizer, control)
+    more = [f"check_every={check_every!r}", f"elastic={settings!r}"]
+    check_agreement([*describe(model, optimizer, rule, chosen), *more], control)
+    schedules = plan(fleet.reserve_streams(len(plans)).start)
+    collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
     buckets = flatten(named, plans)
     broadcast_model(model, buckets, control)
     is_asked = priorities is not True or fleet.topology.priorities is not None
     tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked)
-    updater = _start_rule(rule, Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
+    setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
+    updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
     try:
         helpers = _checked_helpers(model, updater, fleet)
     except UpdateError:
@@ -98,8 +108,8 @@ def distribute(
         model, updater, count, tuner, buffers, joins=join_control, check_every=check_every, helpers=helpers
     )
     updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
-    _register(training, fleet)
-    return model, DistributedOptimizer(training, save_as_told=_save_as_told)
+    _register(training, fleet, going_on)
+    return model, DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
 
 
 def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[int, ...]:
@@ -130,37 +140,36 @@ def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> N
     save_checkpoint(told["path"], optimizer.training.model, given, extra=told["extra"])
 
 
-def _plan_collectives(
-    fleet: Fleet,
-    plans: Sequence[BucketPlan],
-    rule: UpdateRule,
-    optimizer: torch.optim.Optimizer,
-    control: ControlStream,
-) -> BucketCollectives:
-    communicator, first_stream = fleet.communicator, fleet.reserve_streams(len(plans)).start
+def _plan_schedules(
+    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, optimizer: torch.optim.Optimizer, first_stream: int
+) -> tuple[BucketSchedule, ...]:
     options, most = rule.schedule_options, None
     if options.is_divided:
         tells, num_copies = fleet.rank == 0, options.num_copies
         most = most_shares(fleet.topology, plans, optimizer, num_copies=num_copies, tells=tells)
-    schedules = plan_bucket_schedules(communicator, plans, options, first_stream=first_stream, most=most)
-    return BucketCollectives(communicator, control=control, bucket_schedules=schedules)
+    return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
 
 
-def _open_control_streams(fleet: Fleet, number: int) -> list[ControlStream]:
+def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining | None) -> list[ControlStream]:
+    if going_on is not None:
+        return [going_on.open_stream(fleet) for _ in range(number)]
     return [
         ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
         for stream in fleet.reserve_streams(number)
     ]
 
 
-def _register(training: Training, fleet: Fleet) -> None:
+def _register(training: Training, fleet: Fleet, going_on: ElasticTraining | None) -> None:
     """Let functions that are given the model find its training, and let the fleet's close end it."""
     add_training(training)
     offer_no_sync(training.model)
     if fleet.world_size > 1 and find_layers(training.model):
-        (control,) = _open_control_streams(fleet, 1)
+        (control,) = _open_control_streams(fleet, 1, going_on)
         layers = synchronise_layers(training.model, control, lambda: training.loss_weight)
         fleet.on_close(lambda _: restore_layers(layers))
+    if going_on is not None:
+        going_on.begin(training.updater)
+        fleet.on_close(lambda _: going_on.end())
     fleet.on_close(partial(_end, training))
     fleet.add_update(training.updater.statistics)
 

@@ -8,16 +8,21 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
+
+if TYPE_CHECKING:
+    from syncline.pytorch.elastic_training import Recovery
 
 _entering = threading.Lock()
 _current: Fleet | None = None
@@ -41,12 +46,19 @@ class Fleet:
     """
 
     def __init__(self, communicator: Communicator, *, is_trusted: bool = True) -> None:
+        self.base = communicator
+        """The communicator of all ranks, on whose fabric later epochs are."""
         self.communicator = communicator
-        self._collectives = TensorCollectives(communicator)
-        self._objects = ObjectCollectives(
-            self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=is_trusted
-        )
-        self._next_stream = 1
+        """That of the current epoch."""
+        self.epoch = Epoch(number=0, members=communicator.members)
+        self.recovery: Recovery | None = None
+        """Takes the job from epoch to epoch, if its models are elastic."""
+        self.is_elastic: bool | None = None
+        """What distribute() was told first; None before it."""
+        self._is_trusted = is_trusted
+        self._make_collectives()
+        self.next_stream = 1
+        """The first stream that is free."""
         self._on_close: list[Callable[[bool], None]] = []
         self._count_updates: list[Callable[[], object | None]] = []
         self._lock = threading.Lock()
@@ -71,6 +83,15 @@ class Fleet:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.communicator.world_size
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who is in the job now, by the numbers at its start; this rank is ``members[rank]``.
+
+        >>> fleet.members
+        (0,)
+        """
+        return self.epoch.members
 
     @property
     def topology(self) -> Topology:
@@ -219,7 +240,8 @@ class Fleet:
         0
         """
         counted = [count() for count in self._count_updates]
-        return replace(self.communicator.statistics(), updates=tuple(one for one in counted if one is not None))
+        updates = tuple(one for one in counted if one is not None)
+        return replace(self.communicator.statistics(), epoch=self.epoch.number, updates=updates)
 
     def add_update(self, count: Callable[[], object | None]) -> None:
         """Let :meth:`statistics` also tell what ``count`` returns, unless it is None."""
@@ -228,9 +250,24 @@ class Fleet:
     def reserve_streams(self, number: int) -> range:
         """Take streams for the calls of a model; every rank takes as many, in the same order."""
         with self._lock:
-            first = self._next_stream
-            self._next_stream += number
+            first = self.next_stream
+            self.next_stream += number
         return range(first, first + number)
+
+    def enter_epoch(self, epoch: Epoch, *, first_stream: int) -> None:
+        """Go on with the members of ``epoch``, on streams that no rank has used before; every member does so alike."""
+        group = self.base.open_group(epoch.members, streams=range(first_stream, NUM_STREAMS))
+        before, self.communicator = self.communicator, group
+        self.epoch, self.next_stream = epoch, first_stream + 1
+        self._make_collectives()
+        if before is not self.base:
+            before.close()
+
+    def _make_collectives(self) -> None:
+        self._collectives = TensorCollectives(self.communicator)
+        self._objects = ObjectCollectives(
+            self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=self._is_trusted
+        )
 
     def on_close(self, function: Callable[[bool], None]) -> None:
         """Call ``function`` before the connections end; it is told whether something has failed already."""
@@ -258,7 +295,9 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             # after a failure of the communicator itself, close() gives the others time to read why
             is_lost = is_failing and self.communicator.failure is None
-            stack.callback(self.communicator.abort if is_lost else self.communicator.close)
+            stack.callback(self.base.abort if is_lost else self.base.close)
+            if self.communicator is not self.base:
+                stack.callback(self.communicator.abort if is_lost else self.communicator.close)
             for function in self._on_close:
                 stack.callback(function, is_failing)
 

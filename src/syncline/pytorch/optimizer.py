@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from syncline.elastic.epoch import MembershipChange
 from syncline.errors import UpdateError
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
+from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.private_torch import note_step, state_hooks
@@ -33,9 +35,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, training: Training, *, save_as_told: Callable[[DistributedOptimizer, Mapping[str, Any]], None]
+        self,
+        training: Training,
+        *,
+        save_as_told: Callable[[DistributedOptimizer, Mapping[str, Any]], None],
+        elastic: ElasticTraining | None = None,
     ) -> None:
         self.training = training
+        self._elastic = elastic
         self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
         self.inner = training.updater.optimizer
         self._is_complete = False
@@ -96,7 +103,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         loss = self.training.step(closure)
         note_step(self.inner)
+        if self._elastic is not None:
+            self._elastic.end_step()
         return loss
+
+    def on_membership_change(self, function: Callable[[MembershipChange], None]) -> None:
+        """Call ``function`` with a :class:`MembershipChange` when ranks have been lost, or have joined.
+
+        It is called on the training thread of every member, at the end of the first step that they have made together:
+        then parameters are equal on all, and collectives of the fleet are allowed. Raises :class:`UpdateError` unless
+        the job is elastic.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True)
+        >>> optimizer.on_membership_change(lambda change: print(change.lost, "lost"))
+        """
+        if self._elastic is None:
+            raise UpdateError("Members change only in an elastic job: distribute(..., AllReduce(), elastic=True)")
+        self._elastic.recovery.watch(function)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""

@@ -7,11 +7,6 @@ from collections.abc import Sequence
 import torch
 
 
-def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the size of the packed tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of all tensors as bytes in host memory."""
     pieces = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]

@@ -28,7 +28,6 @@ from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.private_torch import backward_pass
-from syncline.updates.report import LocalReports, StepReports
 
 
 class Training:
@@ -61,7 +60,7 @@ class Training:
         self._watch = StepWatch(updater.buckets, rank=control.rank, ranks=ranks)
         self._collector = GradientCollector(
             updater,
-            StepReports(control) if updater.is_synchronous else LocalReports(),
+            updater.make_reports(),
             samples,
             self._watch,
             sparse=SparseGradients(model, updater.buckets, control) if updater.takes_sparse_gradients else None,

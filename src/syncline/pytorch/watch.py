@@ -97,8 +97,7 @@ class StepWatch:
         if self._pending is None:
             return
         (report, number), self._pending = self._pending, None
-        if not report.is_done:
-            report.work.wait()
+        self._wait(report)
         sizes, places, *digests = zip(*report.notes, strict=True)
         self._warn_of_unequal_batches(sizes)
         self._warn_of_nonfinite([int(place) for place in places], number)
@@ -110,9 +109,15 @@ class StepWatch:
         """Say where NaN or infinity began in the gradients that ``report`` tells of; empty if on no rank."""
         if report is None:
             return ""
-        if not report.is_done:
-            report.work.wait()
+        self._wait(report)
         return self._origin([int(place) for _, place, *_ in report.notes], number)
+
+    def _wait(self, report: PendingReport) -> None:
+        """Wait for a report; of an elastic job, it may be that of fewer ranks."""
+        if not report.is_done:
+            report.wait()
+        if report.ranks is not None and report.ranks != self._ranks:
+            self._ranks, self._told_batches = report.ranks, []
 
     @property
     def _compares_batches(self) -> bool:

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Unpack
 
 from syncline.errors import SynclineError
@@ -18,7 +17,7 @@ from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveC
 from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure
 from syncline.runtime.engine import Engine
-from syncline.runtime.failures import CRASH
+from syncline.runtime.failures import CRASH, DEADLINE, PEER_LOST
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
@@ -26,7 +25,7 @@ from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
 from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
-from syncline.runtime.statistics import FleetStatistics, add_counts, link_bytes, with_traffic
+from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
@@ -79,6 +78,7 @@ class Communicator:
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = False
+        self._is_interrupted = False
         self._shared_memory: SharedMemoryCollectives | None = None
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
@@ -142,6 +142,10 @@ class Communicator:
     def is_lost(self, rank: int) -> bool:
         """Whether ``rank`` is lost, or has left; from any thread."""
         return self._fabric.is_lost(rank)
+
+    def describe_rank(self, rank: int) -> str:
+        """``"rank 3 (host b1)"``."""
+        return self._fabric.describe_peer(rank)
 
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
@@ -308,6 +312,23 @@ class Communicator:
         failure = Failure(reason=CRASH, text=why, rank=self.rank, host=host)
         self._loop.call_soon(self._engine.give_up, failure)
 
+    def interrupt(self, why: str, *, lost: int | None = None) -> None:
+        """End all calls here, now and later, because the members change: the others know; from any thread.
+
+        They end with :class:`PeerLostError`; ``lost`` is the job's number of the rank that it names (default: this).
+        The fabric is sound: a close says goodbye in good order, and what is still queued is of calls that are over.
+        """
+        self._is_interrupted = True
+        member = self.members.index(lost) if lost in self.members else self.rank
+        failure = Failure(reason=PEER_LOST, text=why, rank=member, host=self.topology.host_of(member).name)
+        self._loop.call_soon(partial(self._engine.give_up, failure, tell=False))
+
+    @property
+    def accused(self) -> int | None:
+        """The job's number of the rank that calls have failed for, if it was lost or late; None else."""
+        failure = self._engine.failure
+        return self.members[failure.rank] if failure is not None and failure.reason in (PEER_LOST, DEADLINE) else None
+
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""
         self._loop.call_soon(self._engine.watch_failure, handler)
@@ -359,27 +380,18 @@ class Communicator:
         return engine
 
     async def _take_statistics(self) -> FleetStatistics:
-        fabric, engine = self._fabric.statistics(), self._engine
-        counts = [(engine.num_calls, engine.call_bytes)]
-        if self._shared_memory is not None:
-            fabric = with_traffic(fabric, self._shared_memory.traffic())
-            counts.append((self._shared_memory.num_calls, self._shared_memory.call_bytes))
-        return FleetStatistics(
-            fabric=fabric,
-            link_bytes=MappingProxyType(link_bytes(fabric, self.topology)),
-            calls=add_counts(calls for calls, _ in counts),
-            call_bytes=add_counts(num_bytes for _, num_bytes in counts),
+        return take_statistics(
+            self._fabric,
+            self._engine,
+            self._shared_memory,
+            topology=self.topology,
             waited_s=self._waits.statistics(),
             bucket_classes=self.connection_classes.of_buckets,
-            num_pending_calls=engine.num_pending_calls,
-            num_active_slices=engine.num_active_slices,
-            inflight_bytes=engine.inflight_bytes,
-            temporary_bytes=engine.temporary_bytes,
         )
 
     async def _leave(self) -> None:
         self._relay.end(self.rank)
-        if self._engine.failure is not None:
+        if self._engine.failure is not None and not self._is_interrupted:
             await asyncio.sleep(LINGER_S)
             await self._break_off()  # what is queued is of calls that failed, and no one will receive it
             return

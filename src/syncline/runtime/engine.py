@@ -139,9 +139,9 @@ class Engine:
         text = f"the communicator of rank {self._rank} is closed"
         self._fail(Failure(reason=failures.CLOSED, text=text, rank=self._rank, host=""), tell=False)
 
-    def give_up(self, failure: Failure) -> None:
-        """End all calls, here and on the other ranks, for what was found elsewhere."""
-        self._fail(failure)
+    def give_up(self, failure: Failure, *, tell: bool = True) -> None:
+        """End all calls, here and on the other ranks (which know, without ``tell``), for what was found elsewhere."""
+        self._fail(failure, tell=tell)
 
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler`` once this has given up, with or without a call under way; at once if it has."""

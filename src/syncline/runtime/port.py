@@ -16,7 +16,7 @@ from syncline.errors import FabricError
 from syncline.fabric import Fabric, PeerStalls, StallHandler
 from syncline.priorities.terms import MAX_CLASSES
 from syncline.runtime.loop import CommunicationLoop
-from syncline.runtime.relay import LossHandler, Relay
+from syncline.runtime.relay import ControlHandler, LossHandler, Relay, Told
 from syncline.runtime.work import Work
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class Port:
         self._awaited: set[tuple[int, int]] = set()
         self._on_lost: LossHandler | None = None
         self._on_stall: StallHandler | None = None
+        self._told: Told | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -107,6 +108,17 @@ class Port:
         self._loop.on_crash(self._crashed)
         for peer, error in self._relay.losses():
             on_lost(peer, error)
+
+    def watch_controls(self, number: int, on_control: ControlHandler) -> None:
+        """Hand ``on_control`` what others :meth:`tell`; ``number`` is a stream, the same at both ends, of this alone."""
+        self._told = Told(number, on_control)
+        self._relay.add_group(self._told)
+
+    def tell(self, peer: int, payload: bytes) -> None:
+        """Send a control message to the port of the same number, ahead of all data; nothing to a rank that is lost."""
+        assert self._told is not None, "who tells also watches, under the same number"
+        if not self._is_closed and not self.is_lost(peer):
+            self._fabric.send_control(peer, self._told.enclose(payload))
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` is lost, or has left."""
@@ -207,6 +219,8 @@ class Port:
             self._relay.handlers.remove(self._on_lost)
         if self._on_stall is not None:
             self._fabric.stalls.unwatch(self._on_stall)
+        if self._told is not None:
+            self._relay.remove_group(self._told)
         for peer, tag in self._awaited:
             self._fabric.cancel(peer, tag)
         self._awaited.clear()

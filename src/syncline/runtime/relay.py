@@ -15,6 +15,7 @@ from syncline.errors import FabricClosedError, FabricError
 from syncline.fabric import FabricListener
 
 LossHandler = Callable[[int, Exception], None]
+ControlHandler = Callable[[int, bytes], None]
 
 _ENVELOPE = struct.Struct("<BH")
 _GROUP = 0xFF
@@ -43,6 +44,21 @@ class Member(Protocol):
 def enclose(number: int, payload: bytes) -> bytes:
     """Return a control message of group ``number`` as it travels."""
     return _ENVELOPE.pack(_GROUP, number) + payload
+
+
+class Told:
+    """Control messages that are of no engine; a member as a group is, of which losses are told elsewhere."""
+
+    def __init__(self, number: int, on_control: ControlHandler) -> None:
+        self.streams = range(number, number + 1)
+        self.on_control = on_control
+
+    def on_peer_lost(self, peer: int, error: Exception) -> None:
+        """Ports watch losses by themselves."""
+
+    def enclose(self, payload: bytes) -> bytes:
+        """Return a message to the same number elsewhere as it travels."""
+        return enclose(self.streams.start, payload)
 
 
 class Relay:

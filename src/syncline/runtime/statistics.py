@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from syncline.fabric import MEMORY_CLASS, ConnectionStatistics, FabricStatistics
+from syncline.fabric import MEMORY_CLASS, ConnectionStatistics, Fabric, FabricStatistics
+from syncline.runtime.engine import Engine
+from syncline.runtime.shared_memory import SharedMemoryCollectives
 from syncline.topology import DirectedLink, Topology
 
 
@@ -38,6 +40,8 @@ class FleetStatistics:
     """Bytes of the slices under way, now."""
     temporary_bytes: int
     """Memory of temporaries, in use or kept for reuse, now."""
+    epoch: int = 0
+    """How often the members of the job have changed."""
     updates: tuple[object, ...] = ()
     """What the update rule of each model counts (:class:`OverlappedStatistics` ...), for rules that count anything."""
 
@@ -45,6 +49,35 @@ class FleetStatistics:
     def queued_bytes(self) -> int:
         """Payload that waits to be sent, now."""
         return sum(connection.queued_bytes for connection in self.fabric.connections)
+
+
+def take_statistics(
+    fabric: Fabric,
+    engine: Engine,
+    shared_memory: SharedMemoryCollectives | None,
+    *,
+    topology: Topology,
+    waited_s: Mapping[str, float],
+    bucket_classes: tuple[tuple[int, ...], ...],
+) -> FleetStatistics:
+    """Return what all parts of a communicator have counted."""
+    moved = fabric.statistics()
+    counts = [(engine.num_calls, engine.call_bytes)]
+    if shared_memory is not None:
+        moved = with_traffic(moved, shared_memory.traffic())
+        counts.append((shared_memory.num_calls, shared_memory.call_bytes))
+    return FleetStatistics(
+        fabric=moved,
+        link_bytes=MappingProxyType(link_bytes(moved, topology)),
+        calls=add_counts(calls for calls, _ in counts),
+        call_bytes=add_counts(num_bytes for _, num_bytes in counts),
+        waited_s=waited_s,
+        bucket_classes=bucket_classes,
+        num_pending_calls=engine.num_pending_calls,
+        num_active_slices=engine.num_active_slices,
+        inflight_bytes=engine.inflight_bytes,
+        temporary_bytes=engine.temporary_bytes,
+    )
 
 
 def add_counts(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:

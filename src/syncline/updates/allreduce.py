@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from syncline.errors import UpdateError
+from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
@@ -55,7 +55,7 @@ class AllReduce:
 
     def start(self, setting: Setting) -> AllReduceUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
-        return AllReduceUpdater(setting)
+        return AllReduceUpdater(setting) if setting.recover is None else ElasticAllReduceUpdater(setting)
 
 
 class AllReduceUpdater(WholeUpdater):
@@ -80,8 +80,15 @@ class AllReduceUpdater(WholeUpdater):
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Wait for the mean gradients."""
-        for index, work in self._reductions.items():
+        self._wait()
+        return self._combine(report)
+
+    def _wait(self) -> None:
+        for work in self._reductions.values():
             self.collectives.wait(work, "backward")
+
+    def _combine(self, report: PendingReport) -> Sequence[bool]:
+        for index in self._reductions:
             self.buckets[index].unstage_gradients()
         combined = report.result()
         if combined.correction != 1.0:
@@ -103,3 +110,48 @@ class AllReduceUpdater(WholeUpdater):
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class ElasticAllReduceUpdater(AllReduceUpdater):
+    """The all-reduce update in a job that outlives the loss of ranks.
+
+    It keeps a copy of this rank's gradients of a pass until the pass is committed; from it reductions that were cut off
+    begin again, among those that are left. Nothing is shown, and so nothing stepped, that is not committed.
+    """
+
+    takes_sparse_gradients = False
+    """Which rows the ranks have is told after the pass is committed, and would be that of other ranks then."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        assert setting.recover is not None, "the job is elastic"
+        self._recover = setting.recover
+        self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]
+        self._report: PendingReport | None = None
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the all-reduce of a bucket, and keep its gradients."""
+        bucket.stage_gradients()
+        self._kept[bucket.index].copy_(bucket.wire_gradients)
+        self._reductions[bucket.index] = self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number)
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Wait for the mean gradients, and until all members have them; go on without those that are lost meanwhile."""
+        self._report = report
+        while not report.is_done:
+            try:
+                self._wait()
+                report.commit()
+            except (PeerLostError, DeadlineError) as error:
+                self._recover(error)
+        self._report = None
+        return self._combine(report)
+
+    def resume(self) -> None:
+        """Begin the reductions of the pass again, unless it is committed."""
+        if self._report is not None and self._report.is_done:
+            return
+        for index in self._reductions:
+            bucket = self.buckets[index]
+            bucket.wire_gradients.copy_(self._kept[index])
+            self._reductions[index] = self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number)

@@ -29,15 +29,19 @@ class BucketCollectives:
         bucket_schedules: tuple[BucketSchedule, ...],
         connection_class: int = 0,
     ) -> None:
-        self.communicator = communicator
-        """What it moves them on, for rules that do more than collectives."""
-        self.rank, self.world_size = communicator.rank, communicator.world_size
         self.timeout_s = communicator.timeout_s
         """How long any of its calls may take."""
         self.trace = communicator.trace
         self.control = control
-        self.bucket_schedules = bucket_schedules
         self._classes = (connection_class,) * len(bucket_schedules)
+        self.enter(communicator, bucket_schedules)
+
+    def enter(self, communicator: Communicator, bucket_schedules: tuple[BucketSchedule, ...]) -> None:
+        """Make all further calls on ``communicator``, by these schedules: in an elastic job, that of a new epoch."""
+        self.communicator = communicator
+        """What it moves them on, for rules that do more than collectives."""
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.bucket_schedules = bucket_schedules
         self._stream = bucket_schedules[0].stream if bucket_schedules else 0
         if bucket_schedules:
             communicator.connection_classes.assign(self._stream, self._classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class ControlStream:
         """Number of ranks."""
         return self._communicator.world_size
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The job's numbers of the ranks."""
+        return self._communicator.members
+
     def start_sum(self, values: torch.Tensor, label: str) -> Work:
         """Begin to replace ``values`` (contiguous, in host memory) by their sum over all ranks."""
         return self._submit(Collective.ALL_REDUCE, values, label, root=0)
@@ -51,15 +57,23 @@ class ControlStream:
         self.start_sum(values, label).wait()
         return values
 
+    def sum_of(self, make: Callable[[], torch.Tensor], label: str) -> torch.Tensor:
+        """Return the sum over all ranks of what ``make`` returns on each, which may have a row for each rank."""
+        return self.sum(make(), label)
+
     def start_broadcast(self, tensor: torch.Tensor, label: str, *, root: int = 0) -> Work:
         """Begin to replace ``tensor`` (contiguous, in host memory) by that of rank ``root``."""
         return self._submit(Collective.BROADCAST, tensor, label, root=root)
 
     def gather_numbers(self, number: float, label: str) -> list[float]:
         """Return every rank's ``number``, in rank order."""
-        numbers = torch.zeros(self.world_size, dtype=torch.float64)
-        numbers[self.rank] = number
-        return self.sum(numbers, label).tolist()
+
+        def make() -> torch.Tensor:
+            numbers = torch.zeros(self.world_size, dtype=torch.float64)
+            numbers[self.rank] = number
+            return numbers
+
+        return self.sum_of(make, label).tolist()
 
     def all_gather(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (what JSON can say), in rank order."""

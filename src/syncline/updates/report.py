@@ -37,7 +37,12 @@ class StepReport:
 class PendingReport:
     """A report under way: ``totals`` become the total weight, a count for each parameter, and a table of notes."""
 
-    def __init__(self, work: Work, totals: torch.Tensor, expected: float, *, num_notes: int, world_size: int) -> None:
+    ranks: tuple[int, ...] | None = None
+    """The job's numbers of the ranks that tell it, where these may change; each has a row of the notes."""
+
+    def __init__(
+        self, work: Work | None, totals: torch.Tensor, expected: float, *, num_notes: int, world_size: int
+    ) -> None:
         self.work = work
         self._totals = totals
         self._expected = expected
@@ -53,7 +58,7 @@ class PendingReport:
     @property
     def is_done(self) -> bool:
         """Whether it is there, and nothing went wrong."""
-        return self.work.done() and self.work.exception() is None
+        return self.work is not None and self.work.done() and self.work.exception() is None
 
     @property
     def notes(self) -> Notes:
@@ -62,11 +67,24 @@ class PendingReport:
             return ()
         return tuple(tuple(row) for row in self._totals[-self._num_noted :].view(-1, self._num_notes).tolist())
 
+    def wait(self) -> None:
+        """Wait until it is there."""
+        assert self.work is not None, "a report of an elastic job is committed before it is waited for"
+        self.work.wait()
+
+    def commit(self) -> None:
+        """In an elastic job: tell it, now that all reductions of the pass are over here, and wait for the others'.
+
+        Raises what a collective does if a rank is lost; if the others have it nevertheless, it :attr:`is_done` after
+        the recovery, and else this is called again. Once it is done every member has all reductions of the pass.
+        """
+        raise NotImplementedError
+
     def result(self) -> StepReport:
         """Wait for the report."""
         if self._result is not None:
             return self._result
-        self.work.wait()
+        self.wait()
         total, *counts = self._totals[: len(self._totals) - self._num_noted].tolist()
         if total <= 0:
             raise UpdateError(
@@ -122,16 +140,23 @@ class StepReports:
         """Return the total to weight this pass by; the same on all ranks."""
         if self._last is None:
             return sum(self._control.gather_numbers(weight, "weights of the first backward pass")) or 1.0
-        self._last.work.wait()
+        self._last.wait()
         return self._last.total or 1.0
 
     def start(self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float]) -> PendingReport:
         """Begin the report of a pass; every rank gives as many notes."""
         world_size, num_notes = self._control.world_size, len(notes)
-        first = 1 + len(present) + self._control.rank * num_notes
-        totals = torch.zeros(1 + len(present) + world_size * num_notes, dtype=torch.float64)
-        totals[: 1 + len(present)] = torch.tensor([weight, *present], dtype=torch.float64)
-        totals[first : first + num_notes] = torch.tensor(notes, dtype=torch.float64)
+        totals = encode(self._control, weight, present, notes)
         work = self._control.start_sum(totals, "report of a backward pass")
         self._last = PendingReport(work, totals, expected, num_notes=num_notes, world_size=world_size)
         return self._last
+
+
+def encode(control: ControlStream, weight: float, present: Sequence[bool], notes: Sequence[float]) -> torch.Tensor:
+    """Return one rank's part of the sum that a report is: weight, which parameters have a gradient, table of notes."""
+    num_notes = len(notes)
+    first = 1 + len(present) + control.rank * num_notes
+    totals = torch.zeros(1 + len(present) + control.world_size * num_notes, dtype=torch.float64)
+    totals[: 1 + len(present)] = torch.tensor([weight, *present], dtype=torch.float64)
+    totals[first : first + num_notes] = torch.tensor(notes, dtype=torch.float64)
+    return totals

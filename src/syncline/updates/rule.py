@@ -26,8 +26,13 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.divided import DividedGradients
-from syncline.updates.report import PendingReport
+from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.state import StateEntry, StateSource, num_state_bytes
+
+Recover = Callable[[BaseException], None]
+"""Called on the training thread with what a collective of this epoch ended with: raises it if it is no loss, or if this
+rank does not go on. Else it returns in a new epoch: ``collectives`` move buckets among the members that are left, and
+:meth:`Updater.resume` was called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,10 @@ class Setting:
     """Moves the buckets and small vectors between the ranks."""
     tuner: ClassTuner
     """Gives buckets their connection classes; a rule whose forward passes wait for parameters lets it watch them."""
+    recover: Recover | None = None
+    """In an elastic job (``distribute(..., elastic=True)``): goes on after a loss; see :meth:`Updater.resume`."""
+    reports: StepReports | None = None
+    """In an elastic job: what tells the others of each pass, and commits it."""
 
 
 class Updater(ABC):
@@ -70,9 +79,13 @@ class Updater(ABC):
         self.optimizer = setting.optimizer
         self.collectives = setting.collectives
         self.step_number = 0
+        self._reports = setting.reports
 
     save_alone: Callable[[str], None] | None = None
     """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
+
+    survives_losses = False
+    """Whether it goes on by itself, without a new epoch, where ranks are lost."""
 
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
@@ -171,6 +184,20 @@ class Updater(ABC):
 
     def finish(self) -> None:  # noqa: B027 - most rules have nothing to do
         """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""
+
+    def resume(self) -> None:
+        """Go on in a new epoch, on the training thread within :data:`Recover`; ``collectives`` are the new ones.
+
+        Where a pass is under way whose report is not committed, its results do not count, whatever has arrived: begin
+        its reductions again, from this rank's own gradients, and wait for none. Called again if another rank is lost.
+        """
+        raise NotImplementedError
+
+    def make_reports(self) -> StepReports | LocalReports:
+        """Return what tells the others of each pass."""
+        if self._reports is not None:
+            return self._reports
+        return StepReports(self.collectives.control) if self.is_synchronous else LocalReports()
 
     @property
     def iteration(self) -> int:

@@ -1,0 +1,232 @@
+"""The agreement on who goes on after a loss: one rank's part in it, as a state machine without I/O.
+
+What each rank knows is a pair: the last epoch that anybody is known to have entered (``base``), and who is lost. Both
+only grow, and every rank takes over what it hears, so all come to the same pair, whichever report comes
+first. It is agreed when all members that are not in the lost set have reported the same pair; the new epoch has
+the next number, and its members are those of the base that are not lost. A rank that has agreed is dragged into the next
+round by a report that knows more than it agreed to.
+
+A rank reports only while its training thread rests: then it finishes no call of the old epoch any more, and what it has
+finished can be told to the others. A report that comes before interrupts the epoch's calls, so that it comes to rest.
+
+Where two ranks that live have lost each other, *the one of the higher number is lost*: a report says of each lost rank
+the lowest one that accuses it, and is believed only if that one is lower than whom it accuses. All see deaths for
+themselves. Two sides of a cut do not both go on: it takes more than half of the base's members, or half and the lowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from syncline.elastic.epoch import Epoch
+from syncline.errors import SynclineError, UpdateError
+from syncline.updates.membership import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Why a rank is held lost: the lowest rank that accuses it, and whether it has left by itself."""
+
+    accuser: int
+    has_left: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank tells the others while it rests."""
+
+    base: Epoch
+    """The last epoch that it knows anybody to have entered."""
+    losses: Mapping[int, Loss]
+    """All that were ever lost on this fabric."""
+    first_free: int
+    """The first stream that it has not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Effect: send ``report`` to these ranks."""
+
+    peers: tuple[int, ...]
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """Effect: end the calls of the current epoch, so that the training thread comes to rest; ``lost`` is one cause."""
+
+    lost: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Effect: enter ``epoch``; its calls use streams from ``first_stream`` on."""
+
+    epoch: Epoch
+    first_stream: int
+    lost: Mapping[int, Loss]
+    """Who has gone since the epoch before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Effect: this rank does not go on."""
+
+    error: SynclineError
+
+
+Effect = Tell | Interrupt | Go | Stop
+
+
+@dataclass(slots=True, kw_only=True)
+class Agreement:
+    """One rank's part; every method takes an event and returns what is to be done, in this order.
+
+    Ranks are numbers on the fabric. After a :class:`Stop` nothing more is said.
+
+    >>> from syncline.elastic import Agreement, Epoch
+    >>> alone = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1)))
+    >>> alone.lose(1)
+    []
+    >>> [effect] = alone.rest(first_free=7)
+    >>> effect.epoch.members, effect.first_stream
+    ((0,), 7)
+    """
+
+    rank: int
+    epoch: Epoch
+    min_ranks: int = 1
+    describe: Callable[[int], str] = "rank {}".format
+    losses: dict[int, Loss] = field(default_factory=dict)
+    """All ranks that were ever lost on this fabric."""
+    is_resting: bool = False
+    is_over: bool = False
+    heard: dict[int, Report] = field(default_factory=dict)
+    """The last report of each rank since the last agreement."""
+    base: Epoch = field(init=False)
+    _first_free: int = 0
+
+    def __post_init__(self) -> None:
+        self.base = self.epoch
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The members that are not held lost, as far as is known."""
+        return tuple(rank for rank in self.base.members if rank not in self.losses)
+
+    def lose(self, rank: int, *, has_left: bool = False) -> list[Effect]:
+        """Take note that this rank has lost ``rank``, or that it has left by itself."""
+        if self.is_over or rank == self.rank:
+            return []
+        return self._settle(self._take(rank, Loss(accuser=self.rank, has_left=has_left)))
+
+    def rest(self, *, first_free: int) -> list[Effect]:
+        """The training thread has come to rest: it waits for the agreement, and makes no call of the old epoch."""
+        if self.is_over:
+            return []
+        self.is_resting, self._first_free = True, first_free
+        return self._settle(True)
+
+    def hear(self, peer: int, report: Report) -> list[Effect]:
+        """Take the report of another rank."""
+        if self.is_over:
+            return []
+        if report.base.number > self.base.number and self.rank not in report.base.members:
+            return self._stop(self._fenced(peer, "the others have gone on without it"))
+        if peer in self.losses:  # it lives, but the others have gone on, or will: let it know
+            return [Tell(peers=(peer,), report=self._report())] if self.is_resting or self.epoch.number else []
+        knew = self.base.number, len(self.losses)
+        accused = report.losses.get(self.rank)
+        if accused is not None and is_believed(accused.accuser, self.rank):
+            return self._stop(
+                self._fenced(accused.accuser, "has lost its connection to this rank, or takes it for hung")
+            )
+        has_grown = report.base.number > self.base.number
+        self.base = report.base if has_grown else self.base
+        if accused is not None:
+            has_grown |= self._take(accused.accuser, Loss(accuser=self.rank))
+        for rank, loss in report.losses.items():
+            if rank != self.rank and (loss.has_left or is_believed(loss.accuser, rank) or rank in self.losses):
+                has_grown |= self._take(rank, loss)
+        if peer not in self.losses:
+            self.heard[peer] = report
+        effects = self._settle(has_grown)
+        is_new = report.base.number >= self.epoch.number or knew != (self.base.number, len(self.losses))
+        if not self.is_resting and not self.is_over and is_new:
+            effects.append(Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None)))
+        return effects
+
+    def expire(self) -> list[Effect]:
+        """The time for the agreement is over: go on without those that have said nothing."""
+        if self.is_over or not self.is_resting:
+            return []
+        silent = [rank for rank in self.living if rank != self.rank and rank not in self.heard]
+        if not silent:
+            names = describe_ranks([rank for rank in self.living if rank != self.rank], self.describe)
+            return self._stop(
+                UpdateError(f"The ranks that are left did not agree in time on who goes on: {names}; start again")
+            )
+        has_grown = [self._take(rank, Loss(accuser=self.rank)) for rank in silent]
+        return self._settle(any(has_grown))
+
+    def _take(self, rank: int, loss: Loss) -> bool:
+        """Hold a rank lost; whether that is new to tell."""
+        known = self.losses.get(rank)
+        if known is None:
+            self.losses[rank] = loss
+            self.heard.pop(rank, None)
+            return True
+        merged = Loss(accuser=min(known.accuser, loss.accuser), has_left=known.has_left or loss.has_left)
+        self.losses[rank] = merged
+        return merged != known
+
+    def _settle(self, has_grown: bool) -> list[Effect]:
+        """Stop if too few are left; tell what is new; go on if all say the same."""
+        if not self.is_resting:
+            return []
+        shortage = self._shortage()
+        if shortage is not None:
+            return self._stop(shortage)
+        others = tuple(rank for rank in self.living if rank != self.rank)
+        effects: list[Effect] = [Tell(peers=others, report=self._report())] if has_grown and others else []
+        if all(self._says_the_same(rank) for rank in others):
+            effects.append(self._go())
+        return effects
+
+    def _says_the_same(self, rank: int) -> bool:
+        report = self.heard.get(rank)
+        return (
+            report is not None and report.base.number == self.base.number and report.losses.keys() == self.losses.keys()
+        )
+
+    def _go(self) -> Go:
+        before = self.base
+        self.epoch = Epoch(number=before.number + 1, members=self.living)
+        first_stream = max([self._first_free, *(report.first_free for report in self.heard.values())])
+        lost = {rank: loss for rank, loss in self.losses.items() if rank in before.members}
+        self.base, self.is_resting, self.heard = self.epoch, False, {}
+        return Go(epoch=self.epoch, first_stream=first_stream, lost=lost)
+
+    def _shortage(self) -> QuorumLostError | None:
+        membership = Membership(self.base.members)
+        for rank, loss in self.losses.items():
+            membership.lose(rank, has_left=loss.has_left)
+        shortage = membership.shortage(Quorum(), describe=self.describe)
+        if shortage is None and len(membership.living) < self.min_ranks:
+            shortage = membership.shortage(Quorum(count=self.min_ranks), describe=self.describe)
+        return shortage
+
+    def _report(self) -> Report:
+        return Report(base=self.base, losses=dict(self.losses), first_free=self._first_free)
+
+    def _fenced(self, by: int, why: str) -> QuorumLostError:
+        return QuorumLostError(
+            f"{self.describe(self.rank)} was left behind: {self.describe(by)} tells that {why}; start it again, or let it "
+            "join anew",
+            missing=tuple(rank for rank in self.epoch.members if rank != self.rank),
+        )
+
+    def _stop(self, error: SynclineError) -> list[Effect]:
+        self.is_over = True
+        return [Stop(error=error)]

@@ -1,0 +1,241 @@
+"""The small calls of an elastic training: what one epoch began and did not end is ended in the next.
+
+When an epoch ends, some ranks may have the result of a call that others were still waiting for. So results are kept
+until no rank can miss them, and in the new epoch whoever lacks one gets it from the lowest rank that has it. What nobody
+has is begun again among the members that are left. Thus all of them have the same results of the same calls.
+
+A *commit* is the call that ends a pass: it begins when a rank's part of the pass is over. Who has its result knows that
+every member was as far; then what was called before it is over everywhere, and need not be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from syncline.errors import DeadlineError, PeerLostError
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.updates.control import ControlStream
+from syncline.updates.rule import Recover
+
+LOSSES = (PeerLostError, DeadlineError)
+"""What a collective ends with where a rank is lost, or does not come."""
+
+Positions = tuple[int, tuple[int, ...]]
+"""The number of the first call that is kept, and for each from there on the bytes of its result; -1 for one without."""
+
+
+class ElasticCall(Work):
+    """A call that outlives its epoch; the ``tensor`` holds the result."""
+
+    __slots__ = ("_make", "_recover", "_resolved", "_root", "_work", "is_abandoned", "is_commit", "tensor")
+
+    def __init__(
+        self,
+        stream: ElasticControlStream,
+        label: str,
+        make: Callable[[], torch.Tensor],
+        *,
+        root: int | None,
+        is_commit: bool = False,
+    ) -> None:
+        self.label = label
+        self.is_commit = is_commit
+        self.is_abandoned = False
+        """Whether it is a commit that nobody has the result of, from an epoch that is over."""
+        self.tensor = torch.empty(0)
+        self._make = make
+        self._root = root
+        self._recover = stream.recover
+        self._resolved = False
+        self._work: Work | None = None
+
+    def __repr__(self) -> str:
+        return f"<ElasticCall {self.label}: {'done' if self.is_complete else 'under way'}>"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there."""
+        return self._resolved or (self._work is not None and self._work.done() and self._work.exception() is None)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._resolved or (self._work is not None and self._work.done())
+
+    def exception(self) -> BaseException | None:
+        """Return what went wrong, if this epoch ended before it."""
+        return None if self._resolved or self._work is None else self._work.exception()
+
+    def wait_in_epoch(self) -> None:
+        """Wait for the result; raises what it ended with if this epoch ended before it."""
+        if not self._resolved:
+            assert self._work is not None, "a call is begun before it is waited for"
+            self._work.wait()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the result, if need be in a later epoch; raises what is no loss, and where this rank stops."""
+        assert timeout_s is None, "a call that may go on in a later epoch has its own deadlines"
+        while True:
+            try:
+                self.wait_in_epoch()
+            except LOSSES as error:
+                self._recover(error)
+            else:
+                return
+
+    def begin(self, start: Callable[[torch.Tensor, str, int | None], Work]) -> None:
+        """Begin it, or begin it again."""
+        self.tensor = self._make()
+        self._work = start(self.tensor, self.label, self._root)
+
+    def resolve(self, result: torch.Tensor) -> None:
+        """Take over the result that another rank has: its bytes, as the tensor that the call was begun with has them."""
+        assert self.tensor.numel() * self.tensor.element_size() == result.numel(), f"{self.label} has another size"
+        if result.numel():
+            self.tensor.view(-1).view(torch.uint8).copy_(result)
+        self._resolved = True
+
+
+class ElasticControlStream(ControlStream):
+    """A control stream that goes on in the next epoch; made on the communicator of the current one.
+
+    ``recover`` is called on the training thread when a call has ended with a loss (see
+    :data:`~syncline.updates.rule.Recover`); what it does moves this stream: :meth:`enter`, then :meth:`settle`.
+    """
+
+    def __init__(self, communicator: Communicator, *, stream: int, timeout_s: float, recover: Recover) -> None:
+        super().__init__(communicator, stream=stream, timeout_s=timeout_s)
+        self.recover = recover
+        self._span = communicator.members[-1] + 1
+        self._first = 0
+        self._kept: list[ElasticCall] = []
+        self._early: dict[int, torch.Tensor] = {}
+        """By its number, the result of a call that others have made already, and this rank has not."""
+
+    # What a training calls.
+
+    def start_sum(self, values: torch.Tensor, label: str) -> Work:
+        """Begin to replace ``values`` by their sum over all members."""
+        given = values.clone()
+
+        def make() -> torch.Tensor:
+            return values.copy_(given)
+
+        return self._start(label, make)
+
+    def sum_of(self, make: Callable[[], torch.Tensor], label: str) -> torch.Tensor:
+        """Return the sum over all members of what ``make`` returns on each: for the members that there are then."""
+        call = self._start(label, make)
+        call.wait()
+        return call.tensor
+
+    def all_gather(self, value: Any, label: str) -> list[Any]:
+        """Return the ``value`` of every member, in rank order; of those that were there in both of its calls."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        own = self._communicator.members[self.rank]
+        sizes = torch.zeros(self._span, dtype=torch.int64)
+        sizes[own] = len(payload)
+        ends = self.sum(sizes, f"{label} (sizes)").cumsum(0).tolist()
+        joined = torch.zeros(ends[-1], dtype=torch.uint8)
+        joined[ends[own] - len(payload) : ends[own]] = payload
+        pieces = torch.split(self.sum(joined, label), sizes.tolist())
+        return [json.loads(bytes(piece.tolist())) for piece in pieces if piece.any()]
+
+    def start_broadcast(self, tensor: torch.Tensor, label: str, *, root: int = 0) -> Work:
+        """Begin to replace ``tensor`` by that of ``root``, or of the first member if that one is lost meanwhile."""
+        given = tensor.clone()
+
+        def make() -> torch.Tensor:
+            return tensor.copy_(given)
+
+        return self._start(label, make, root=self._communicator.members[root])
+
+    def start_commit(self, make: Callable[[], torch.Tensor], label: str) -> ElasticCall:
+        """Begin the call that ends a pass. In a later epoch it is abandoned if nobody has its result."""
+        return self._start(label, make, is_commit=True)
+
+    # What moves it to another epoch.
+
+    def positions(self) -> Positions:
+        """Return what this rank has of the calls that others may miss; none of them goes on any more."""
+        sizes = [call.tensor.numel() * call.tensor.element_size() if call.is_complete else -1 for call in self._kept]
+        return self._first, tuple(sizes)
+
+    def enter(self, communicator: Communicator, *, stream: int) -> None:
+        """Make calls on another communicator from now on."""
+        self._communicator, self._stream = communicator, stream
+
+    def settle(self, told: Sequence[Positions], control: ControlStream) -> None:
+        """Let every member have the results that any has; the others' positions were ``told``, in rank order."""
+        ends = [first + len(sizes) for first, sizes in told]
+        for number in range(min(first for first, _ in told), max(ends)):
+            sizes = [_size_of(number, one) for one in told]
+            if all(size is None or size >= 0 for size in sizes) and number < min(ends):
+                continue
+            holder = next((rank for rank, size in enumerate(sizes) if size is not None and size >= 0), None)
+            if holder is not None:
+                self._take_over(number, holder, sizes[holder] or 0, control)
+
+    def begin_again(self) -> None:
+        """Begin the calls that nobody has the result of."""
+        for call in tuple(self._kept):
+            if call.is_complete:
+                continue
+            if call.is_commit:
+                assert self._kept[-1] is call, "who waits for a commit calls nothing else"
+                self._kept.pop()
+                call.is_abandoned = True
+            else:
+                call.begin(self._begin)
+
+    def forget(self, before: ElasticCall) -> None:
+        """Keep nothing of what is complete and was called before a commit: no member can miss it any more."""
+        while self._kept and self._kept[0] is not before and self._kept[0].is_complete:
+            self._kept.pop(0)
+            self._first += 1
+
+    def _start(
+        self, label: str, make: Callable[[], torch.Tensor], *, root: int | None = None, is_commit: bool = False
+    ) -> ElasticCall:
+        call = ElasticCall(self, label, make, root=root, is_commit=is_commit)
+        early = self._early.pop(self._first + len(self._kept), None)
+        self._kept.append(call)
+        if early is None:
+            call.begin(self._begin)
+        else:
+            call.tensor = make()
+            call.resolve(early)
+        return call
+
+    def _begin(self, tensor: torch.Tensor, label: str, root: int | None) -> Work:
+        if root is None:
+            return self._submit(Collective.ALL_REDUCE, tensor, label, root=0)
+        members = self._communicator.members
+        rank = members.index(root) if root in members else 0
+        return self._submit(Collective.BROADCAST, tensor, label, root=rank)
+
+    def _take_over(self, number: int, holder: int, num_bytes: int, control: ControlStream) -> None:
+        place = number - self._first
+        call = self._kept[place] if place < len(self._kept) else None
+        result = torch.empty(num_bytes, dtype=torch.uint8)
+        if control.rank == holder and num_bytes:
+            assert call is not None, "who holds a result has made the call"
+            result.copy_(call.tensor.reshape(-1).view(torch.uint8))
+        control.start_broadcast(result, f"result of call {number}", root=holder).wait()
+        if call is None:
+            self._early[number] = result
+        elif not call.is_complete:
+            call.resolve(result)
+
+
+def _size_of(number: int, positions: Positions) -> int | None:
+    """Return the bytes of a result, -1 if the call is not complete or not made; None if it is over and forgotten."""
+    first, sizes = positions
+    if number < first:
+        return None
+    return sizes[number - first] if number - first < len(sizes) else -1

@@ -1,0 +1,151 @@
+"""Drives the agreement: reports as control messages, losses from the fabric, and a training thread that waits.
+
+The state machine lives on the communication loop's thread. The training thread calls :meth:`Regroup.agree` when a call
+of the epoch has failed, and rests in it; when it has a communicator for the new epoch, it says so
+(:meth:`Regroup.enter`), and a report that comes after that ends the calls of that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Stop, Tell
+from syncline.elastic.epoch import Epoch
+from syncline.elastic.messages import decode_report, encode_report
+from syncline.errors import FabricError
+from syncline.fabric import PeerLeftError
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+
+ROUNDS = 4
+"""So many times the time of a collective, at most, until all who are left agree: ranks may be lost one after another."""
+
+
+class Regroup:
+    """One rank's part in the agreements on a fabric; ``stream`` is its alone, the same on all ranks.
+
+    ``communicator`` is that of the job, on whose fabric all epochs are; ``epoch`` the one that it makes.
+    """
+
+    def __init__(
+        self, communicator: Communicator, epoch: Epoch, *, stream: int, min_ranks: int, timeout_s: float
+    ) -> None:
+        self._port = communicator.open_port("regroup")
+        self._communicator = communicator
+        self._machine = Agreement(
+            rank=epoch.members[communicator.rank], epoch=epoch, min_ranks=min_ranks, describe=self._port.describe_peer
+        )
+        self._timeout_s = timeout_s
+        self._work: Work | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._agreed: Go | None = None
+        self._stop: Stop | None = None
+        self._interrupt: Interrupt | None = None
+        """What came since the last agreement, if anything did."""
+        self._port.call(lambda: self._open(stream), timeout_s)
+
+    @property
+    def epoch(self) -> Epoch:
+        """The last epoch that was agreed on."""
+        return self._machine.epoch
+
+    def agree(self, accused: Iterable[int], *, first_free: int) -> Go:
+        """Wait until all who are left agree on who goes on; on the training thread.
+
+        ``accused``: whom this rank's calls have failed for, beside those that the fabric has lost. ``first_free``: the
+        first stream that this rank has not used. Raises :class:`QuorumLostError` where this rank does not go on,
+        :class:`UpdateError` if the others do not answer in time.
+        """
+        work = self._port.work("the agreement on who goes on", timeout_s=ROUNDS * self._timeout_s)
+        self._port.call_soon(self._rest, tuple(accused), first_free, work)
+        work.wait()
+        assert self._agreed is not None, "the agreement ends with an epoch, or with an error"
+        return self._agreed
+
+    def enter(self, communicator: Communicator) -> None:
+        """Let reports end the calls of ``communicator`` from now on: that of the epoch that was agreed on."""
+        self._port.call_soon(self._enter, communicator)
+
+    def close(self) -> None:
+        """Take part no more."""
+        self._port.call(self._close, self._timeout_s)
+
+    # What happens on the loop's thread.
+
+    def _open(self, stream: int) -> None:
+        self._port.watch_controls(stream, self._on_control)
+        self._port.watch_losses(self._on_lost)
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._port.close()
+
+    def _rest(self, accused: Sequence[int], first_free: int, work: Work) -> None:
+        self._work, self._interrupt = work, None
+        if self._stop is not None:
+            self._finish(self._stop.error)
+            return
+        self._start_timer()
+        for rank in accused:
+            self._do(self._machine.lose(rank))
+        self._do(self._machine.rest(first_free=first_free))
+
+    def _enter(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        if self._interrupt is not None:
+            self._end_calls(self._interrupt)
+
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        if peer != self._port.rank:
+            self._do(self._machine.lose(peer, has_left=isinstance(error, PeerLeftError)))
+        elif self._work is not None:
+            self._finish(error)
+
+    def _on_control(self, peer: int, payload: bytes) -> None:
+        try:
+            report = decode_report(payload)
+        except FabricError as error:
+            self._do([Stop(error=error)])
+            return
+        self._do(self._machine.hear(peer, report))
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell):
+                payload = encode_report(effect.report)
+                for peer in effect.peers:
+                    self._port.tell(peer, payload)
+            elif isinstance(effect, Interrupt):
+                self._interrupt = effect
+                self._end_calls(effect)
+            elif isinstance(effect, Go):
+                self._agreed = effect
+                self._finish(None)
+            else:
+                self._stop = effect
+                self._communicator.interrupt(str(effect.error))
+                self._finish(effect.error)
+
+    def _end_calls(self, interrupt: Interrupt) -> None:
+        who = self._port.describe_peer
+        why = "the members of the job change" if interrupt.lost is None else f"{who(interrupt.lost)} is lost"
+        self._communicator.interrupt(f"{why}, as other ranks report", lost=interrupt.lost)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.finish(error)
+
+    def _start_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+
+    def _expire(self) -> None:
+        self._start_timer()
+        self._do(self._machine.expire())

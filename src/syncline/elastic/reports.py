@@ -1,0 +1,63 @@
+"""Reports of passes in an elastic job: each is told when the reductions of its pass are over, and commits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from syncline.elastic.calls import ElasticCall, ElasticControlStream
+from syncline.updates.report import PendingReport, StepReports, encode
+
+
+class CommitReport(PendingReport):
+    """A report that is not under way until :meth:`commit`."""
+
+    def __init__(
+        self,
+        control: ElasticControlStream,
+        own: tuple[float, tuple[bool, ...], tuple[float, ...]],
+        expected: float,
+        *,
+        on_commit: Callable[[ElasticCall], None],
+    ) -> None:
+        self._control = control
+        self._own = own
+        self._on_commit = on_commit
+        self._call: ElasticCall | None = None
+        super().__init__(None, torch.empty(0), expected, num_notes=len(own[2]), world_size=0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the pass is committed."""
+        if self._call is None or not self._call.is_complete:
+            return False
+        self._totals = self._call.tensor
+        return True
+
+    def commit(self) -> None:
+        """Tell it, and wait until all members have."""
+        if self._call is None or self._call.is_abandoned:
+            self._call = self.work = self._control.start_commit(self._make, "report of a backward pass")
+        self._call.wait_in_epoch()
+        self._on_commit(self._call)
+
+    def _make(self) -> torch.Tensor:
+        self.ranks = self._control.members
+        self._num_noted = self._num_notes * len(self.ranks)
+        return encode(self._control, *self._own)
+
+
+class ElasticReports(StepReports):
+    """The reports of a model's passes in an elastic job; ``on_commit`` is told of each that is committed."""
+
+    def __init__(self, control: ElasticControlStream, on_commit: Callable[[ElasticCall], None]) -> None:
+        super().__init__(control)
+        self._elastic = control
+        self._on_commit = on_commit
+
+    def start(self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float]) -> PendingReport:
+        """Make the report of a pass; :meth:`CommitReport.commit` tells it."""
+        own = weight, tuple(present), tuple(notes)
+        self._last = CommitReport(self._elastic, own, expected, on_commit=self._on_commit)
+        return self._last

@@ -1,0 +1,274 @@
+"""What an elastic job does after a loss: regroup, open the new epoch's communicator, and let each training go on there.
+
+A training's hooks, buckets and optimizer stay as they are. What moves is what it makes collectives with: its control
+streams (:class:`~syncline.elastic.calls.ElasticControlStream`) and its bucket collectives, which all other parts ask
+for rank, world size and members. So a loss may be met anywhere in a step, also in the middle of a backward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from syncline.elastic.agreement import Go
+from syncline.elastic.calls import LOSSES, ElasticCall, ElasticControlStream, Positions
+from syncline.elastic.epoch import Epoch, MembershipChange
+from syncline.elastic.regroup import Regroup
+from syncline.elastic.reports import ElasticReports
+from syncline.elastic.settings import Elastic
+from syncline.errors import MismatchError, UpdateError, name_ranks
+from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Updater, UpdateRule
+from syncline.updates.bucket_schedule import BucketSchedule
+from syncline.updates.control import ControlStream
+from syncline.updates.membership import describe_ranks
+
+if TYPE_CHECKING:
+    from syncline.pytorch.fleet import Fleet
+
+Watcher = Callable[[MembershipChange], None]
+
+
+class ElasticPart(Protocol):
+    """What goes on in a new epoch: a training, in the order in which they were distributed."""
+
+    @property
+    def iteration(self) -> int:
+        """Steps that this rank has made."""
+
+    def positions(self) -> Any:
+        """Return what this rank has done of the calls that others may miss, as JSON says it; nothing is under way."""
+
+    def enter(self, fleet: Fleet) -> None:
+        """Make calls on the fleet's communicator from now on, on streams that are reserved anew; no call is made."""
+
+    def settle(self, told: Sequence[Any], control: ControlStream) -> None:
+        """Take over what others have done, whose positions were ``told`` in rank order, and begin again what nobody has.
+
+        What is under way in between must be begun so that a later epoch can begin it again.
+        """
+
+
+class Recovery:
+    """One rank's way from epoch to epoch."""
+
+    def __init__(self, fleet: Fleet, settings: Elastic) -> None:
+        self.settings = settings
+        self._fleet = fleet
+        self._parts: list[ElasticPart] = []
+        self._watchers: list[Watcher] = []
+        self._unsettled: list[MembershipChange] = []
+        self._settled: list[MembershipChange] = []
+        (stream,) = fleet.reserve_streams(1)
+        self._regroup = Regroup(
+            fleet.communicator,
+            fleet.epoch,
+            stream=stream,
+            min_ranks=settings.min_ranks,
+            timeout_s=fleet.timeout_s,
+        )
+
+    @property
+    def epoch(self) -> Epoch:
+        """The current epoch."""
+        return self._fleet.epoch
+
+    def add(self, part: ElasticPart) -> None:
+        """Let a training go on after losses; every rank adds the same ones in the same order."""
+        self._parts.append(part)
+
+    def remove(self, part: ElasticPart) -> None:
+        """Forget a training that has ended."""
+        if part in self._parts:
+            self._parts.remove(part)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell ``watcher`` of every change, on the training thread at the end of the first step with the new members."""
+        self._watchers.append(watcher)
+
+    def recover(self, error: BaseException) -> None:
+        """Go on in a new epoch after ``error``, or raise it if it is no loss; see :data:`~syncline.updates.Recover`.
+
+        Raises :class:`QuorumLostError` where this rank does not go on.
+        """
+        if not isinstance(error, LOSSES) or self._fleet.communicator.accused is None:
+            raise error
+        cause: BaseException = error
+        while True:
+            go = self._agree(cause)
+            try:
+                self._enter(go)
+            except LOSSES as another:  # of the new epoch
+                cause = another
+            else:
+                return
+
+    def end_step(self, iteration: int) -> None:
+        """Tell watchers of changes, if the step that has ended here is the first with the new members."""
+        while self._settled and self._settled[0].iteration <= iteration:
+            change = self._settled.pop(0)
+            for watcher in tuple(self._watchers):
+                watcher(change)
+
+    def close(self) -> None:
+        """Take part in no further agreement."""
+        self._regroup.close()
+
+    def _agree(self, cause: BaseException) -> Go:
+        fleet = self._fleet
+        accused = fleet.communicator.accused
+        fleet.communicator.interrupt(str(cause), lost=accused)
+        go = self._regroup.agree([] if accused is None else [accused], first_free=fleet.next_stream)
+        lost = tuple(sorted(set(fleet.members).difference(go.epoch.members)))
+        self._tell(go, lost, cause)
+        change = MembershipChange(epoch=go.epoch.number, members=go.epoch.members, lost=lost, joined=(), iteration=0)
+        self._unsettled.append(change)
+        return go
+
+    def _enter(self, go: Go) -> None:
+        """Open the new epoch's communicator, and let all parts go on there."""
+        fleet = self._fleet
+        fleet.enter_epoch(go.epoch, first_stream=go.first_stream)
+        self._regroup.enter(fleet.communicator)
+        (stream,) = fleet.reserve_streams(1)
+        control = ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
+        own = [[part.iteration, part.positions()] for part in self._parts]
+        told = control.all_gather([go.epoch.number, own], "epoch and positions")
+        if {number for number, _ in told} != {go.epoch.number}:
+            raise MismatchError(f"Ranks have met in different epochs: {[number for number, _ in told]}")
+        for place, part in enumerate(self._parts):
+            part.enter(fleet)
+            part.settle([parts[place][1] for _, parts in told], control)
+        iteration = 1 + max((parts[0][0] for _, parts in told if parts), default=0)
+        self._settled += [replace(change, iteration=iteration) for change in self._unsettled]
+        self._unsettled.clear()
+
+    def _tell(self, go: Go, lost: Sequence[int], cause: BaseException) -> None:
+        """Write the change into the trace, and from one rank into the log."""
+        fleet = self._fleet
+        names = describe_ranks(lost, fleet.base.describe_rank)
+        fleet.trace.instant(
+            f"epoch {go.epoch.number}", "communication", members=list(go.epoch.members), cause=str(cause)
+        )
+        if fleet.base.rank == go.epoch.members[0]:
+            steps = f" in step {self._parts[0].iteration + 1}" if self._parts else ""
+            left = f"{go.epoch.world_size} ranks go on" if go.epoch.world_size > 1 else "one rank goes on"
+            print(f"syncline: {names} lost{steps}; {left} in epoch {go.epoch.number}", file=sys.stderr, flush=True)
+
+
+class ElasticTraining:
+    """One training that goes on after losses: its streams and its bucket collectives move, the rest stays.
+
+    ``plan`` returns the schedules of its buckets on the fleet's communicator, on streams from the given one on.
+    """
+
+    def __init__(self, recovery: Recovery, plan: Callable[[int], tuple[BucketSchedule, ...]]) -> None:
+        self.recovery = recovery
+        self._plan = plan
+        self._streams: list[ElasticControlStream] = []
+        self._updater: Updater | None = None
+
+    def recover(self, error: BaseException) -> None:
+        """Go on after a loss; before the training has begun it is an error, as in any job."""
+        if self._updater is None:
+            raise error
+        self.recovery.recover(error)
+
+    def open_stream(self, fleet: Fleet) -> ElasticControlStream:
+        """Return a control stream that goes on in later epochs; every rank opens as many, in the same order."""
+        (number,) = fleet.reserve_streams(1)
+        stream = ElasticControlStream(
+            fleet.communicator, stream=number, timeout_s=fleet.timeout_s, recover=self.recover
+        )
+        self._streams.append(stream)
+        return stream
+
+    def extend(self, setting: Setting) -> Setting:
+        """Return what a rule is given to work with in an elastic job."""
+        return replace(setting, recover=self.recover, reports=ElasticReports(self._streams[0], self._forget))
+
+    def begin(self, updater: Updater) -> None:
+        """Take part from now on."""
+        self._updater = updater
+        self.recovery.add(self)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that this rank has made."""
+        return self._begun.iteration
+
+    def positions(self) -> list[Positions]:
+        """Return what this rank has of each stream's calls."""
+        return [stream.positions() for stream in self._streams]
+
+    def enter(self, fleet: Fleet) -> None:
+        """Move all to the fleet's communicator."""
+        for stream in self._streams:
+            (number,) = fleet.reserve_streams(1)
+            stream.enter(fleet.communicator, stream=number)
+        collectives = self._begun.collectives
+        first = fleet.reserve_streams(len(self._begun.buckets)).start
+        collectives.enter(fleet.communicator, self._plan(first))
+
+    def settle(self, told: Sequence[list[Positions]], control: ControlStream) -> None:
+        """Share results that some have and others not, then begin again what nobody has."""
+        for place, stream in enumerate(self._streams):
+            stream.settle([positions[place] for positions in told], control)
+        for stream in self._streams:
+            stream.begin_again()
+        self._begun.resume()
+
+    def end_step(self) -> None:
+        """Take note that a step has ended, with the same parameters on all members."""
+        self.recovery.end_step(self.iteration)
+
+    def end(self) -> None:
+        """Take part no more: the fleet closes."""
+        self.recovery.remove(self)
+
+    @property
+    def _begun(self) -> Updater:
+        assert self._updater is not None, "a training takes part once it has begun"
+        return self._updater
+
+    def _forget(self, commit: ElasticCall) -> None:
+        for stream in self._streams:
+            stream.forget(before=commit)
+
+
+def begin_elastic(
+    fleet: Fleet, rule: UpdateRule, settings: Elastic | None, plan: Callable[[int], tuple[BucketSchedule, ...]]
+) -> ElasticTraining | None:
+    """Return how a training with ``rule`` goes on after losses; None if it does not, or does so by itself.
+
+    Raises :class:`UpdateError` for what cannot: other rules, helpers, and models of one job of which not all can.
+    """
+    survives_by_itself = isinstance(rule, Overlapped | Clustered)
+    if fleet.is_elastic is not None and fleet.is_elastic != (settings is not None):
+        raise UpdateError(
+            "Either all models of a job are elastic or none is: give distribute() the same elastic= for each"
+        )
+    fleet.is_elastic = settings is not None
+    if settings is None:
+        return None
+    if survives_by_itself:
+        if settings.min_ranks > 1:
+            raise UpdateError(f"{type(rule).__name__} has a quorum of its own; leave out Elastic(min_ranks=...)")
+        return None
+    if not isinstance(rule, AllReduce):
+        raise UpdateError(
+            f"elastic= goes with AllReduce(), Overlapped() and Clustered(), not with {type(rule).__name__}(), whose state is "
+            "lost with a rank; take one of these, or leave it out and start again from checkpoints"
+        )
+    if fleet.topology.helpers:
+        raise UpdateError(
+            f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the topology"
+        )
+    if fleet.recovery is None:
+        fleet.recovery = Recovery(fleet, settings)
+    elif fleet.recovery.settings != settings:
+        raise UpdateError(
+            f"All models of a job have the same settings, here {fleet.recovery.settings!r}, not {settings!r}"
+        )
+    return ElasticTraining(fleet.recovery, plan)
