@@ -151,11 +151,10 @@ class Agreement:
                 has_grown |= self._take(rank, loss)
         if peer not in self.losses:
             self.heard[peer] = report
-        effects = self._settle(has_grown)
+        if self.is_resting:
+            return self._settle(has_grown)
         is_new = report.base.number >= self.epoch.number or knew != (self.base.number, len(self.losses))
-        if not self.is_resting and not self.is_over and is_new:
-            effects.append(Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None)))
-        return effects
+        return [Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None))] if is_new else []
 
     def expire(self) -> list[Effect]:
         """The time for the agreement is over: go on without those that have said nothing."""
@@ -171,15 +170,15 @@ class Agreement:
         return self._settle(any(has_grown))
 
     def _take(self, rank: int, loss: Loss) -> bool:
-        """Hold a rank lost; whether that is new to tell."""
+        """Hold a rank lost; return whether there is more to tell than before."""
         known = self.losses.get(rank)
         if known is None:
             self.losses[rank] = loss
             self.heard.pop(rank, None)
             return True
-        merged = Loss(accuser=min(known.accuser, loss.accuser), has_left=known.has_left or loss.has_left)
-        self.losses[rank] = merged
-        return merged != known
+        has_left = known.has_left or loss.has_left
+        self.losses[rank] = Loss(accuser=min(known.accuser, loss.accuser), has_left=has_left)
+        return has_left and not known.has_left
 
     def _settle(self, has_grown: bool) -> list[Effect]:
         """Stop if too few are left; tell what is new; go on if all say the same."""
