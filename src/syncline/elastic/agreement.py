@@ -1,10 +1,10 @@
 """The agreement on who goes on after a loss: one rank's part in it, as a state machine without I/O.
 
 What each rank knows is a pair: the last epoch that anybody is known to have entered (``base``), and who is lost. Both
-only grow, and every rank takes over what it hears, so all come to the same pair, whichever report comes
-first. It is agreed when all members that are not in the lost set have reported the same pair; the new epoch has
-the next number, and its members are those of the base that are not lost. A rank that has agreed is dragged into the next
-round by a report that knows more than it agreed to.
+only grow, and every rank takes over what it hears, so all come to the same pair, whichever report comes first. It is
+agreed when all members that are not in the lost set have reported the same pair; the new epoch has the next number,
+and its members are those of the base that are not lost. A rank that has agreed is dragged into the next round by a
+report that knows more than it agreed to.
 
 A rank reports only while its training thread rests: then it finishes no call of the old epoch any more, and what it has
 finished can be told to the others. A report that comes before interrupts the epoch's calls, so that it comes to rest.
@@ -122,7 +122,7 @@ class Agreement:
         return self._settle(self._take(rank, Loss(accuser=self.rank, has_left=has_left)))
 
     def rest(self, *, first_free: int) -> list[Effect]:
-        """The training thread has come to rest: it waits for the agreement, and makes no call of the old epoch."""
+        """Take note that the training thread rests: it waits for the agreement, and makes no call of the old epoch."""
         if self.is_over:
             return []
         self.is_resting, self._first_free = True, first_free
@@ -157,7 +157,7 @@ class Agreement:
         return [Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None))] if is_new else []
 
     def expire(self) -> list[Effect]:
-        """The time for the agreement is over: go on without those that have said nothing."""
+        """Go on without those that have said nothing: the time for the agreement is over."""
         if self.is_over or not self.is_resting:
             return []
         silent = [rank for rank in self.living if rank != self.rank and rank not in self.heard]
@@ -221,8 +221,8 @@ class Agreement:
 
     def _fenced(self, by: int, why: str) -> QuorumLostError:
         return QuorumLostError(
-            f"{self.describe(self.rank)} was left behind: {self.describe(by)} tells that {why}; start it again, or let it "
-            "join anew",
+            f"{self.describe(self.rank)} was left behind: {self.describe(by)} tells that {why}; start it again, or let "
+            "it join anew",
             missing=tuple(rank for rank in self.epoch.members if rank != self.rank),
         )
 

@@ -1,8 +1,8 @@
 """The small calls of an elastic training: what one epoch began and did not end is ended in the next.
 
 When an epoch ends, some ranks may have the result of a call that others were still waiting for. So results are kept
-until no rank can miss them, and in the new epoch whoever lacks one gets it from the lowest rank that has it. What nobody
-has is begun again among the members that are left. Thus all of them have the same results of the same calls.
+until no rank can miss them, and in the new epoch whoever lacks one gets it from the lowest rank that has it. What
+nobody has is begun again among the members that are left. Thus all of them have the same results of the same calls.
 
 A *commit* is the call that ends a pass: it begins when a rank's part of the pass is over. Who has its result knows that
 every member was as far; then what was called before it is over everywhere, and need not be kept.
@@ -94,7 +94,7 @@ class ElasticCall(Work):
         self._work = start(self.tensor, self.label, self._root)
 
     def resolve(self, result: torch.Tensor) -> None:
-        """Take over the result that another rank has: its bytes, as the tensor that the call was begun with has them."""
+        """Take over the bytes of the result that another rank has."""
         assert self.tensor.numel() * self.tensor.element_size() == result.numel(), f"{self.label} has another size"
         if result.numel():
             self.tensor.view(-1).view(torch.uint8).copy_(result)
@@ -106,12 +106,15 @@ class ElasticControlStream(ControlStream):
 
     ``recover`` is called on the training thread when a call has ended with a loss (see
     :data:`~syncline.updates.rule.Recover`); what it does moves this stream: :meth:`enter`, then :meth:`settle`.
+    ``num_places``: how many ranks the fabric has, members or not.
     """
 
-    def __init__(self, communicator: Communicator, *, stream: int, timeout_s: float, recover: Recover) -> None:
+    def __init__(
+        self, communicator: Communicator, *, stream: int, timeout_s: float, num_places: int, recover: Recover
+    ) -> None:
         super().__init__(communicator, stream=stream, timeout_s=timeout_s)
         self.recover = recover
-        self._span = communicator.members[-1] + 1
+        self._num_places = num_places
         self._first = 0
         self._kept: list[ElasticCall] = []
         self._early: dict[int, torch.Tensor] = {}
@@ -138,7 +141,7 @@ class ElasticControlStream(ControlStream):
         """Return the ``value`` of every member, in rank order; of those that were there in both of its calls."""
         payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         own = self._communicator.members[self.rank]
-        sizes = torch.zeros(self._span, dtype=torch.int64)
+        sizes = torch.zeros(self._num_places, dtype=torch.int64)
         sizes[own] = len(payload)
         ends = self.sum(sizes, f"{label} (sizes)").cumsum(0).tolist()
         joined = torch.zeros(ends[-1], dtype=torch.uint8)
@@ -166,9 +169,9 @@ class ElasticControlStream(ControlStream):
         sizes = [call.tensor.numel() * call.tensor.element_size() if call.is_complete else -1 for call in self._kept]
         return self._first, tuple(sizes)
 
-    def enter(self, communicator: Communicator, *, stream: int) -> None:
+    def enter(self, communicator: Communicator, *, stream: int, num_places: int) -> None:
         """Make calls on another communicator from now on."""
-        self._communicator, self._stream = communicator, stream
+        self._communicator, self._stream, self._num_places = communicator, stream, num_places
 
     def settle(self, told: Sequence[Positions], control: ControlStream) -> None:
         """Let every member have the results that any has; the others' positions were ``told``, in rank order."""

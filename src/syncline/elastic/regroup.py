@@ -19,7 +19,7 @@ from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 
 ROUNDS = 4
-"""So many times the time of a collective, at most, until all who are left agree: ranks may be lost one after another."""
+"""So many times the time of a collective, at most, until all agree: ranks may be lost one after another."""
 
 
 class Regroup:

@@ -25,7 +25,11 @@ class CommitReport(PendingReport):
         self._own = own
         self._on_commit = on_commit
         self._call: ElasticCall | None = None
-        super().__init__(None, torch.empty(0), expected, num_notes=len(own[2]), world_size=0)
+        self._expected = expected
+        self._num_notes = len(own[2])
+        self._num_noted = 0
+        self._totals = torch.empty(0)
+        self._result = None
 
     @property
     def is_done(self) -> bool:
@@ -35,10 +39,14 @@ class CommitReport(PendingReport):
         self._totals = self._call.tensor
         return True
 
+    def wait(self) -> None:
+        """Return when the pass is committed: who asks comes after that."""
+        assert self.is_done, "a pass is committed before anybody reads its report"
+
     def commit(self) -> None:
         """Tell it, and wait until all members have."""
         if self._call is None or self._call.is_abandoned:
-            self._call = self.work = self._control.start_commit(self._make, "report of a backward pass")
+            self._call = self._control.start_commit(self._make, "report of a backward pass")
         self._call.wait_in_epoch()
         self._on_commit(self._call)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from syncline.elastic.agreement import Go
 from syncline.elastic.calls import LOSSES, ElasticCall, ElasticControlStream, Positions
@@ -19,13 +19,11 @@ from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import ElasticReports
 from syncline.elastic.settings import Elastic
 from syncline.errors import MismatchError, UpdateError, name_ranks
+from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.membership import describe_ranks
-
-if TYPE_CHECKING:
-    from syncline.pytorch.fleet import Fleet
 
 Watcher = Callable[[MembershipChange], None]
 
@@ -44,7 +42,7 @@ class ElasticPart(Protocol):
         """Make calls on the fleet's communicator from now on, on streams that are reserved anew; no call is made."""
 
     def settle(self, told: Sequence[Any], control: ControlStream) -> None:
-        """Take over what others have done, whose positions were ``told`` in rank order, and begin again what nobody has.
+        """Take over what others have done, and begin again what nobody has; positions were ``told`` in rank order.
 
         What is under way in between must be begun so that a later epoch can begin it again.
         """
@@ -84,7 +82,7 @@ class Recovery:
             self._parts.remove(part)
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell ``watcher`` of every change, on the training thread at the end of the first step with the new members."""
+        """Tell ``watcher`` of every change, at the end of the first step with the new members."""
         self._watchers.append(watcher)
 
     def recover(self, error: BaseException) -> None:
@@ -179,7 +177,11 @@ class ElasticTraining:
         """Return a control stream that goes on in later epochs; every rank opens as many, in the same order."""
         (number,) = fleet.reserve_streams(1)
         stream = ElasticControlStream(
-            fleet.communicator, stream=number, timeout_s=fleet.timeout_s, recover=self.recover
+            fleet.communicator,
+            stream=number,
+            timeout_s=fleet.timeout_s,
+            num_places=fleet.base.world_size,
+            recover=self.recover,
         )
         self._streams.append(stream)
         return stream
@@ -206,7 +208,7 @@ class ElasticTraining:
         """Move all to the fleet's communicator."""
         for stream in self._streams:
             (number,) = fleet.reserve_streams(1)
-            stream.enter(fleet.communicator, stream=number)
+            stream.enter(fleet.communicator, stream=number, num_places=fleet.base.world_size)
         collectives = self._begun.collectives
         first = fleet.reserve_streams(len(self._begun.buckets)).start
         collectives.enter(fleet.communicator, self._plan(first))
@@ -258,12 +260,13 @@ def begin_elastic(
         return None
     if not isinstance(rule, AllReduce):
         raise UpdateError(
-            f"elastic= goes with AllReduce(), Overlapped() and Clustered(), not with {type(rule).__name__}(), whose state is "
-            "lost with a rank; take one of these, or leave it out and start again from checkpoints"
+            f"elastic= goes with AllReduce(), Overlapped() and Clustered(), not with {type(rule).__name__}(), whose "
+            "state is lost with a rank; take one of these, or leave it out and start again from checkpoints"
         )
     if fleet.topology.helpers:
         raise UpdateError(
-            f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the topology"
+            f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the "
+            "topology"
         )
     if fleet.recovery is None:
         fleet.recovery = Recovery(fleet, settings)

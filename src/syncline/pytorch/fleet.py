@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
-
-if TYPE_CHECKING:
-    from syncline.pytorch.elastic_training import Recovery
 
 _entering = threading.Lock()
 _current: Fleet | None = None
@@ -51,8 +48,8 @@ class Fleet:
         self.communicator = communicator
         """That of the current epoch."""
         self.epoch = Epoch(number=0, members=communicator.members)
-        self.recovery: Recovery | None = None
-        """Takes the job from epoch to epoch, if its models are elastic."""
+        self.recovery: Any = None
+        """The Recovery that takes the job from epoch to epoch, if its models are elastic."""
         self.is_elastic: bool | None = None
         """What distribute() was told first; None before it."""
         self._is_trusted = is_trusted

@@ -110,7 +110,7 @@ class Port:
             on_lost(peer, error)
 
     def watch_controls(self, number: int, on_control: ControlHandler) -> None:
-        """Hand ``on_control`` what others :meth:`tell`; ``number`` is a stream, the same at both ends, of this alone."""
+        """Hand ``on_control`` what others :meth:`tell`; ``number`` is a stream of this alone, the same at both ends."""
         self._told = Told(number, on_control)
         self._relay.add_group(self._told)
 

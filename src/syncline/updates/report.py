@@ -40,9 +40,7 @@ class PendingReport:
     ranks: tuple[int, ...] | None = None
     """The job's numbers of the ranks that tell it, where these may change; each has a row of the notes."""
 
-    def __init__(
-        self, work: Work | None, totals: torch.Tensor, expected: float, *, num_notes: int, world_size: int
-    ) -> None:
+    def __init__(self, work: Work, totals: torch.Tensor, expected: float, *, num_notes: int, world_size: int) -> None:
         self.work = work
         self._totals = totals
         self._expected = expected
@@ -58,7 +56,7 @@ class PendingReport:
     @property
     def is_done(self) -> bool:
         """Whether it is there, and nothing went wrong."""
-        return self.work is not None and self.work.done() and self.work.exception() is None
+        return self.work.done() and self.work.exception() is None
 
     @property
     def notes(self) -> Notes:
@@ -69,7 +67,6 @@ class PendingReport:
 
     def wait(self) -> None:
         """Wait until it is there."""
-        assert self.work is not None, "a report of an elastic job is committed before it is waited for"
         self.work.wait()
 
     def commit(self) -> None:
