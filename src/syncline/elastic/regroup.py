@@ -34,7 +34,7 @@ class Regroup:
         self._port = communicator.open_port("regroup")
         self._communicator = communicator
         self._machine = Agreement(
-            rank=epoch.members[communicator.rank], epoch=epoch, min_ranks=min_ranks, describe=self._port.describe_peer
+            rank=epoch.members[communicator.rank], epoch=epoch, min_ranks=min_ranks, describe=self.describe
         )
         self._timeout_s = timeout_s
         self._work: Work | None = None
@@ -44,6 +44,10 @@ class Regroup:
         self._interrupt: Interrupt | None = None
         """What came since the last agreement, if anything did."""
         self._port.call(lambda: self._open(stream), timeout_s)
+
+    def describe(self, rank: int) -> str:
+        """``"rank 3 (host b1)"``."""
+        return self._port.describe_peer(rank)
 
     @property
     def epoch(self) -> Epoch:

@@ -145,7 +145,7 @@ class Recovery:
     def _tell(self, go: Go, lost: Sequence[int], cause: BaseException) -> None:
         """Write the change into the trace, and from one rank into the log."""
         fleet = self._fleet
-        names = describe_ranks(lost, fleet.base.describe_rank)
+        names = describe_ranks(lost, self._regroup.describe)
         fleet.trace.instant(
             f"epoch {go.epoch.number}", "communication", members=list(go.epoch.members), cause=str(cause)
         )

@@ -17,6 +17,7 @@ from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveC
 from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure
 from syncline.runtime.engine import Engine
+from syncline.runtime.engine_links import link_engine
 from syncline.runtime.failures import CRASH, DEADLINE, PEER_LOST
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -24,7 +25,7 @@ from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
-from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
+from syncline.runtime.shared_memory import SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
@@ -142,10 +143,6 @@ class Communicator:
     def is_lost(self, rank: int) -> bool:
         """Whether ``rank`` is lost, or has left; from any thread."""
         return self._fabric.is_lost(rank)
-
-    def describe_rank(self, rank: int) -> str:
-        """``"rank 3 (host b1)"``."""
-        return self._fabric.describe_peer(rank)
 
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
@@ -279,16 +276,7 @@ class Communicator:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
         if segment is not None:
-            links = EngineLinks(
-                start=partial(self._loop.call_soon, self._engine.submit),
-                has_failed=lambda: self._engine.failure is not None,
-                give_up=lambda failure: self._loop.call_soon(self._engine.give_up, failure),
-                crash=lambda error: self._loop.call_soon(self._engine.crash, error),
-                describe_rank=self._fabric.describe_peer,
-                host_of=lambda rank: self.topology.host_of(rank).name,
-                stalls=self._fabric.stalls,
-                members=self.members,
-            )
+            links = link_engine(self._loop, self._engine, self._fabric, self.topology, self.members)
             self._shared_memory = SharedMemoryCollectives(segment, links, trace=self.trace)
             self._relay.handlers.append(self._shared_memory.on_lost)
         return segment is not None
