@@ -1,0 +1,139 @@
+"""One rank of an elastic job as a process of its own, which kills itself where it is told; it logs what it trained.
+
+``python elastic_process.py FOLDER STEPS [RANK:STEP:PLACE ...]``; places are the methods of :class:`Deaths`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import syncline
+from syncline.elastic.regroup import Regroup
+from syncline.elastic.reports import CommitReport
+from syncline.pytorch.elastic_training import ElasticTraining
+
+
+def make_model() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    """Ranks have batches of other sizes, which change."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(3 + (rank + step) % 3, 6, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).square().mean()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deaths:
+    """Where this rank dies: each method arranges for one place of one step."""
+
+    def __init__(self, rank: int, told: list[str]) -> None:
+        self.step = -1
+        self._due: dict[str, int] = {}
+        for death in told:
+            number, step, place = death.split(":")
+            if int(number) == rank:
+                self._due[place] = int(step)
+
+    def at(self, place: str) -> None:
+        """Die here, if it is time."""
+        if self._due.get(place, self.step + 1) <= self.step:
+            die()
+
+    def before(self, owner: Any, name: str, place: str) -> None:
+        """Die before this method is called."""
+        method = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.at(place)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+
+def watch(deaths: Deaths, model: nn.Sequential, optimizer: Any) -> None:
+    """Let the rank die in all places that a step has."""
+    model[2].register_forward_pre_hook(lambda *_: deaths.at("forward"))
+    model[3].register_full_backward_hook(lambda *_: deaths.at("backward"))
+    deaths.before(CommitReport, "commit", "commit")
+    deaths.before(Regroup, "agree", "agreement")
+    deaths.before(ElasticTraining, "enter", "entering")
+    deaths.before(ElasticTraining, "settle", "settling")
+    deaths.before(optimizer.inner, "step", "step")
+    deaths.before(optimizer.training._buffers, "end_step", "buffers")
+
+
+def digest(model: nn.Module) -> str:
+    joined = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(joined).hexdigest()
+
+
+def train(folder: Path, num_steps: int, told: list[str], elastic: Any = True) -> None:
+    fleet = syncline.init()
+    rank = fleet.rank
+    deaths = Deaths(rank, told)
+    model = make_model()
+    model, optimizer = syncline.distribute(
+        model,
+        make_optimizer(model),
+        syncline.AllReduce(bucket_bytes=400),
+        samples="batch",
+        elastic=elastic,
+        check_every=2,
+    )
+    watch(deaths, model, optimizer)
+    changes: list[Any] = []
+    optimizer.on_membership_change(lambda change: changes.append([change.epoch, change.iteration, list(change.lost)]))
+    with (folder / f"rank{rank}.jsonl").open("w") as log:
+        for step in range(num_steps):
+            deaths.step = step
+            start_s = time.monotonic()
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            deaths.at("between")
+            counted = optimizer.training._collector.report.ranks
+            optimizer.step()
+            entry = {
+                "step": step,
+                "members": list(fleet.members),
+                "counted": list(counted),
+                "digest": digest(model),
+                "changes": changes,
+                "seconds": time.monotonic() - start_s,
+            }
+            print(json.dumps(entry), file=log, flush=True)
+    torch.save(model.state_dict(), folder / f"rank{rank}.pt")
+    print(f"members {list(fleet.members)} epoch {fleet.statistics().epoch}", flush=True)
+    fleet.close()
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    settings: Callable[..., Any] | bool = True
+    if arguments[0].startswith("min="):
+        settings = syncline.Elastic(min_ranks=int(arguments.pop(0)[4:]))
+    train(Path(arguments[0]), int(arguments[1]), arguments[2:], settings)
