@@ -1,0 +1,145 @@
+"""Who goes on after losses: one side at most, all of it in one epoch, whatever comes in which order."""
+
+import random
+
+import pytest
+
+from agreement_world import World
+from syncline.elastic.agreement import Agreement, Loss, Report, Stop
+from syncline.elastic.epoch import Epoch
+from syncline.elastic.messages import decode_report, encode_report
+from syncline.errors import FabricError
+from syncline.updates.membership import QuorumLostError
+
+
+def check(world: World) -> None:
+    """Whoever goes on is in one epoch with all others who do."""
+    for rank in world.going_on:
+        assert not world.machines[rank].is_resting, f"rank {rank} waits for ever"
+    epochs = {world.epochs[rank] for rank in world.going_on}
+    assert len(epochs) <= 1, f"two sides go on: {epochs}"
+    for epoch in epochs:
+        assert list(epoch.members) == world.going_on
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_deaths_and_cuts_at_any_time_leave_one_side(first):
+    for seed in range(first, first + 250):
+        play(seed)
+
+
+def play(seed):
+    draw = random.Random(seed)
+    num_ranks = draw.randint(2, 9)
+    world = World(num_ranks, seed)
+    for _ in range(draw.randint(1, 3)):
+        for _ in range(draw.randint(0, 20)):
+            world.step()
+        kind = draw.random()
+        if kind < 0.6:
+            world.kill(draw.randrange(num_ranks))
+        elif kind < 0.8:
+            world.cut(draw.randrange(num_ranks), draw.randrange(num_ranks))
+        else:
+            side = draw.sample(range(num_ranks), draw.randint(1, num_ranks - 1))
+            for one in side:
+                for other in set(range(num_ranks)) - set(side):
+                    world.cut(one, other)
+    world.settle()
+    check(world)
+
+
+@pytest.mark.parametrize("num_dead", [1, 3])
+def test_a_majority_goes_on_after_deaths(num_dead):
+    for seed in range(100):
+        world = World(8, seed)
+        dead = random.Random(seed).sample(range(8), num_dead)
+        for rank in dead:
+            world.kill(rank)
+            for _ in range(seed % 7):
+                world.step()
+        world.settle()
+        check(world)
+        assert world.going_on == [rank for rank in range(8) if rank not in dead], f"seed {seed}"
+
+
+@pytest.mark.parametrize(("side", "goes_on"), [((0, 1), True), ((2, 3), False), ((0, 3), True)])
+def test_of_two_halves_that_with_the_lowest_rank_goes_on(side, goes_on):
+    world = World(4, 1)
+    others = [rank for rank in range(4) if rank not in side]
+    for one in side:
+        for other in others:
+            world.cut(one, other)
+    world.settle()
+    assert world.going_on == (list(side) if goes_on else others)
+    for rank in set(range(4)) - set(world.going_on):
+        assert isinstance(world.stopped[rank], QuorumLostError)
+
+
+def test_a_cut_between_two_ranks_costs_the_higher_one_alone():
+    world = World(3, 2)
+    world.cut(0, 1)
+    world.settle()
+    assert world.going_on == [0, 2]
+    assert isinstance(world.stopped[1], QuorumLostError)
+
+
+def test_fewer_than_the_user_wants_stop():
+    world = World(4, 3, min_ranks=3)
+    world.kill(1)
+    world.settle()
+    assert world.going_on == [0, 2, 3]
+    world.kill(2)
+    world.settle()
+    assert not world.going_on
+    assert "needs 3" in str(world.stopped[0])
+
+
+def test_a_rank_that_has_left_by_itself_does_not_count():
+    alone = Agreement(rank=1, epoch=Epoch(number=0, members=(0, 1)))
+    alone.lose(0, has_left=True)
+    [go] = alone.rest(first_free=5)
+    assert go.epoch == Epoch(number=1, members=(1,))
+
+
+def test_who_says_nothing_in_time_is_left_behind():
+    epoch = Epoch(number=0, members=(0, 1, 2))
+    first, second = (Agreement(rank=rank, epoch=epoch) for rank in (0, 1))
+    [told] = first.rest(first_free=1)
+    second.hear(0, told.report)
+    [answer] = second.rest(first_free=1)
+    assert first.hear(1, answer.report) == []
+    effects = first.expire()
+    assert effects[0].report.losses == {2: Loss(accuser=0)}
+    assert first.expire() != []
+
+
+def test_a_rank_that_comes_back_is_told():
+    epoch = Epoch(number=0, members=(0, 1, 2))
+    late = Agreement(rank=2, epoch=epoch)
+    report = Report(base=Epoch(number=1, members=(0, 1)), losses={2: Loss(accuser=0)}, first_free=4)
+    [stop] = late.hear(0, report)
+    assert isinstance(stop, Stop)
+    assert "the others have gone on without it" in str(stop.error)
+    assert late.rest(first_free=4) == [], "it says nothing more"
+
+
+def test_new_streams_are_free_on_all():
+    first, second = (Agreement(rank=rank, epoch=Epoch(number=0, members=(0, 1, 2))) for rank in (0, 1))
+    first.lose(2)
+    second.lose(2)
+    [told] = first.rest(first_free=30)
+    second.hear(0, told.report)
+    answer, go = second.rest(first_free=12)
+    assert go.first_stream == 30
+    [same] = first.hear(1, answer.report)
+    assert same == go
+
+
+def test_reports_travel():
+    losses = {2: Loss(accuser=0), 999: Loss(accuser=3, has_left=True)}
+    report = Report(base=Epoch(number=7, members=(0, 1, 500)), losses=losses, first_free=65535)
+    assert decode_report(encode_report(report)) == report
+    for cut in range(len(encode_report(report))):
+        with pytest.raises(FabricError):
+            decode_report(encode_report(report)[:cut])

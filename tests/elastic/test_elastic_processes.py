@@ -1,0 +1,61 @@
+"""Real processes that are killed in every place of a step: those that are left train as one process would."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from elastic_replay import check_equal, check_replayed, read_logs
+
+from rank_scripts import run_script
+
+SCRIPT = Path(__file__).with_name("elastic_process.py")
+KILLED = -signal.SIGKILL
+
+
+def test_eight_ranks_die_one_after_another_until_one_is_left(tmp_path: Path) -> None:
+    deaths = [
+        "3:1:forward",
+        "5:2:backward",
+        "1:3:between",
+        "7:4:commit",
+        "6:5:commit",
+        "4:5:agreement",  # of the loss of 6
+        "2:7:buffers",
+    ]
+    results = run_script(SCRIPT, 8, str(tmp_path), "10", *deaths)
+    assert [status for status, _ in results] == [0, *[KILLED] * 7], results
+    assert "members [0] epoch" in results[0][1]
+    assert "rank 3 (host h3) lost in step 2; 7 ranks go on in epoch 1" in results[0][1]
+    logs = read_logs(tmp_path)
+    counted = check_equal(logs)
+    assert [len(counted[step]) for step in range(10)] == [8, 7, 6, 6, 4, 2, 2, 2, 1, 1]
+    assert logs[0][-1]["changes"][0] == [1, 2, [3]]
+    check_replayed(tmp_path, 0, counted)
+
+
+def test_rank_0_dies_and_others_in_the_way_to_the_next_epoch(tmp_path: Path) -> None:
+    results = run_script(SCRIPT, 6, str(tmp_path), "6", "0:2:step", "1:3:entering", "2:4:commit", "5:4:settling")
+    alive = [rank for rank, (status, _) in enumerate(results) if status == 0]
+    assert alive == [3, 4], results
+    counted = check_equal(read_logs(tmp_path))
+    assert counted[5] == [3, 4]
+    check_replayed(tmp_path, 3, counted)
+
+
+@pytest.mark.parametrize(("deaths", "alive"), [(["2:2:forward", "3:2:forward"], True), (["0:2:commit", "1:2:commit"], False)])
+def test_half_of_the_ranks_go_on_with_the_lowest_one(tmp_path: Path, deaths: list[str], alive: bool) -> None:
+    results = run_script(SCRIPT, 4, str(tmp_path), "4", *deaths)
+    left = [(status, output) for status, output in results if status != KILLED]
+    if alive:
+        assert [status for status, _ in left] == [0, 0], results
+        check_replayed(tmp_path, 0, check_equal(read_logs(tmp_path)))
+    else:
+        assert all(status == 1 and "QuorumLostError: 2 of 4 ranks are in reach" in output for status, output in left), results
+
+
+def test_fewer_than_min_ranks_stop(tmp_path: Path) -> None:
+    results = run_script(SCRIPT, 3, "min=3", str(tmp_path), "4", "1:1:backward")
+    assert [status for status, _ in results] == [1, KILLED, 1]
+    assert all("needs 3 of 3 ranks, but 2 are left" in results[rank][1] for rank in (0, 2)), results
