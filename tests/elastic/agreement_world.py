@@ -1,4 +1,4 @@
-"""Agreements of several ranks in one process: messages in any order between links, deaths, cuts, ranks that rest late."""
+"""Agreements of several ranks in one process: messages in any order, deaths, cuts, ranks that rest late."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-
 from agreement_world import World
+
 from syncline.elastic.agreement import Agreement, Loss, Report, Stop
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report

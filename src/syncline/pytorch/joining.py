@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.updates.control import ControlStream
 from syncline.updates.rule import Updater
 
@@ -23,6 +25,26 @@ _DONE, _PASS, _CLIP, _STEP, _SAVE = 0.0, 1.0, 2.0, 3.0, 4.0
 
 Save = Callable[[Mapping[str, Any]], None]
 """Takes part in writing a checkpoint, as another rank has told it."""
+
+
+def check_join(updater: Updater, model: nn.Module, *, is_joining: bool) -> None:
+    """Raise :class:`UpdateError` where ranks cannot make different numbers of steps; ``is_joining``: they do now."""
+    if not updater.is_synchronous:
+        raise UpdateError(
+            f"join() is for rules in which every rank makes every step; with {type(updater).__name__} ranks "
+            "need not make the same number of steps"
+        )
+    check_joinable(model)
+    if updater.is_elastic:
+        raise UpdateError(
+            "join() does not go with elastic=True, where what a rank that is done follows may be lost with another; "
+            "give all ranks as many steps"
+        )
+    if is_joining:
+        raise UpdateError(
+            "join() is not called within another of the same model, nor with helpers in the topology, when ranks "
+            "may make different numbers of steps without it"
+        )
 
 
 class Follower(Protocol):

@@ -18,11 +18,10 @@ from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import check_in_place
-from syncline.pytorch.joining import Joining, Save
+from syncline.pytorch.joining import Joining, Save, check_join
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.stand_ins import StandIns
-from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
@@ -94,17 +93,7 @@ class Training:
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Within this context ranks may make different numbers of steps; who is done goes on in the others' steps."""
-        if not self.updater.is_synchronous:
-            raise UpdateError(
-                f"join() is for rules in which every rank makes every step; with {type(self.updater).__name__} ranks "
-                "need not make the same number of steps"
-            )
-        check_joinable(self.model)
-        if self._joining is not None:
-            raise UpdateError(
-                "join() is not called within another of the same model, nor with helpers in the topology, when ranks "
-                "may make different numbers of steps without it"
-            )
+        check_join(self.updater, self.model, is_joining=self._joining is not None)
         self._joining = Joining(self._joins, self.updater.optimizer)
         try:
             yield

@@ -84,9 +84,6 @@ class Updater(ABC):
     save_alone: Callable[[str], None] | None = None
     """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
 
-    survives_losses = False
-    """Whether it goes on by itself, without a new epoch, where ranks are lost."""
-
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
 
@@ -107,6 +104,11 @@ class Updater(ABC):
 
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it goes on in a new epoch where ranks are lost."""
+        return self._reports is not None
 
     @property
     def divided_gradients(self) -> DividedGradients | None:
