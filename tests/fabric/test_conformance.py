@@ -122,6 +122,32 @@ def test_a_message_that_no_one_receives_does_not_stop_others(on_fabrics):
     on_fabrics(2, scenario)
 
 
+def test_what_comes_in_dropped_streams_is_thrown_away_and_counted(on_fabrics):
+    sizes = [0, 100, 400_000]
+
+    def tag(stream, number):
+        return stream << 48 | number
+
+    async def scenario(fabrics, recorders, mail):
+        fabrics[1].drop_streams(range(7, 8))
+        pieces = [(stream, number, size) for stream in (5, 6, 7) for number, size in enumerate(sizes * 7)]
+        sent = [mail.send(0, 1, tag(stream, number), bytes(size)) for stream, number, size in pieces]
+        kept = mail.send(0, 1, tag(9, 0), b"kept")
+        await gather(mail.receive(1, 0, tag(8, 0), 1), mail.send(0, 1, tag(8, 0), b"x", urgency=9))  # time to arrive
+        fabrics[1].drop_streams(range(5, 7))
+        await gather(*sent)  # nothing stays with the sender
+        received = mail.receive(1, 0, tag(9, 0), 4)
+        await gather(kept, received)
+        assert received.result() == b"kept"
+        assert fabrics[1].statistics().dropped_messages == len(pieces)
+        assert fabrics[1].statistics().unexpected_bytes == 0
+        for number in range(100):  # what was held has given its credit back
+            await gather(mail.receive(1, 0, tag(8, number), 9000), mail.send(0, 1, tag(8, number), bytes(9000)))
+        assert not recorders[1].lost
+
+    on_fabrics(2, scenario)
+
+
 def test_an_aborted_rank_is_lost_to_all_others(on_fabrics):
     async def scenario(fabrics, recorders, mail):
         received = mail.receive(0, 1, 1, 1_000_000)

@@ -120,6 +120,11 @@ class ElasticControlStream(ControlStream):
         self._early: dict[int, torch.Tensor] = {}
         """By its number, the result of a call that others have made already, and this rank has not."""
 
+    @property
+    def number(self) -> int:
+        """The stream, in this epoch."""
+        return self._stream
+
     # What a training calls.
 
     def start_sum(self, values: torch.Tensor, label: str) -> Work:

@@ -67,9 +67,12 @@ class Regroup:
         assert self._agreed is not None, "the agreement ends with an epoch, or with an error"
         return self._agreed
 
-    def enter(self, communicator: Communicator) -> None:
-        """Let reports end the calls of ``communicator`` from now on: that of the epoch that was agreed on."""
-        self._port.call_soon(self._enter, communicator)
+    def enter(self, communicator: Communicator, *, over: Sequence[range]) -> None:
+        """Let reports end the calls of ``communicator`` from now on: that of the epoch that was agreed on.
+
+        What still comes in the streams that are ``over`` is dropped, and counted.
+        """
+        self._port.call_soon(self._enter, communicator, _joined(over))
 
     def close(self) -> None:
         """Take part no more."""
@@ -96,8 +99,9 @@ class Regroup:
             self._do(self._machine.lose(rank))
         self._do(self._machine.rest(first_free=first_free))
 
-    def _enter(self, communicator: Communicator) -> None:
+    def _enter(self, communicator: Communicator, over: Sequence[range]) -> None:
         self._communicator = communicator
+        self._port.drop_streams(over)
         if self._interrupt is not None:
             self._end_calls(self._interrupt)
 
@@ -153,3 +157,14 @@ class Regroup:
     def _expire(self) -> None:
         self._start_timer()
         self._do(self._machine.expire())
+
+
+def _joined(ranges: Sequence[range]) -> list[range]:
+    """Return neighbouring ranges as one."""
+    joined: list[range] = []
+    for each in sorted(ranges, key=lambda one: one.start):
+        if joined and joined[-1].stop >= each.start:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
+        elif each:
+            joined.append(each)
+    return joined

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from syncline.fabric.callbacks import call_back
+from syncline.fabric.dropped_streams import DroppedStreams
 from syncline.fabric.frames import HEADER_BYTES, Frame, FrameError, FrameType
 from syncline.fabric.grants import EagerCredit, GrantScheduler
 from syncline.fabric.outbox import MAX_REQUESTS
@@ -80,6 +81,7 @@ class Inbox:
         self._arriving: dict[int, Receive] = {}
         self._held: dict[int, _Held] = {}
         self._eager: dict[int, Receive | _Held | None] = {}  # by tag: where the frame that is arriving goes
+        self.dropped = DroppedStreams()
         self.unexpected_bytes = 0
         self.readable_pid: int | None = None
         """The peer's process, if messages can be copied out of its memory."""
@@ -142,6 +144,21 @@ class Inbox:
             if receive.arrived_bytes == receive.num_bytes:
                 del self._arriving[tag]
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in these streams from now on, and what came early."""
+        self.dropped.add(streams)
+        for tag in [tag for tag in self._announced if self.dropped.take(tag)]:
+            del self._announced[tag]
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+        for tag in [tag for tag in self._held if self.dropped.take(tag)]:
+            held = self._held.pop(tag)
+            self.unexpected_bytes -= len(held.payload)
+            if held.is_whole:
+                self._return_credit(len(held.payload))
+            else:  # its credit is returned when all of it is here
+                self._eager[tag] = None
+                self._links.redirect(tag)
+
     def on_request(self, frame: Frame) -> None:
         """Take note of a message that waits at the peer."""
         tag = frame.tag
@@ -149,6 +166,9 @@ class Inbox:
             raise FrameError(f"request {tag:#x} comes twice, or is one of more than {MAX_REQUESTS}")
         if frame.offset and self.readable_pid is None:
             raise FrameError(f"request {tag:#x} names an address, but no memory is shared")
+        if self.dropped.take(tag):
+            self._links.send_control(FrameType.DISCARD, tag=tag)
+            return
         self._announced[tag] = (frame.message_bytes, frame.signature, frame.offset)
         if tag in self._posted:
             self._match(tag)
@@ -246,6 +266,9 @@ class Inbox:
             raise FrameError(f"message {tag:#x} was sent without asking, in part or twice")
         if not self._credit.take(frame.chunk_bytes + HEADER_BYTES):
             raise FrameError(f"message {tag:#x} exceeds the credit of {self._credit.credit_bytes} bytes")
+        if self.dropped.take(tag):
+            self._eager[tag] = None
+            return None
         receive = self._posted.pop(tag, None)
         if receive is None:
             held = _Held(payload=bytearray(frame.chunk_bytes), signature=frame.signature)

@@ -15,8 +15,10 @@ from functools import partial
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.callbacks import call_back
+from syncline.fabric.dropped_streams import DroppedStreams
 from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.memory_classes import MemoryClasses
+from syncline.fabric.memory_parcels import Counters, Parcel, Posted
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.slice_executor import SliceExecutor
@@ -45,42 +47,6 @@ def memory_fabrics(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parcel:
-    """A message on its way; ``payload`` is the sender's memory, or a copy if it was sent ahead."""
-
-    source: int
-    target: int
-    tag: int
-    payload: memoryview
-    signature: int
-    urgency: int
-    connection_class: int
-    on_sent: Callable[[], None] | None
-    is_control: bool = False
-    is_settled: bool = False
-    """The sender is done with it; it is the receiver's now."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Posted:
-    """A receive that waits for its message."""
-
-    destination: memoryview
-    signature: int
-    on_received: Callable[[], None]
-    on_mismatch: Callable[[int], None] | None
-
-
-@dataclass(slots=True)
-class _Counters:
-    sent_bytes: int = 0
-    sent_messages: int = 0
-    received_bytes: int = 0
-    received_messages: int = 0
-    queued_bytes: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
 class _Network:
     """What lies between the ranks: the parcels under way, and the order in which they arrive."""
 
@@ -90,8 +56,8 @@ class _Network:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     classes: MemoryClasses = field(default_factory=lambda: MemoryClasses(_describe))
     _random: random.Random | None = None
-    _queue: list[tuple[int, int, _Parcel]] = field(default_factory=list)
-    _controls: dict[tuple[int, int], list[_Parcel]] = field(default_factory=dict)
+    _queue: list[tuple[int, int, Parcel]] = field(default_factory=list)
+    _controls: dict[tuple[int, int], list[Parcel]] = field(default_factory=dict)
     _sequence: int = 0
     _is_pumping: bool = False
 
@@ -99,7 +65,7 @@ class _Network:
         if self.seed is not None:
             self._random = random.Random(self.seed)  # noqa: S311 - a replayable order, no secret
 
-    def put(self, parcel: _Parcel) -> None:
+    def put(self, parcel: Parcel) -> None:
         """Take a parcel; it is delivered in a later iteration of the loop, one parcel in each."""
         if parcel.is_control:
             self._controls.setdefault((parcel.source, parcel.target), []).append(parcel)
@@ -119,7 +85,7 @@ class _Network:
             parcel = self._controls[parcel.source, parcel.target].pop(0)
         self.fabrics[parcel.target]._deliver(parcel)
 
-    def _take(self) -> _Parcel:
+    def _take(self) -> Parcel:
         if self._random is None:
             return heapq.heappop(self._queue)[2]
         place = self._random.randrange(len(self._queue))
@@ -135,13 +101,14 @@ class MemoryFabric:
         self.rank = rank
         self._close_s = close_s
         self._listener_slot = ListenerSlot()
-        self._posted: dict[tuple[int, int], _Posted] = {}
-        self._held: dict[tuple[int, int], _Parcel] = {}
+        self._posted: dict[tuple[int, int], Posted] = {}
+        self._held: dict[tuple[int, int], Parcel] = {}
         self._outgoing = 0
         self._drained = asyncio.Event()
         self._lost: dict[int, PeerLostError] = {}
-        self._counters: dict[tuple[int, int], _Counters] = {}
+        self._counters: dict[tuple[int, int], Counters] = {}
         self._is_closed = False
+        self._dropped = DroppedStreams()
         self.progress = Progress()
         self.stalls = Stalls(float("inf"))
         """No heartbeats are sent in memory: whoever plays a hung rank calls ``tick``."""
@@ -178,7 +145,7 @@ class MemoryFabric:
         is_eager = payload.nbytes <= self._network.eager_bytes
         self._outgoing += 1
         self._network.put(
-            _Parcel(
+            Parcel(
                 source=self.rank,
                 target=peer,
                 tag=tag,
@@ -204,7 +171,7 @@ class MemoryFabric:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
         self._check_peer(peer)
         assert (peer, tag) not in self._posted, f"rank {self.rank} posted tag {tag:#x} of rank {peer} twice"
-        self._posted[peer, tag] = _Posted(
+        self._posted[peer, tag] = Posted(
             destination=destination.cast("B"),
             signature=signature,
             on_received=on_received,
@@ -218,6 +185,13 @@ class MemoryFabric:
         """Forget a posted receive."""
         self._posted.pop((peer, tag), None)
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in streams that are over."""
+        self._dropped.add(streams)
+        for key in [key for key in self._held if self._dropped.take(key[1])]:
+            parcel = self._held.pop(key)
+            self._network.fabrics[parcel.source]._finish(parcel, was_delivered=True)
+
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
         self._check_peer(peer)
@@ -226,7 +200,7 @@ class MemoryFabric:
             return
         self._outgoing += 1
         self._network.put(
-            _Parcel(
+            Parcel(
                 source=self.rank,
                 target=peer,
                 tag=0,
@@ -293,6 +267,7 @@ class MemoryFabric:
             pending_receives=len(self._posted),
             refused_connections=0,
             lost_peers=tuple(sorted(self._lost)),
+            dropped_messages=self._dropped.num_messages,
         )
 
     async def close(self) -> None:
@@ -337,7 +312,7 @@ class MemoryFabric:
         self._network.classes.look_again()
         self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer, error))
 
-    def _deliver(self, parcel: _Parcel) -> None:
+    def _deliver(self, parcel: Parcel) -> None:
         """Take a parcel that arrived: hand it over, or hold it until its receive is posted."""
         source = self._network.fabrics[parcel.source]
         if self._is_closed or (parcel.source in self._lost and not parcel.is_settled):
@@ -346,6 +321,8 @@ class MemoryFabric:
             source._finish(parcel, was_delivered=True)
             payload = bytes(parcel.payload)
             self._listener_slot.tell(lambda listener: listener.on_control(parcel.source, payload))
+        elif self._dropped.take(parcel.tag):
+            source._finish(parcel, was_delivered=True)
         elif (parcel.source, parcel.tag) in self._posted:
             self._land(parcel, self._posted.pop((parcel.source, parcel.tag)))
             source._finish(parcel, was_delivered=True)
@@ -354,7 +331,7 @@ class MemoryFabric:
             if parcel.payload.nbytes <= self._network.eager_bytes:
                 source._finish(parcel, was_delivered=True)
 
-    def _land(self, parcel: _Parcel, posted: _Posted) -> None:
+    def _land(self, parcel: Parcel, posted: Posted) -> None:
         if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:
             if posted.on_mismatch is not None:
                 call_back(partial(posted.on_mismatch, parcel.signature))
@@ -365,7 +342,7 @@ class MemoryFabric:
         counters.received_messages += 1
         posted.on_received()
 
-    def _finish(self, parcel: _Parcel, *, was_delivered: bool) -> None:
+    def _finish(self, parcel: Parcel, *, was_delivered: bool) -> None:
         """Settle the sender's account of ``parcel``, once: what is held was settled when it arrived, if it is small."""
         if parcel.is_settled:
             return
@@ -383,8 +360,8 @@ class MemoryFabric:
         if on_sent is not None and was_delivered and not self._is_closed:
             on_sent()
 
-    def _count(self, peer: int, connection_class: int) -> _Counters:
-        return self._counters.setdefault((peer, connection_class), _Counters())
+    def _count(self, peer: int, connection_class: int) -> Counters:
+        return self._counters.setdefault((peer, connection_class), Counters())
 
     def _check_open(self) -> None:
         if self._is_closed:

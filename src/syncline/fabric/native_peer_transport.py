@@ -181,6 +181,10 @@ class NativePeerTransport:
         self._mismatched.pop(tag, None)
         self._native_transport.cancel(self._peer, tag)
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes, or came early, in streams that are over."""
+        self._native_transport.drop_streams(self._peer, streams.start, streams.stop)
+
     def close(self) -> None:
         """Release the connections, and forget what was not received whole."""
         self._is_closed = True
@@ -213,6 +217,7 @@ class NativePeerTransport:
             ),
             unexpected_bytes=self._native_transport.unexpected_bytes(self._peer),
             pending_receives=self._native_transport.num_pending(self._peer),
+            dropped_messages=self._native_transport.num_dropped(self._peer),
         )
 
     def handle(self, kind: int, tag: int, number: int, other: int, text: bytes) -> None:

@@ -72,6 +72,9 @@ class PeerTransport(Protocol):
     def cancel(self, tag: int) -> None:
         """Forget a receive."""
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in these streams from now on, and what came early; it is counted."""
+
     def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
         """Queue a control frame."""
 

@@ -149,6 +149,12 @@ class Transport(Protocol):
         If a part of the message had arrived, the rest is thrown away.
         """
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in these streams (the highest 16 bits of tags) from now on, and what came early.
+
+        For streams in which nothing is received any more, here and later; what is thrown away is counted.
+        """
+
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
 

@@ -147,6 +147,10 @@ class PythonPeerTransport:
             connection.end()
         self.send_frame(FrameType.END)
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes, or came early, in streams that are over."""
+        self.inbox.drop_streams(streams)
+
     def close(self) -> None:
         """Release the connections, and forget what was not received whole."""
         self._is_closed = True
@@ -178,6 +182,7 @@ class PythonPeerTransport:
             connections=self._connection_statistics(),
             unexpected_bytes=self.inbox.unexpected_bytes,
             pending_receives=self.inbox.num_pending,
+            dropped_messages=self.inbox.dropped.num_messages,
         )
 
     def _connection_statistics(self) -> tuple[ConnectionStatistics, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class PeerStatistics:
     connections: tuple[ConnectionStatistics, ...] = ()
     unexpected_bytes: int
     pending_receives: int
+    dropped_messages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class FabricStatistics:
     lost_peers: tuple[int, ...]
     suspect_peers: tuple[int, ...] = ()
     """Peers that are silent now, for longer than ``suspect_s``."""
+    dropped_messages: int = 0
+    """Messages that were thrown away, since they came in an epoch that was over."""
 
     def by_class(self) -> Mapping[int, ClassStatistics]:
         """Return the counters of each connection class: -1 is control, -2 what was copied within a machine."""
@@ -83,3 +87,14 @@ class FabricStatistics:
     def received_bytes(self) -> int:
         """Payload bytes received from all peers."""
         return sum(connection.received_bytes for connection in self.connections)
+
+
+def add_peers(peers: Sequence[PeerStatistics], **of_fabric: Any) -> FabricStatistics:
+    """Return the counters of a fabric: those of its peers together, and what is its own."""
+    return FabricStatistics(
+        connections=tuple(entry for peer in peers for entry in peer.connections),
+        unexpected_bytes=sum(peer.unexpected_bytes for peer in peers),
+        pending_receives=sum(peer.pending_receives for peer in peers),
+        dropped_messages=sum(peer.dropped_messages for peer in peers),
+        **of_fabric,
+    )

@@ -35,7 +35,7 @@ from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
-from syncline.fabric.statistics import FabricStatistics
+from syncline.fabric.statistics import FabricStatistics, add_peers
 from syncline.priorities.terms import Priorities
 
 MAX_REASON_BYTES = 1024
@@ -147,6 +147,11 @@ class TcpFabric:
         """Forget a posted receive."""
         self._peers[peer].transport.cancel(tag)
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in streams that are over."""
+        for peer in self._living():
+            peer.transport.drop_streams(streams)
+
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
@@ -181,13 +186,10 @@ class TcpFabric:
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
-        peers = [peer.transport.statistics() for peer in self._peers.values()]
-        return FabricStatistics(
+        return add_peers(
+            [peer.transport.statistics() for peer in self._peers.values()],
             rank=self._rank,
             time_s=self._loop.time(),
-            connections=tuple(entry for peer in peers for entry in peer.connections),
-            unexpected_bytes=sum(peer.unexpected_bytes for peer in peers),
-            pending_receives=sum(peer.pending_receives for peer in peers),
             refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
@@ -210,8 +212,7 @@ class TcpFabric:
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
             self._tell_peer(peer, lost=self._rank, reason=reason)
-        tasks = self._release()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._release(), return_exceptions=True)
 
     def abort(self, reason: str = "it aborted its fabric") -> None:
         """Release everything at once; tell the others why, as far as that goes without waiting."""

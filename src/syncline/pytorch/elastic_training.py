@@ -35,6 +35,10 @@ class ElasticPart(Protocol):
     def iteration(self) -> int:
         """Steps that this rank has made."""
 
+    @property
+    def streams(self) -> list[range]:
+        """The streams that it uses in this epoch."""
+
     def positions(self) -> Any:
         """Return what this rank has done of the calls that others may miss, as JSON says it; nothing is under way."""
 
@@ -59,6 +63,8 @@ class Recovery:
         self._unsettled: list[MembershipChange] = []
         self._settled: list[MembershipChange] = []
         (stream,) = fleet.reserve_streams(1)
+        self._confirming = range(0)
+        """The stream of the first calls in this epoch."""
         self._regroup = Regroup(
             fleet.communicator,
             fleet.epoch,
@@ -127,9 +133,12 @@ class Recovery:
     def _enter(self, go: Go) -> None:
         """Open the new epoch's communicator, and let all parts go on there."""
         fleet = self._fleet
+        user = fleet.communicator.user_stream
+        over = [range(user, user + 1), self._confirming, *(streams for part in self._parts for streams in part.streams)]
         fleet.enter_epoch(go.epoch, first_stream=go.first_stream)
-        self._regroup.enter(fleet.communicator)
-        (stream,) = fleet.reserve_streams(1)
+        self._regroup.enter(fleet.communicator, over=over)
+        self._confirming = fleet.reserve_streams(1)
+        (stream,) = self._confirming
         control = ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
         own = [[part.iteration, part.positions()] for part in self._parts]
         told = control.all_gather([go.epoch.number, own], "epoch and positions")
@@ -199,6 +208,12 @@ class ElasticTraining:
     def iteration(self) -> int:
         """Steps that this rank has made."""
         return self._begun.iteration
+
+    @property
+    def streams(self) -> list[range]:
+        """The streams that it uses in this epoch."""
+        buckets = [range(one.stream, one.stream + 1) for one in self._begun.collectives.bucket_schedules]
+        return [*(range(stream.number, stream.number + 1) for stream in self._streams), *buckets]
 
     def positions(self) -> list[Positions]:
         """Return what this rank has of each stream's calls."""

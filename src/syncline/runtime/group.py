@@ -60,6 +60,10 @@ class GroupFabric:
         """Forget a posted receive."""
         self._fabric.cancel(self.members[peer], tag)
 
+    def drop_streams(self, streams: range) -> None:
+        """Throw away what comes in streams that are over."""
+        self._fabric.drop_streams(streams)
+
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a control message to the group's listener at a member."""
         self._fabric.send_control(self.members[peer], enclose(self.streams.start, payload))

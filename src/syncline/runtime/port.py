@@ -8,7 +8,7 @@ send to itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -208,6 +208,11 @@ class Port:
         elif (peer, tag) in self._awaited:
             self._awaited.discard((peer, tag))
             self._fabric.cancel(peer, tag)
+
+    def drop_streams(self, streams: Iterable[range]) -> None:
+        """Throw away whatever still comes in streams in which nobody receives any more."""
+        for each in streams:
+            self._fabric.drop_streams(each)
 
     def close(self) -> None:
         """Forget all receives and tell nobody anything any more."""

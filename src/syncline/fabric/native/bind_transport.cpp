@@ -128,6 +128,12 @@ void bind_messages(TransportClass& bound) {
         .def("receive", &receive, "peer"_a, "tag"_a, "destination"_a, py::kw_only(), "signature"_a, "urgency"_a,
              "on_received"_a)
         .def("cancel", &cancel, "peer"_a, "tag"_a)
+        .def(
+            "drop_streams",
+            [](NativeTransport& self, int peer, uint64_t first, uint64_t stop) {
+                self.peer(peer).receiver.drop_streams(first, stop);
+            },
+            "peer"_a, "first"_a, "stop"_a)
         .def("send_frame", asking(&PeerTransport::send_frame), "peer"_a, "kind"_a, py::kw_only(), "tag"_a = 0,
              "message_bytes"_a = 0, "payload"_a = std::string())
         .def("flush_control", asking(&PeerTransport::flush_control), "peer"_a);
@@ -153,7 +159,10 @@ void bind_counters(TransportClass& bound) {
             "peer"_a)
         .def(
             "unexpected_bytes",
-            [](NativeTransport& self, int peer) { return self.peer(peer).receiver.unexpected_bytes; }, "peer"_a);
+            [](NativeTransport& self, int peer) { return self.peer(peer).receiver.unexpected_bytes; }, "peer"_a)
+        .def(
+            "num_dropped", [](NativeTransport& self, int peer) { return self.peer(peer).receiver.num_dropped; },
+            "peer"_a);
 }
 
 std::vector<std::pair<int, uint32_t>> wait_unlocked(int epoll_fd, double timeout_s,

@@ -90,6 +90,43 @@ void Receiver::mismatch(uint64_t tag, Receive& receive, uint32_t signature) {
     state_.events.tell(Event(MISMATCH, peer_, tag, receive.signature, signature));
 }
 
+// --- streams that are over ---
+
+namespace {
+
+constexpr int STREAM_SHIFT = 48;  // the stream is in the highest bits of a tag: see `tags.py`
+
+}  // namespace
+
+bool Receiver::is_dropped(uint64_t tag) const {
+    const uint64_t stream = tag >> STREAM_SHIFT;
+    return std::any_of(dropped_.begin(), dropped_.end(),
+                       [stream](const auto& range) { return range.first <= stream && stream < range.second; });
+}
+
+void Receiver::drop_streams(uint64_t first, uint64_t stop) {
+    dropped_.emplace_back(first, stop);
+    std::erase_if(announced_, [this](const auto& entry) {
+        if (!is_dropped(entry.first)) return false;
+        ++num_dropped;
+        discard(entry.first);
+        return true;
+    });
+    std::erase_if(unexpected_, [this](const auto& entry) {
+        if (!is_dropped(entry.first)) return false;
+        const auto num_bytes = static_cast<int64_t>(entry.second.payload.size());
+        ++num_dropped;
+        unexpected_bytes -= num_bytes;
+        if (auto eager = eager_.find(entry.first); eager != eager_.end()) {
+            eager->second.where = EagerTarget::TO_WASTE;  // its credit is returned when all of it is here
+            redirect(entry.first);
+        } else {
+            return_credit(num_bytes);
+        }
+        return true;
+    });
+}
+
 // --- messages that are granted ---
 
 void Receiver::on_request(const Header& frame) {
@@ -98,6 +135,11 @@ void Receiver::on_request(const Header& frame) {
         throw FrameError(format("request %#llx comes twice, or is one of more than %zu", ull(tag), MAX_REQUESTS));
     if (frame.offset && !pid)
         throw FrameError(format("request %#llx names an address, but no memory is shared", ull(tag)));
+    if (is_dropped(tag)) {
+        ++num_dropped;
+        discard(tag);
+        return;
+    }
     announced_[tag] = {static_cast<int64_t>(frame.message_bytes), frame.signature, frame.offset};
     if (posted_.count(tag)) match(tag);
 }
@@ -183,6 +225,11 @@ uint8_t* Receiver::begin_eager(const Header& frame) {
     if (!credit_.take(frame.chunk_bytes + static_cast<int64_t>(HEADER_BYTES)))
         throw FrameError(format("message %#llx exceeds the credit of %lld bytes", ull(tag),
                                 static_cast<long long>(credit_.credit_bytes)));
+    if (is_dropped(tag)) {
+        ++num_dropped;
+        eager_[tag] = {EagerTarget::TO_WASTE, {}};
+        return nullptr;
+    }
     if (!posted_.count(tag)) {
         Unexpected& unexpected = unexpected_[tag];
         unexpected.payload.resize(frame.chunk_bytes);

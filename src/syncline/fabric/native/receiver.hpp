@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "connections.hpp"
 #include "eager_credit.hpp"
@@ -19,12 +21,14 @@ class Receiver {
 
     int pid = 0;         // of the peer, if messages can be copied out of its memory
     double heard_s = 0;  // when its last message for a listener arrived
-    int64_t unexpected_bytes = 0, fetched_bytes = 0, num_fetched = 0;
+    int64_t unexpected_bytes = 0, num_dropped = 0, fetched_bytes = 0, num_fetched = 0;
 
     bool is_posted(uint64_t tag) const { return posted_.count(tag) || arriving_.count(tag); }
     int64_t num_pending() const;
     void receive(const MessageSettings& settings, Memory destination, Completion on_received);
     void cancel(uint64_t tag);
+    // Throw away what came early in the streams [first, stop), and whatever comes in them from now on.
+    void drop_streams(uint64_t first, uint64_t stop);
 
     // What the peer sends; all throw FrameError where it must not. `begin_*` return where the chunk belongs.
     void on_request(const Header& frame);
@@ -54,7 +58,9 @@ class Receiver {
     std::unordered_map<uint64_t, Announced> announced_;
     std::unordered_map<uint64_t, Unexpected> unexpected_;
     std::unordered_map<uint64_t, EagerTarget> eager_;
+    std::vector<std::pair<uint64_t, uint64_t>> dropped_;
 
+    bool is_dropped(uint64_t tag) const;
     void match(uint64_t tag);
     void begin_arriving(const Announced& announced, Receive receive, uint64_t tag);
     void cancel_arriving(uint64_t tag);
