@@ -160,6 +160,29 @@ def test_members_are_told_of_the_change_when_all_are_equal():
         assert now == [place, 3, 3, 1]
 
 
+@pytest.mark.parametrize("death", [{0: 2}, {0: 5}, {2: 3}, {1: 6, 0: 9}])
+def test_a_checkpoint_is_whole_wherever_ranks_die_while_it_is_saved(death, tmp_path):
+    def body(fleet, mortal):
+        model = make_model("")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True, fleet=fleet)
+        plain_step(model, optimizer, fleet.rank, 0)
+        with mortal():
+            syncline.save_checkpoint(tmp_path / "run", model, optimizer, extra=fleet.members)
+            plain_step(model, optimizer, fleet.rank, 1)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    lived = run_mortals(NUM_RANKS, death, body)
+    assert set(lived) == set(range(NUM_RANKS)) - set(death)
+    model = make_model("")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    members = syncline.load_checkpoint(tmp_path / "run", model, optimizer)
+    assert set(members) >= set(lived)
+    assert len(optimizer.state) == 4
+    first, *others = lived.values()
+    assert all(all(map(torch.equal, first, values)) for values in others)
+
+
 def test_a_loss_while_a_model_is_distributed_is_an_error():
     def body(fleet, mortal):
         model = make_model("")

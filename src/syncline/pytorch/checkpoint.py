@@ -18,12 +18,13 @@ from torch import nn
 from syncline.errors import CheckpointError, SynclineError, name_ranks
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunks import Chunk, Record, check_complete, read_chunks, write_chunks, write_index
-from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
+from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_change, checkpoint_group_of
 from syncline.pytorch.checkpoint_state import CheckpointState, join_catalogues, state_chunks
 from syncline.pytorch.optimizer_state import describe_state
 from syncline.updates.state import StateEntry
 
 
+@again_if_members_change
 def save_checkpoint(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
 ) -> None:
@@ -81,6 +82,7 @@ def _fill(
     together.run("cannot complete the checkpoint", complete)
 
 
+@again_if_members_change
 def load_checkpoint(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True
 ) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +19,26 @@ from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
 from syncline.updates.control import every_rank
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+
+
+class MembersChangedError(CheckpointError):
+    """Ranks of an elastic job were lost while all together saved or loaded; all that are left find out."""
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def again_if_members_change(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let ranks that save or load together begin again if some are lost meanwhile."""
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        while True:
+            with suppress(MembersChangedError):
+                return function(*args, **kwargs)
+
+    return call
 
 
 class CheckpointGroup:
@@ -93,7 +115,7 @@ class FleetCheckpointGroup(CheckpointGroup):
         self.optimizer = optimizer
         self._training = training
         self._control = training.updater.collectives.control
-        self.rank, self.world_size = self._control.rank, self._control.world_size
+        self.rank, self.world_size, self._members = self._control.rank, self._control.world_size, self._control.members
 
     def announce_save(self, path: str, extra: Any) -> None:
         """Let ranks that follow the others take part."""
@@ -101,8 +123,12 @@ class FleetCheckpointGroup(CheckpointGroup):
         self._training.announce_save({"path": path, "extra": extra, "has_optimizer": has_optimizer})
 
     def exchange(self, value: Any, call: str) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        return self._control.all_gather(value, every_rank(call))
+        """Return every rank's value, in rank order; raises where these are no longer the ranks that began."""
+        own = list(self._members)
+        answers = self._control.all_gather([own, value], every_rank(call))
+        if [members for members, _ in answers] != [own] * len(own):
+            raise MembersChangedError(f"Ranks were lost in {call}, which must be called again")
+        return [value for _, value in answers]
 
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
