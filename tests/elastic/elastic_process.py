@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,6 +65,12 @@ class Deaths:
         if self._due.get(place, self.step + 1) <= self.step:
             die()
 
+    def stop(self, folder: Path) -> None:
+        """Be stopped here, if it is time, until another rank has gone on without this one."""
+        if self._due.get("stop") == self.step:
+            (folder / "stopped").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def before(self, owner: Any, name: str, place: str) -> None:
         """Die before this method is called."""
         method = getattr(owner, name)
@@ -85,6 +92,12 @@ def watch(deaths: Deaths, model: nn.Sequential, optimizer: Any) -> None:
     deaths.before(ElasticTraining, "settle", "settling")
     deaths.before(optimizer.inner, "step", "step")
     deaths.before(optimizer.training._buffers, "end_step", "buffers")
+
+
+def wake(folder: Path) -> None:
+    """Let the rank that was stopped run again."""
+    with contextlib.suppress(FileNotFoundError):
+        os.kill(int((folder / "stopped").read_text()), signal.SIGCONT)
 
 
 def digest(model: nn.Module) -> str:
@@ -111,6 +124,7 @@ def train(folder: Path, num_steps: int, told: list[str], elastic: Any = True) ->
     with (folder / f"rank{rank}.jsonl").open("w") as log:
         for step in range(num_steps):
             deaths.step = step
+            deaths.stop(folder)
             start_s = time.monotonic()
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
@@ -127,7 +141,11 @@ def train(folder: Path, num_steps: int, told: list[str], elastic: Any = True) ->
             }
             print(json.dumps(entry), file=log, flush=True)
     torch.save(model.state_dict(), folder / f"rank{rank}.pt")
-    print(f"members {list(fleet.members)} epoch {fleet.statistics().epoch}", flush=True)
+    if rank == 0:
+        wake(folder)
+    statistics = fleet.statistics()
+    print(f"members {list(fleet.members)} epoch {statistics.epoch}", flush=True)
+    assert statistics.fabric.unexpected_bytes == 0, "what is of an epoch that is over stays nowhere"
     fleet.close()
 
 

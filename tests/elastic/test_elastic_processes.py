@@ -55,4 +55,17 @@ def test_of_two_ranks_the_lower_one_goes_on(tmp_path: Path) -> None:
 def test_fewer_than_min_ranks_stop(tmp_path: Path) -> None:
     results = run_script(SCRIPT, 3, "min=3", str(tmp_path), "4", "1:1:backward")
     assert [status for status, _ in results] == [1, KILLED, 1]
-    assert all("needs 3 of 3 ranks, but 2 are left" in results[rank][1] for rank in (0, 2)), results
+    told = [results[rank][1] for rank in (0, 2)]
+    assert all("QuorumLostError" in output for output in told), results
+    assert any("needs 3 of 3 ranks, but 2 are left" in output for output in told), "the first that stops says why"
+
+
+def test_a_rank_that_was_stopped_for_too_long_is_told_when_it_comes_back(tmp_path: Path) -> None:
+    results = run_script(SCRIPT, 3, str(tmp_path), "5", "1:2:stop", extra={"SYNCLINE_SILENCE": "2"})
+    assert [status for status, _ in results] == [0, 1, 0], results
+    assert "rank 1 (host h1) lost in step 3; 2 ranks go on" in results[0][1]
+    assert "QuorumLostError: 1 of 3 ranks are in reach" in results[1][1]
+    assert "who may live and go on elsewhere" in results[1][1]
+    logs = read_logs(tmp_path)
+    assert [entry["step"] for entry in logs[1]] == [0, 1], "it made no step after the others had gone on"
+    check_replayed(tmp_path, 0, check_equal(logs))
