@@ -35,8 +35,8 @@ class PartitionScenario:
         self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.001, 0.02)))
         self.job = VirtualJob(self.time, self.network, self.topology)
 
-    def run(self) -> str:
-        """Play it and judge it; return the log's hash."""
+    def run(self) -> VirtualTime:
+        """Play it and judge it; return its time."""
         with virtual_sockets(self.network):
             try:
                 for rank in self.job.ranks:
@@ -45,7 +45,7 @@ class PartitionScenario:
                     self.time.at(CONNECTED_S + self.choose.uniform(0, STRIKES_S), self._strike)
                 self.time.run(lambda: False, limit_s=CONNECTED_S + STRIKES_S + SETTLED_S)
                 self._check()
-                return self.time.digest
+                return self.time
             finally:
                 self.time.close()
 
@@ -109,6 +109,6 @@ class PartitionScenario:
         return membership.shortage(Quorum()) is None
 
 
-def play(seed: int) -> str:
-    """Play one seed; return the log's hash."""
+def play(seed: int) -> VirtualTime:
+    """Play one seed; return its time."""
     return PartitionScenario(seed).run()
