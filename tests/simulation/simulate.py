@@ -27,6 +27,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / room) for room in ("runtime", "updates/clustered", "updates/overlapped", "simulation")]
 
+import scenario_agreement
 import scenario_clusters
 import scenario_engine
 import scenario_grants
@@ -39,10 +40,11 @@ from virtual_time import VirtualTime
 SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
     "job": (scenario_job.play, 3),
     "partition": (scenario_partition.play, 1),
-    "engine": (scenario_engine.play, 4),
-    "clusters": (scenario_clusters.play, 4),
-    "overlapped": (scenario_overlapped.play, 4),
-    "grants": (scenario_grants.play, 4),
+    "engine": (scenario_engine.play, 3),
+    "agreement": (scenario_agreement.play, 4),
+    "clusters": (scenario_clusters.play, 3),
+    "overlapped": (scenario_overlapped.play, 3),
+    "grants": (scenario_grants.play, 3),
 }
 """Each scenario, and how many of twenty seeds play it."""
 _ORDER = tuple(name for name, (_, share) in SCENARIOS.items() for _ in range(share))
@@ -134,11 +136,14 @@ def replay(seed: int, *, shows_log: bool) -> int:
 
 
 def many(num_ranks: int) -> int:
-    """Let so many ranks make an all-reduce, and one more in which a rank dies."""
-    begun_s = time.monotonic()
-    played = ManyRanks(1, num_ranks=num_ranks).run()
-    mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(f"{num_ranks} ranks in one process: {time.monotonic() - begun_s:.1f} s, {mebibytes} MiB, hash {played.digest}")
+    """Let so many ranks make an all-reduce, and one more in which a rank dies; and agree on who goes on after deaths."""
+    agreement = scenario_agreement.AgreementScenario(1, num_ranks=num_ranks, fault="deaths", num_steps=1)
+    for what, play_it in (("all-reduces", ManyRanks(1, num_ranks=num_ranks).run), ("an agreement", agreement.run)):
+        begun_s = time.monotonic()
+        played = play_it()
+        mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        took_s = time.monotonic() - begun_s
+        print(f"{num_ranks} ranks in one process, {what}: {took_s:.1f} s, {mebibytes} MiB, hash {played.digest}", flush=True)
     return 0
 
 
@@ -150,7 +155,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--replay", type=int, metavar="SEED", help="play this one only")
     parser.add_argument("--log", action="store_true", help="with --replay: show what happens")
-    parser.add_argument("--many", type=int, metavar="RANKS", help="an all-reduce of so many ranks instead")
+    parser.add_argument("--many", type=int, metavar="RANKS", help="all-reduces and an agreement of so many ranks instead")
     options = parser.parse_args()
     if options.replay is not None:
         return replay(options.replay, shows_log=options.log)
