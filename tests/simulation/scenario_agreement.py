@@ -62,9 +62,9 @@ class ElasticRank:
 
     def _on_part(self, peer: int, number: int, step: int) -> None:
         self._heard.setdefault((number, step), set()).add(peer)
-        if self.is_working and (number, step) == (self.epoch.number, self.step):
-            if self._heard[number, step] == set(self.epoch.members):
-                self._finish_step()
+        is_now = self.is_working and (number, step) == (self.epoch.number, self.step)
+        if is_now and self._heard[number, step] == set(self.epoch.members):
+            self._finish_step()
 
     def _finish_step(self) -> None:
         self.scenario.note_step(self.rank, self.step, self.epoch)
@@ -298,7 +298,9 @@ class AgreementScenario:
         for rank in living:
             if rank.stopped is not None and "rank" not in str(rank.stopped):
                 raise SimulationError(f"rank {rank.rank} stops, and does not say for whom: {rank.stopped}")
-        newest = max((rank.epoch for rank in living if rank.stopped is None), default=None, key=lambda epoch: epoch.number)
+        newest = max(
+            (rank.epoch for rank in living if rank.stopped is None), default=None, key=lambda epoch: epoch.number
+        )
         if newest is not None:
             self._check_steps([rank for rank in living if rank.stopped is None and rank.rank in newest.members], newest)
         self._check_liveness(living)

@@ -23,7 +23,7 @@ class ClusterScenario:
         self.is_cut = choose.random() < 0.25
         self.world = random_world(choose, quorum=0.5 if self.is_cut else 0.0)
         self.ranks = sorted(self.world.players)
-        self.delay_s = {rank: 0.01 for rank in self.ranks}
+        self.delay_s = dict.fromkeys(self.ranks, 0.01)
         for rank in choose.sample(self.ranks, choose.randint(0, len(self.ranks) // 2)):
             self.delay_s[rank] = choose.choice((0.1, 1.0))
         self.away_until_s = dict.fromkeys(self.ranks, 0.0)

@@ -15,7 +15,7 @@ from virtual_time import SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime import CollectiveCall, numpy_reduction
-from syncline.schedule import PLANNERS, Collective, Layout, Schedule
+from syncline.schedule import PLANNERS, Layout, Schedule
 from syncline.topology import Topology
 
 TIMEOUT_S = 20.0
@@ -116,8 +116,7 @@ class EngineScenario:
         if job.host.errors:
             raise SimulationError(f"on the loop: {job.host.errors[0]!r}")
         expected = [
-            replay(call.schedule, call.layout, buffers)
-            for call, buffers in zip(self.calls, self.inputs, strict=True)
+            replay(call.schedule, call.layout, buffers) for call, buffers in zip(self.calls, self.inputs, strict=True)
         ]
         for (rank, number), error in sorted(self.outcomes.items()):
             if rank in job.dead:

@@ -151,7 +151,9 @@ class GrantScenario:
             elif held:
                 may_send += credit.consume(held.popleft())
             if may_send + credit.used_bytes != credit.credit_bytes:
-                raise SimulationError(f"of {credit.credit_bytes} bytes of credit {may_send + credit.used_bytes} are left")
+                raise SimulationError(
+                    f"of {credit.credit_bytes} bytes of credit {may_send + credit.used_bytes} are left"
+                )
         while held:
             may_send += credit.consume(held.popleft())
         if may_send * 4 < 3 * credit.credit_bytes:

@@ -13,12 +13,25 @@ from virtual_job import PlannedCall, VirtualJob, VirtualRank, virtual_sockets
 from virtual_network import VirtualNetwork, VirtualSocket
 from virtual_time import Host, SimulationError, VirtualTime
 
-from syncline.errors import DeadlineError, FabricClosedError, FabricError, MismatchError, PeerLostError, SynclineError
+from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
 from syncline.fabric.python_peer_transport import PythonPeerTransport
 from syncline.schedule import Collective, Layout, Schedule, plan_ring, plan_tree
 from syncline.topology import Topology
 
-FAULTS = ("none", "slow", "pause", "short cut", "kill", "power", "long pause", "cut", "reset", "flip", "stranger", "other call")
+FAULTS = (
+    "none",
+    "slow",
+    "pause",
+    "short cut",
+    "kill",
+    "power",
+    "long pause",
+    "cut",
+    "reset",
+    "flip",
+    "stranger",
+    "other call",
+)
 HARMLESS = ("none", "slow", "pause", "short cut", "stranger")
 """After these all calls end right."""
 TIMEOUT_S = 40.0
@@ -117,7 +130,7 @@ class JobScenario:
                 await self.job.make(rank, call)
                 if rank.outcomes[call.number] is not None:
                     break
-            while not self.may_close and self.fault in HARMLESS:
+            while not self.may_close and self.fault in HARMLESS:  # noqa: ASYNC110 - an event belongs to one loop
                 await asyncio.sleep(0.5)
             rank.engine.leave()
             await rank.fabric.close()
@@ -165,7 +178,9 @@ class JobScenario:
             self._knock()
 
     def _hurt_a_connection(self) -> None:
-        found = [sock for sock in self.network.connections if not sock.is_closed and sock.peer and not sock.peer.is_closed]
+        found = [
+            sock for sock in self.network.connections if not sock.is_closed and sock.peer and not sock.peer.is_closed
+        ]
         if not found:
             return
         sock = self.choose.choice(found)
@@ -215,7 +230,9 @@ class JobScenario:
     def _check_credit(self, rank: int, peer: int, here: PythonPeerTransport, there: PythonPeerTransport) -> None:
         total = here.outbox._credit_bytes + there.inbox._credit.used_bytes
         if total != self.job.options.credit_bytes:
-            raise SimulationError(f"of {self.job.options.credit_bytes} bytes that rank {rank} may send {peer}, {total} remain")
+            raise SimulationError(
+                f"of {self.job.options.credit_bytes} bytes that rank {rank} may send {peer}, {total} remain"
+            )
 
     def _check(self) -> None:
         for rank in self.job.living:

@@ -1,4 +1,4 @@
-"""Idle jobs on virtual sockets that are cut into sides, lose ranks and stand still: who holds whom for lost, in the end.
+"""Idle jobs on virtual sockets that are cut into sides, lose ranks and stand still: who holds whom for lost.
 
 When all is quiet, the ranks that live fall into sides: within a side nobody holds another for lost, and all hold the
 same ranks for lost; whoever is of another side is lost. By the rule of memberships at most one side may go on.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 from virtual_job import VirtualJob, VirtualRank, virtual_sockets
 from virtual_network import VirtualNetwork
@@ -26,11 +27,12 @@ SETTLED_S = STOP_S + 13.0
 
 
 class PartitionScenario:
-    """One seed of it."""
+    """One seed of it; ``pairs``, each cut 2 s later than the one before, instead of what the seed would choose."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, num_ranks: int | None = None, pairs: Sequence[tuple[int, int]] = ()) -> None:
         choose = self.choose = random.Random(f"partition {seed}")
-        self.topology = Topology.flat(choose.randint(2, 6))
+        self.topology = Topology.flat(num_ranks or choose.randint(2, 6))
+        self.pairs = pairs
         self.time = VirtualTime(f"partition time {seed}")
         self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.001, 0.02)))
         self.job = VirtualJob(self.time, self.network, self.topology)
@@ -41,7 +43,9 @@ class PartitionScenario:
             try:
                 for rank in self.job.ranks:
                     rank.host.start(self._main(rank))
-                for _ in range(self.choose.randint(1, 3)):
+                for place, pair in enumerate(self.pairs):
+                    self.time.at(CONNECTED_S + 2 * place, self._cut, *(self.job.ranks[rank] for rank in pair))
+                for _ in range(0 if self.pairs else self.choose.randint(1, 3)):
                     self.time.at(CONNECTED_S + self.choose.uniform(0, STRIKES_S), self._strike)
                 self.time.run(lambda: False, limit_s=CONNECTED_S + STRIKES_S + SETTLED_S)
                 self._check()
@@ -67,13 +71,16 @@ class PartitionScenario:
                         self.network.cut(one.host, other.host, 1000.0)
         elif kind in ("pair", "one way") and len(ranks) > 1:
             other = choose.choice([rank for rank in ranks if rank is not victim])
-            self.network.cut(victim.host, other.host, 1000.0)
-            if kind == "pair":
-                self.network.cut(other.host, victim.host, 1000.0)
+            self._cut(victim, other, both_ways=kind == "pair")
         elif kind == "stop":
             victim.host.stop(choose.uniform(1.0, STOP_S))
         elif len(ranks) > 1 and kind in ("kill", "power"):
             self.network.kill(victim.host, says_so=kind == "kill")
+
+    def _cut(self, one: VirtualRank, other: VirtualRank, both_ways: bool = True) -> None:
+        self.network.cut(one.host, other.host, 1000.0)
+        if both_ways:
+            self.network.cut(other.host, one.host, 1000.0)
 
     def _check(self) -> None:
         living = self.job.living
@@ -98,7 +105,11 @@ class PartitionScenario:
         if rank.host.errors:
             raise SimulationError(f"rank {rank.rank}: {rank.host.errors[0]!r} on its loop")
         for peer, error in rank.ear.losses.items():
-            if not isinstance(error, PeerLostError) or isinstance(error, PeerLeftError) or f"rank {peer} " not in str(error):
+            if (
+                not isinstance(error, PeerLostError)
+                or isinstance(error, PeerLeftError)
+                or f"rank {peer} " not in str(error)
+            ):
                 raise SimulationError(f"rank {rank.rank} lost rank {peer}: {error!r}")
         return set(rank.ear.losses)
 

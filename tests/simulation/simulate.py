@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / room) for room in ("runtime", "updates/clustered", "updates/overlapped", "simulation")]
+sys.path.append(str(HERE.parent / "runtime"))
+sys.path.append(str(HERE.parent / "updates/clustered"))
+sys.path.append(str(HERE.parent / "updates/overlapped"))
 
 import scenario_agreement
 import scenario_clusters
@@ -136,14 +138,17 @@ def replay(seed: int, *, shows_log: bool) -> int:
 
 
 def many(num_ranks: int) -> int:
-    """Let so many ranks make an all-reduce, and one more in which a rank dies; and agree on who goes on after deaths."""
+    """Let so many ranks make all-reduces, in the second of which one dies, and agree on who goes on after deaths."""
     agreement = scenario_agreement.AgreementScenario(1, num_ranks=num_ranks, fault="deaths", num_steps=1)
     for what, play_it in (("all-reduces", ManyRanks(1, num_ranks=num_ranks).run), ("an agreement", agreement.run)):
         begun_s = time.monotonic()
         played = play_it()
         mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         took_s = time.monotonic() - begun_s
-        print(f"{num_ranks} ranks in one process, {what}: {took_s:.1f} s, {mebibytes} MiB, hash {played.digest}", flush=True)
+        print(
+            f"{num_ranks} ranks in one process, {what}: {took_s:.1f} s, {mebibytes} MiB, hash {played.digest}",
+            flush=True,
+        )
     return 0
 
 
@@ -155,7 +160,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--replay", type=int, metavar="SEED", help="play this one only")
     parser.add_argument("--log", action="store_true", help="with --replay: show what happens")
-    parser.add_argument("--many", type=int, metavar="RANKS", help="all-reduces and an agreement of so many ranks instead")
+    parser.add_argument(
+        "--many", type=int, metavar="RANKS", help="all-reduces and an agreement of so many ranks instead"
+    )
     options = parser.parse_args()
     if options.replay is not None:
         return replay(options.replay, shows_log=options.log)

@@ -1,6 +1,7 @@
-"""A job on virtual hosts: the fabric over TCP, its handshakes, heartbeats, grants and frames, and the engine, as they are.
+"""A job on virtual hosts: the fabric over TCP, its handshakes, heartbeats, grants and frames, and the engine.
 
-Sockets and time alone are virtual. Instead of the rendezvous, whose store is read by threads, ranks meet at once.
+All that is the library's own; sockets and time alone are virtual. Instead of the rendezvous, whose store is read by
+threads, ranks meet at once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Meeting:
 
     async def meet(self, member: Member, **_: object) -> Generation:
         self._members[member.rank] = member
-        while len(self._members) < self._world_size:
+        while len(self._members) < self._world_size:  # noqa: ASYNC110 - an event belongs to one loop
             await asyncio.sleep(0.01)
         members = tuple(self._members[rank] for rank in range(self._world_size))
         return Generation(epoch=self._epoch, job_nonce=bytes(32), members=members)

@@ -1,6 +1,6 @@
 """A network of virtual sockets between virtual hosts: streams with delays, cuts, resets and flipped bits.
 
-A stream keeps its order and loses nothing, as TCP; while its direction is cut, what is sent waits, as TCP sends it again.
+A stream keeps its order and loses nothing; while its direction is cut, what is sent waits, as TCP sends it again.
 """
 
 from __future__ import annotations

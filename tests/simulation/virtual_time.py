@@ -1,6 +1,6 @@
 """Virtual time: hosts with an asyncio loop each, in one thread, and the one clock that they all share.
 
-Time moves only when no host has anything left to do at the present instant, and then at once to the next event. Whatever
+Time moves only when no host has anything left to do at the present instant, and then at once to the next event. What
 happens is noted in a log, of which only the hash and the last lines are kept: a seed that is run again gives the same
 hash. A host that is stopped or dead gets no turns, as a process that is stopped or dead.
 """
@@ -70,7 +70,7 @@ class VirtualTime:
     def run(self, is_over: Callable[[], bool], *, limit_s: float) -> bool:
         """Go on until ``is_over``; False if nothing can happen any more, or the time is over, before that."""
         while not is_over():
-            if any([host.turn() for host in self.hosts]):
+            if sum(host.turn() for host in self.hosts):
                 continue
             next_s = min([host.next_s for host in self.hosts], default=NEVER)
             if self._events:
@@ -169,7 +169,9 @@ class _Selector(selectors.SelectSelector):
             sock = self._host.watched.get(key.fd)
             if sock is None:
                 continue
-            ready = (selectors.EVENT_READ if sock.is_readable else 0) | (selectors.EVENT_WRITE if sock.is_writable else 0)
+            ready = (selectors.EVENT_READ if sock.is_readable else 0) | (
+                selectors.EVENT_WRITE if sock.is_writable else 0
+            )
             if ready & key.events:
                 found.append((key, ready & key.events))
         return found
