@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "runtime"))
-sys.path.append(str(HERE.parent / "updates/clustered"))
-sys.path.append(str(HERE.parent / "updates/overlapped"))
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+sys.path.append(str(Path(__file__).parents[1] / "updates/clustered"))
+sys.path.append(str(Path(__file__).parents[1] / "updates/overlapped"))
 
 import scenario_agreement
 import scenario_clusters
