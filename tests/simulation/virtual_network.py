@@ -31,7 +31,7 @@ class VirtualNetwork:
         """The dialling ends, in the order in which they were connected."""
         self.num_flipped = 0
         self._cuts: dict[tuple[int, int], int] = {}
-        self._held: list[Pipe] = []
+        self._held: dict[Pipe, None] = {}
         self._descriptors = itertools.count(1 << 20)
         self._ports = itertools.count(20_000)
 
@@ -52,7 +52,7 @@ class VirtualNetwork:
 
     def hold(self, pipe: Pipe) -> None:
         """Let a pipe go on when its direction is there again."""
-        self._held.append(pipe)
+        self._held[pipe] = None
 
     def kill(self, host: Host, *, says_so: bool = True) -> None:
         """End the process of ``host``; its kernel closes its connections, unless the machine is gone as well."""
@@ -75,7 +75,7 @@ class VirtualNetwork:
         self._cuts[pair] -= 1
         if not self._cuts[pair]:
             self.time.note(f"healed {pair}")
-            held, self._held = self._held, []
+            held, self._held = self._held, {}
             for pipe in held:
                 pipe.arrive()
 
@@ -90,7 +90,6 @@ class Pipe:
         self.must_flip = False
         self._queue: deque[tuple[float, bytes]] = deque()
         self._due_s = 0.0
-        self._is_held = False
 
     def push(self, data: bytes) -> None:
         """Send ``data``, or the end of the stream."""
@@ -108,11 +107,8 @@ class Pipe:
         """Hand over what is due, unless the direction is cut."""
         now_s = self.network.time.now_s
         if self.network.is_cut(self.source.host, self.target.host):
-            if not self._is_held:
-                self._is_held = True
-                self.network.hold(self)
+            self.network.hold(self)
             return
-        self._is_held = False
         while self._queue and self._queue[0][0] <= now_s:
             self.target.take(self._queue.popleft()[1])
 
