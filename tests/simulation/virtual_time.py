@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 NEVER = float("inf")
+MOST_TURNS = 20_000
+"""So often loops turn at one instant, at most."""
 
 
 class Watched(Protocol):
@@ -69,9 +71,14 @@ class VirtualTime:
 
     def run(self, is_over: Callable[[], bool], *, limit_s: float) -> bool:
         """Go on until ``is_over``; False if nothing can happen any more, or the time is over, before that."""
+        num_turns = 0
         while not is_over():
             if sum(host.turn() for host in self.hosts):
+                num_turns += 1
+                if num_turns > MOST_TURNS:
+                    raise SimulationError(f"a loop does not come to rest at {self.now_s:.3f} s")
                 continue
+            num_turns = 0
             next_s = min([host.next_s for host in self.hosts], default=NEVER)
             if self._events:
                 next_s = min(next_s, self._events[0][0])
