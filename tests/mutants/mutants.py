@@ -24,7 +24,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 
-from mutant_list import MUTANTS, Change, Mutant, NamedTest, Simulation
+from mutant_list import MUTANTS
+from mutant_types import Change, Mutant, NamedTest, Simulation
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "src" / "syncline"
@@ -36,9 +37,9 @@ import sys
 sys.path[:0] = {rooms!r}
 import logging
 import scenario_{scenario} as scenario
-for seed in range({first}, {last}):
+for seed in range({num_seeds}):
     try:
-        scenario.play(seed)
+        scenario.JobScenario(seed, {fault!r}).run() if {fault!r} else scenario.play(seed)
     except Exception as error:
         print(f"seed {{seed}}: {{type(error).__name__}}: {{error}}")
         sys.exit({found})
@@ -50,7 +51,7 @@ HEAD = """# Mutants
 Tests that cannot fail prove nothing. So the library is broken on purpose, in one place after the other, as systems of
 this kind have been broken: `make mutants` changes a copy of the code, and each change must be found by a
 [simulation](contributing.md#simulate-faults) or a test. The tests try most of them in every run, and hold this page to
-the list in `tests/mutants/mutant_list.py`.
+the list in `tests/mutants/`.
 
 | mutant | what it breaks | what finds it |
 |---|---|---|
@@ -91,8 +92,9 @@ def command_of(finder: Simulation | NamedTest) -> list[str]:
         node = f"{finder.file}::{finder.name}"
         return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", node]
     rooms = [str(ROOT / "tests" / room) for room in _ROOMS]
-    first, last = finder.first, finder.first + finder.num_seeds
-    program = _PLAY.format(rooms=rooms, scenario=finder.scenario, first=first, last=last, found=FOUND)
+    program = _PLAY.format(
+        rooms=rooms, scenario=finder.scenario, fault=finder.fault, num_seeds=finder.num_seeds, found=FOUND
+    )
     return [sys.executable, "-c", program]
 
 

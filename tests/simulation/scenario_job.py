@@ -112,7 +112,9 @@ class JobScenario:
 
     def _fault_s(self) -> float:
         """Somewhere in the calls, as long as they may take, or while the ranks connect."""
-        delays = self.choose.uniform(0, 6) if self.choose.random() < 0.2 else self.choose.uniform(5, 8 + 8 * len(self.calls))
+        delays = (
+            self.choose.uniform(0, 6) if self.choose.random() < 0.2 else self.choose.uniform(5, 8 + 8 * len(self.calls))
+        )
         return 0.01 + self.network.delay_s * delays
 
     def _go_on_until(self, is_over: Callable[[], bool], limit_s: float) -> None:

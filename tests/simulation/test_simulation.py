@@ -76,3 +76,9 @@ def test_a_hundred_ranks_in_one_process() -> None:
 def test_news_of_a_loss_reach_those_whom_the_finder_cannot_reach() -> None:
     """Rank 1 loses rank 4 and, before it can tell rank 0, that one too: ranks 2 and 3 pass on what it told them."""
     PartitionScenario(1, num_ranks=5, pairs=((1, 4), (0, 1))).run()
+
+
+def test_of_two_ranks_that_lose_each_other_all_lose_the_higher_one() -> None:
+    scenario = PartitionScenario(1, num_ranks=4, pairs=((1, 2),))
+    scenario.run()
+    assert [sorted(rank.ear.losses) for rank in scenario.job.ranks] == [[2], [2], [0, 1, 3], [2]]
