@@ -8,7 +8,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test torch-suite sanitize lint docs bench bench-check clean
+.PHONY: demo ray test simulate mutants torch-suite sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,13 @@ demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS
 
 test: $(READY) $(MPI) ## run every test, on two cores (those of the lab and of Slurm need root)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+
+SEEDS ?= 500
+simulate: $(READY) ## play SEEDS seeds of jobs with faults on virtual time (ARGS="--replay SEED --log" plays one again)
+	$(BIN)/python tests/simulation/simulate.py --seeds $(SEEDS) $(ARGS)
+
+mutants: $(READY) ## break the library in one place after the other, and see that a test or a simulation finds each
+	$(BIN)/python tests/mutants/mutants.py $(ARGS)
 
 torch-suite: $(READY) ## run PyTorch's own tests of torch.distributed on our backend (ARGS="all_gather" picks by name)
 	$(BIN)/python tests/backend/torch_suite.py $(ARGS)

@@ -19,6 +19,7 @@ from markdown_pages import ROOT
 from syncline.cli.main import COMMANDS
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+VARIABLES = {"ARGS", *re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)}
 SECRET = "(umask 077;"
 
 
@@ -95,7 +96,8 @@ def _parse(words: list[str], folder: Path) -> Any:
 
 def _check_target(words: Sequence[str]) -> None:
     assert words[0] in TARGETS, f"the Makefile has no target {words[0]!r}"
-    assert all(word.startswith("ARGS=") for word in words[1:]), f"make takes ARGS=..., not {words[1:]}"
+    unknown = [word for word in words[1:] if word.partition("=")[0] not in VARIABLES]
+    assert not unknown, f"make takes {', '.join(sorted(VARIABLES))}, not {unknown}"
 
 
 def _check_equal(words: Sequence[str], expected: Sequence[str]) -> None:

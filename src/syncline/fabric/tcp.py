@@ -308,6 +308,8 @@ class TcpFabric:
                 reason = f"{reason} (as {peer.name} reports)"
                 self._tell_peer(other, lost=lost, reason=reason)
             self._lose(other, PeerLostError(f"{other.name} {reason}", rank=lost, host=other.host))
+            for hearer in self._living():  # whom the peer may not reach
+                hearer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""

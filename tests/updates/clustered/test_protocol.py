@@ -1,11 +1,12 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from cluster_world import JOB, World, accuse
 from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
+from random_worlds import Proposer, random_world
 
 from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, Ready, Supply
@@ -14,48 +15,6 @@ from syncline.updates.clustered.server import ServerState
 
 CLUSTERS = ((0, 1, 2), (3, 4), (5,))
 AGENDA = RecordSchedule(period=2, reelect_every=2, averages=True)
-
-
-def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
-    num_clusters = choose.randint(1, 4)
-    sizes = [choose.randint(1, 4) for _ in range(num_clusters)]
-    ranks = list(range(sum(sizes)))
-    choose.shuffle(ranks)
-    clusters = [tuple(sorted(ranks.pop() for _ in range(size))) for size in sizes]
-    record_schedule = RecordSchedule(
-        period=choose.randint(1, 3),
-        reelect_every=choose.randint(1, 3),
-        has_outer_rounds=num_clusters > 1,
-        averages=num_clusters > 1 and choose.random() < 0.5,
-    )
-    num_records = choose.randint(3, 14)
-    return World(
-        clusters,
-        record_schedule,
-        num_records=num_records,
-        shares_results=choose.random() < 0.6,
-        quorum=quorum,
-        propose=Proposer(choose.randrange(1 << 30), clusters) if record_schedule.averages else None,
-    )
-
-
-class Proposer:
-    """Proposes other clusters, of the same ranks, for each rank and term; now and then to keep those that there are."""
-
-    def __init__(self, seed: int, clusters: Sequence[Sequence[int]]) -> None:
-        self._seed = seed
-        self._ranks = [rank for ranks in clusters for rank in ranks]
-
-    def __call__(self, rank: int, term: int) -> tuple[tuple[int, ...], ...]:
-        choose = random.Random(f"{self._seed}/{rank}/{term}")
-        if choose.random() < 0.2:
-            return ()
-        num_clusters = choose.randint(1, min(4, len(self._ranks)))
-        ranks = choose.sample(self._ranks, len(self._ranks))
-        clusters = [[first] for first in ranks[:num_clusters]]
-        for other in ranks[num_clusters:]:
-            choose.choice(clusters).append(other)
-        return tuple(tuple(sorted(ranks)) for ranks in clusters)
 
 
 def test_without_faults_every_rank_holds_every_record_and_nothing_is_refused() -> None:

@@ -1,0 +1,198 @@
+"""Mutants of connections: handshakes, frames, heartbeats, grants, and who is believed to be lost."""
+
+from mutant_types import Change, Mutant, NamedTest, Simulation
+
+_HANDSHAKES = "tests/fabric/test_handshake.py"
+
+FABRIC_MUTANTS = (
+    Mutant(
+        name="EOF is ignored",
+        breaks="a rank that dies is waited for until a deadline, and its sockets keep the loop busy",
+        changes=(
+            Change(
+                file="fabric/control_connection.py",
+                before="        if not num_bytes:\n            raise EOFError\n",
+                after="        if not num_bytes:\n            return\n",
+            ),
+            Change(
+                file="fabric/data_connection.py",
+                before="            if not num_bytes:\n                raise EOFError\n",
+                after="            if not num_bytes:\n                return\n",
+            ),
+        ),
+        found_by=Simulation(scenario="job", num_seeds=20, fault="kill"),
+    ),
+    Mutant(
+        name="silence is not judged",
+        breaks="a machine that lost power is never given up",
+        changes=(
+            Change(
+                file="fabric/liveness.py",
+                before="        if silence_s >= self._dead_s:\n",
+                after="        if silence_s >= 1000 * self._dead_s:\n",
+            ),
+        ),
+        found_by=Simulation(scenario="partition", num_seeds=20),
+        is_quick=False,
+    ),
+    Mutant(
+        name="own absence counts against others",
+        breaks="a process that was stopped accuses all others when it goes on",
+        changes=(
+            Change(
+                file="fabric/liveness.py",
+                before="counted_s = min(passed_s, self.interval_s) if gap_s else passed_s",
+                after="counted_s = passed_s",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/fabric/test_liveness.py", name="test_a_loop_that_stood_still_does_not_blame_the_others"
+        ),
+    ),
+    Mutant(
+        name="CRC is not checked",
+        breaks="a bit that flips on the way is added to the gradient",
+        changes=(
+            Change(
+                file="fabric/frames.py",
+                before="    if checks.payload_field(rest) != frame.payload_crc:\n",
+                after="    if checks.payload_field(rest) < 0:\n",
+            ),
+        ),
+        found_by=Simulation(scenario="job", num_seeds=60, fault="flip"),
+    ),
+    Mutant(
+        name="epoch is not checked",
+        breaks="a process of an earlier start of the job is let in",
+        changes=(
+            Change(
+                file="fabric/handshake.py",
+                before="elif epoch != terms.epoch:",
+                after="elif epoch == terms.epoch + 1 << 70:",
+            ),
+        ),
+        found_by=NamedTest(file=_HANDSHAKES, name="test_what_does_not_fit_is_refused_and_the_dialer_learns_why"),
+    ),
+    Mutant(
+        name="nonce is not checked",
+        breaks="who recorded a handshake can play it again",
+        changes=(
+            Change(
+                file="fabric/handshake.py",
+                before='self._reply = body + _mac(terms.key, b"S", hello, body)',
+                after='self._reply = body + _mac(terms.key, b"S", hello, body)\n        self._hello = b""',
+            ),
+            Change(
+                file="fabric/handshake.py",
+                before='_mac(self._terms.key, b"C", self._hello, self._reply)):',
+                after='_mac(self._terms.key, b"C")):',
+            ),
+            Change(
+                file="fabric/handshake.py",
+                before='_mac(self._terms.key, b"C", self._hello, reply))\n',
+                after='_mac(self._terms.key, b"C"))\n',
+            ),
+        ),
+        found_by=NamedTest(file=_HANDSHAKES, name="test_replayed_messages_are_refused"),
+    ),
+    Mutant(
+        name="secret is not checked",
+        breaks="anyone is let in",
+        changes=(
+            Change(
+                file="fabric/handshake.py",
+                before='if not hmac.compare_digest(mac, _mac(self._terms.key, b"C", self._hello, self._reply)):',
+                after="if not mac:",
+            ),
+        ),
+        found_by=NamedTest(file=_HANDSHAKES, name="test_a_dialer_that_lies_about_the_secret_is_refused"),
+    ),
+    Mutant(
+        name="handshake has no deadline",
+        breaks="a stranger who says nothing keeps a place for ever",
+        changes=(
+            Change(
+                file="fabric/acceptor.py",
+                before="async with asyncio.timeout(self._handshake_s):",
+                after="async with asyncio.timeout(None):",
+            ),
+        ),
+        found_by=Simulation(scenario="job", num_seeds=20, fault="stranger"),
+    ),
+    Mutant(
+        name="credit leaks",
+        breaks="after a while every small message must ask first, and one day none may go",
+        changes=(
+            Change(
+                file="fabric/inbox.py",
+                before="            self._links.send_control(FrameType.CREDIT, message_bytes=returned)\n",
+                after="            self._links.send_control(FrameType.CREDIT, message_bytes=returned - 1)\n",
+            ),
+        ),
+        found_by=Simulation(scenario="job", num_seeds=60),
+    ),
+    Mutant(
+        name="grants of a lost sender stay under way",
+        breaks="the window shrinks with each loss until nobody is granted anything",
+        changes=(
+            Change(
+                file="fabric/grants.py",
+                before="        self.underway_bytes -= sender.underway_bytes\n",
+                after="",
+            ),
+        ),
+        found_by=Simulation(scenario="grants", num_seeds=200),
+    ),
+    Mutant(
+        name="the window is not held to",
+        breaks="receivers are sent more than their links drain",
+        changes=(
+            Change(
+                file="fabric/grants.py",
+                before="            if not self._is_its_turn(wish.urgency):\n"
+                "                self._offer(peer, sender)\n                break\n",
+                after="",
+            ),
+            Change(
+                file="fabric/grants.py",
+                before="        while self.underway_bytes < 2 * self.window_bytes:\n"
+                "            chosen = self._pop(self._ready, needs_idle=False)\n",
+                after="        while True:\n            chosen = self._pop(self._ready, needs_idle=False)\n",
+            ),
+        ),
+        found_by=Simulation(scenario="grants", num_seeds=100),
+    ),
+    Mutant(
+        name="news of a loss are not passed on",
+        breaks="a rank that the finder cannot reach goes on with one whom the others lost",
+        changes=(
+            Change(
+                file="fabric/tcp.py",
+                before="            for hearer in self._living():  # whom the peer may not reach\n"
+                "                hearer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))\n",
+                after="",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/simulation/test_simulation.py",
+            name="test_news_of_a_loss_reach_those_whom_the_finder_cannot_reach",
+        ),
+        is_quick=False,
+    ),
+    Mutant(
+        name="anyone is believed",
+        breaks="of two ranks that lose each other, all others lose both",
+        changes=(
+            Change(
+                file="fabric/tcp.py",
+                before="        elif peer.rank > lost:\n",
+                after="        elif peer.rank == lost:\n",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/simulation/test_simulation.py",
+            name="test_of_two_ranks_that_lose_each_other_all_lose_the_higher_one",
+        ),
+        is_quick=False,
+    ),
+)

@@ -1,0 +1,116 @@
+"""The clustered update's machines on virtual time: slow and dying ranks, elections, and jobs that are cut into sides.
+
+The world of `tests/updates/clustered` says what may happen and what must hold; here it happens when it is due. Links
+keep their order, and what a link carries while it is cut never arrives.
+"""
+
+from __future__ import annotations
+
+import random
+
+from random_worlds import random_world
+from virtual_time import SimulationError, VirtualTime
+
+DETECTION_S = 10.0
+
+
+class ClusterScenario:
+    """One seed of it."""
+
+    def __init__(self, seed: int) -> None:
+        choose = self.choose = random.Random(f"clusters {seed}")
+        self.time = VirtualTime(f"clusters time {seed}")
+        self.is_cut = choose.random() < 0.25
+        self.world = random_world(choose, quorum=0.5 if self.is_cut else 0.0)
+        self.ranks = sorted(self.world.players)
+        self.delay_s = dict.fromkeys(self.ranks, 0.01)
+        for rank in choose.sample(self.ranks, choose.randint(0, len(self.ranks) // 2)):
+            self.delay_s[rank] = choose.choice((0.1, 1.0))
+        self.away_until_s = dict.fromkeys(self.ranks, 0.0)
+        self.sides: list[set[int]] = [set(self.ranks)]
+        self._due: set[tuple] = set()
+
+    def run(self) -> VirtualTime:
+        """Play it and judge it; return its time."""
+        if self.is_cut:
+            self.time.at(self.choose.uniform(0, 1.0), self._cut)
+        else:
+            for _ in range(self.choose.choice((0, 1, 2, 4))):
+                self.time.at(self.choose.uniform(0, 3.0), self._kill)
+        for rank in self.choose.sample(self.ranks, self.choose.randint(0, 1)):
+            self.time.at(self.choose.uniform(0, 1.0), self._pause, rank)
+        self._plan()
+        self.time.run(lambda: False, limit_s=10_000.0)
+        if self._due:
+            raise SimulationError(f"things go on for ever: {sorted(self._due)[:5]}")
+        self._check()
+        return self.time
+
+    def _plan(self) -> None:
+        """Let whatever may happen now happen when it is due."""
+        for choice in self.world.choices():
+            name = choice if choice[0] != "late" else ("late", 0)
+            if name in self._due:
+                continue
+            self._due.add(name)
+            rank = choice[2] if choice[0] == "deliver" else choice[1] if choice[0] != "late" else self.ranks[0]
+            delay_s = self.delay_s[rank] * self.time.random.uniform(0.2, 2.0)
+            if choice[0] == "notice":
+                delay_s += self.time.random.choice((0.0, DETECTION_S))
+            self.time.at(max(self.time.now_s, self.away_until_s[rank]) + delay_s, self._happen, name)
+
+    def _happen(self, choice: tuple) -> None:
+        self._due.discard(choice)
+        if choice in self.world.choices():
+            self.time.note(str(choice))
+            if not self._is_cut_off(choice):
+                self.world.happen(choice)
+        self._plan()
+
+    def _is_cut_off(self, choice: tuple) -> bool:
+        """Whether this is a message from another side, which is gone."""
+        if choice[0] != "deliver" or any({choice[1], choice[2]} <= side for side in self.sides):
+            return False
+        self.world.mail.pop((choice[1], choice[2]))
+        return True
+
+    def _kill(self) -> None:
+        live = self.world.live()
+        if len(live) > 1:
+            servers = [rank for rank in live if self.world.players[rank].node.servers]
+            rank = self.choose.choice(servers if servers and self.choose.random() < 0.7 else live)
+            self.time.note(f"rank {rank} dies")
+            self.world.kill(rank, self.choose)
+            self._plan()
+
+    def _pause(self, rank: int) -> None:
+        self.away_until_s[rank] = self.time.now_s + self.choose.uniform(1.0, 8.0)
+
+    def _cut(self) -> None:
+        low = set(self.choose.sample(self.ranks, self.choose.randint(1, len(self.ranks))))
+        self.sides = [low, set(self.ranks) - low]
+        self.time.note(f"cut into {self.sides}")
+        for one in self.ranks:
+            for other in self.ranks:
+                if (one in low) != (other in low):
+                    self.world.unseen_losses.add((one, other))
+        self._plan()
+
+    def _check(self) -> None:
+        world = self.world
+        live = world.live()
+        sides = [side for side in self.sides if side & set(live)]
+        if len(sides) > 1:
+            raise SimulationError(f"both sides of {self.sides} go on: {live}")
+        if self.is_cut and self._should_go_on() != set(live):
+            raise SimulationError(f"of {self.sides} only {live} go on, not {self._should_go_on()}")
+        world.check_finished()
+
+    def _should_go_on(self) -> set[int]:
+        """Who is of the larger side, or of two equal ones of that with the lowest rank."""
+        return max(self.sides, key=lambda side: (len(side), self.ranks[0] in side))
+
+
+def play(seed: int) -> VirtualTime:
+    """Play one seed; return its time."""
+    return ClusterScenario(seed).run()

@@ -1,0 +1,311 @@
+"""A job on virtual sockets, with one kind of fault or none: every call ends right, or with an error that names who."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+from schedule_oracle import random_topology, replay
+from virtual_job import PlannedCall, VirtualJob, VirtualRank, virtual_sockets
+from virtual_network import VirtualNetwork, VirtualSocket
+from virtual_time import Host, SimulationError, VirtualTime
+
+from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
+from syncline.fabric.python_peer_transport import PythonPeerTransport
+from syncline.schedule import Collective, Layout, Schedule, plan_ring, plan_tree
+from syncline.topology import Topology
+
+FAULTS = (
+    "none",
+    "slow",
+    "pause",
+    "short cut",
+    "kill",
+    "power",
+    "long pause",
+    "cut",
+    "reset",
+    "flip",
+    "stranger",
+    "other call",
+)
+HARMLESS = ("none", "slow", "pause", "short cut", "stranger")
+"""After these all calls end right."""
+TIMEOUT_S = 40.0
+QUIET_S = 6.0
+DETECTION_S = 12.0
+"""By then a loss is noticed: 10 s of silence, looked at three times a second, and the way there."""
+
+
+SHAPES = tuple(shape for shape in range(30) if random_topology(shape, max_ranks=5).num_ranks > 1)
+
+
+@lru_cache(maxsize=64)
+def _plan(shape: int, is_tree: bool) -> tuple[Topology, Schedule]:
+    topology = random_topology(shape, max_ranks=5)
+    plan = plan_tree if is_tree else plan_ring
+    return topology, plan(topology, Collective.ALL_REDUCE)
+
+
+class JobScenario:
+    """One seed of it."""
+
+    def __init__(self, seed: int, fault: str | None = None, time_seed: str = "") -> None:
+        choose = self.choose = random.Random(f"job {seed}")
+        self.topology, self.schedule = _plan(choose.choice(SHAPES), choose.random() < 0.7)
+        self.fault = fault or choose.choice(FAULTS)
+        if self.topology.num_ranks == 1:
+            self.fault = "none"
+        self.time = VirtualTime(f"{seed}{time_seed}")
+        self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.0001, 0.002, 0.05)))
+        self.job = VirtualJob(
+            self.time,
+            self.network,
+            self.topology,
+            authenticate_frames=choose.random() < 0.2,
+            eager_bytes=choose.choice((0, 500, 4000)),
+            credit_bytes=choose.choice((6000, 40_000)),
+            chunk_bytes=4096,
+            grant_window_bytes=choose.choice((None, 5000)),
+        )
+        self.calls = [self._call(number) for number in range(choose.randint(1, 5))]
+        self.victim: VirtualRank | None = None
+        self.other: VirtualRank | None = None
+        self.stranger: Host | None = None
+        self.strikes_s = self._fault_s()
+        self.may_close = False
+
+    def _call(self, number: int) -> PlannedCall:
+        num_elements = self.choose.choice((0, 1, 30, 1000, 5000))
+        source = np.random.default_rng(self.choose.getrandbits(32))
+        return PlannedCall(
+            number=number,
+            schedule=self.schedule,
+            layout=Layout.build(self.schedule, num_elements, 4 * self.choose.choice((200, 1500))),
+            buffers=tuple(source.normal(size=num_elements).astype(np.float32) for _ in range(self.topology.num_ranks)),
+            timeout_s=TIMEOUT_S,
+        )
+
+    def run(self) -> VirtualTime:
+        """Play it and judge it; return its time."""
+        if self.fault == "stranger":
+            self.stranger = Host(self.time, 900)
+        with virtual_sockets(self.network):
+            try:
+                for rank in self.job.ranks:
+                    rank.host.start(self._main(rank))
+                self.time.at(self.strikes_s, self._strike)
+                limit_s = 70.0 + 3 * TIMEOUT_S * len(self.calls)
+                self._go_on_until(self._is_done, limit_s)
+                if self.fault in HARMLESS:
+                    self.time.run(lambda: False, limit_s=max(self.time.now_s, self.strikes_s) + QUIET_S)
+                    self._check_quiet()
+                self.may_close = True
+                self._go_on_until(self._is_over, limit_s + 2 * QUIET_S)
+                self._check()
+                return self.time
+            finally:
+                self.time.close()
+
+    def _fault_s(self) -> float:
+        """Somewhere in the calls, as long as they may take, or while the ranks connect."""
+        delays = (
+            self.choose.uniform(0, 6) if self.choose.random() < 0.2 else self.choose.uniform(5, 8 + 8 * len(self.calls))
+        )
+        return 0.01 + self.network.delay_s * delays
+
+    def _go_on_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        if not self.time.run(is_over, limit_s=limit_s):
+            waiting = [rank.rank for rank in self.job.living if not rank.is_over]
+            raise SimulationError(f"ranks {waiting} hang at {self.time.now_s:.1f} s after {self.fault}")
+
+    def _is_done(self) -> bool:
+        return all(rank.is_over or len(rank.outcomes) == len(self.calls) for rank in self.job.living)
+
+    def _is_over(self) -> bool:
+        return all(rank.is_over for rank in self.job.living)
+
+    async def _main(self, rank: VirtualRank) -> None:
+        if await self.job.connect(rank):
+            assert rank.engine is not None
+            assert rank.fabric is not None
+            for call in self._calls_of(rank):
+                await self.job.make(rank, call)
+                if rank.outcomes[call.number] is not None:
+                    break
+            while not self.may_close and self.fault in HARMLESS:  # noqa: ASYNC110 - an event belongs to one loop
+                await asyncio.sleep(0.5)
+            rank.engine.leave()
+            await rank.fabric.close()
+        rank.is_over = True
+
+    def _calls_of(self, rank: VirtualRank) -> list[PlannedCall]:
+        """What this rank calls; one makes another call than the rest where that is the fault."""
+        if self.fault != "other call" or rank.rank != self.calls[0].number % self.topology.num_ranks:
+            return self.calls
+        schedule = plan_tree(self.topology, Collective.REDUCE_SCATTER)
+        first = self.calls[0]
+        other = PlannedCall(
+            number=0,
+            schedule=schedule,
+            layout=Layout.build(schedule, first.layout.num_elements, 800),
+            buffers=first.buffers,
+            timeout_s=TIMEOUT_S,
+        )
+        return [other, *self.calls[1:]]
+
+    # Faults.
+
+    def _strike(self) -> None:
+        choose, ranks = self.choose, self.job.ranks
+        self.victim = choose.choice(ranks)
+        self.other = choose.choice([rank for rank in ranks if rank is not self.victim] or ranks)
+        victim, other = self.victim.host, self.other.host
+        self.time.note(f"{self.fault} of rank {self.victim.rank}")
+        if self.fault == "slow":
+            victim.turn_s = choose.choice((0.002, 0.02))
+        elif self.fault == "pause":
+            victim.stop(choose.uniform(0.1, 4.0))
+        elif self.fault == "long pause":
+            victim.stop(choose.uniform(14.0, 30.0))
+        elif self.fault in ("kill", "power"):
+            self.network.kill(victim, says_so=self.fault == "kill")
+        elif self.fault in ("short cut", "cut"):
+            for_s = choose.uniform(0.1, 4.0) if self.fault == "short cut" else choose.uniform(14.0, 400.0)
+            self.network.cut(victim, other, for_s)
+            if choose.random() < 0.5:
+                self.network.cut(other, victim, for_s)
+        elif self.fault in ("reset", "flip"):
+            self._hurt_a_connection()
+        elif self.fault == "stranger":
+            self._knock()
+
+    def _hurt_a_connection(self) -> None:
+        found = [
+            sock for sock in self.network.connections if not sock.is_closed and sock.peer and not sock.peer.is_closed
+        ]
+        if not found:
+            return
+        sock = self.choose.choice(found)
+        assert sock.peer is not None
+        self.time.note(f"hits {sock.host.number}-{sock.peer.host.number}")
+        if self.fault == "reset":
+            sock.reset()
+            sock.peer.reset()
+        else:
+            end = self.choose.choice((sock, sock.peer))
+            assert end.pipe is not None
+            end.pipe.must_flip = True
+
+    def _knock(self) -> None:
+        """Somebody dials the victim: with noise, with a part of a hello, or with what a rank said before."""
+        assert self.stranger is not None
+        assert self.victim is not None
+        addresses = [address for address in self.network.listeners if address[0] == self.victim.host.address]
+        if not addresses:
+            return
+        said = [bytes(sock.sent) for sock in self.network.connections]
+        noise = self.choose.randbytes(self.choose.choice((1, 8, 200)))
+        hello = self.choose.choice(said) if said else b"SYNCLINE"
+        data = self.choose.choice((noise, hello[: self.choose.randint(1, max(1, len(hello)))], hello))
+        self.stranger.start(_knock(self.network.open(self.stranger), self.stranger, addresses[0], data))
+
+    # What must hold.
+
+    def _check_quiet(self) -> None:
+        """All calls are over: nothing is posted, held or granted, and no credit is gone, nor was made."""
+        for rank in self.job.ranks:
+            if rank.engine is None or rank.fabric is None:
+                continue  # it is told why below
+            statistics = rank.fabric.statistics()
+            transports = rank.fabric._transport_set
+            if transports.scheduler.underway_bytes:
+                raise SimulationError(f"rank {rank.rank} waits for {transports.scheduler!r}")
+            if statistics.pending_receives or statistics.unexpected_bytes or rank.engine.num_pending_calls:
+                raise SimulationError(f"rank {rank.rank} is not done: {statistics}, {rank.engine!r}")
+            if rank.fabric._mesh.acceptor.num_unauthenticated:
+                raise SimulationError(f"rank {rank.rank} still waits for a stranger")
+            for peer, transport in transports._transports.items():
+                other = self.job.ranks[peer].fabric
+                if other is not None:
+                    self._check_credit(rank.rank, peer, transport, other._transport_set._transports[rank.rank])
+
+    def _check_credit(self, rank: int, peer: int, here: PythonPeerTransport, there: PythonPeerTransport) -> None:
+        total = here.outbox._credit_bytes + there.inbox._credit.used_bytes
+        if total != self.job.options.credit_bytes:
+            raise SimulationError(
+                f"of {self.job.options.credit_bytes} bytes that rank {rank} may send {peer}, {total} remain"
+            )
+
+    def _check(self) -> None:
+        for rank in self.job.living:
+            if rank.host.errors:
+                raise SimulationError(f"rank {rank.rank}: {rank.host.errors[0]!r} on its loop")
+            self._check_rank(rank)
+        if self.fault in HARMLESS:
+            for rank in self.job.living:
+                missing = [call.number for call in self.calls if rank.outcomes.get(call.number, 0) is not None]
+                if rank.connect_error is not None or missing:
+                    raise SimulationError(f"{self.fault} cost rank {rank.rank} calls {missing}: {rank.connect_error}")
+        if self.fault == "other call" and len(self.job.ranks) > 1:
+            errors = [error for rank in self.job.living for error in rank.outcomes.values() if error is not None]
+            if not errors or not all(isinstance(error, MismatchError) for error in errors):
+                raise SimulationError(f"calls that differ ended with {errors}")
+
+    def _check_rank(self, rank: VirtualRank) -> None:
+        if rank.connect_error is not None and not isinstance(rank.connect_error, SynclineError):
+            raise SimulationError(f"rank {rank.rank} could not connect: {rank.connect_error!r}")
+        for call in self.calls:
+            if call.number not in rank.outcomes:
+                continue
+            error = rank.outcomes[call.number]
+            if error is None:
+                if self.fault != "other call" or call.number:
+                    self._check_bits(rank, call)
+            elif error is not None:
+                self._check_error(rank, call, error)
+
+    def _check_bits(self, rank: VirtualRank, call: PlannedCall) -> None:
+        expected = _expected(call)[rank.rank]
+        if rank.buffers[call.number].tobytes() != expected.tobytes():
+            raise SimulationError(f"rank {rank.rank} has wrong bits of call {call.number} after {self.fault}")
+
+    def _check_error(self, rank: VirtualRank, call: PlannedCall, error: BaseException) -> None:
+        text = str(error)
+        if not isinstance(error, (PeerLostError, DeadlineError, MismatchError)) or isinstance(error, FabricClosedError):
+            raise SimulationError(f"rank {rank.rank}, call {call.number}: {error!r} after {self.fault}")
+        if "rank" not in text or ("bucket" not in text and "all_reduce" not in text and "reduce_scatter" not in text):
+            raise SimulationError(f"an error that does not say who or what: {text}")
+        if self.fault in ("kill", "power") and isinstance(error, PeerLostError):
+            assert self.victim is not None
+            gave_up = [one.rank for one in self.job.ranks if one.connect_error is not None]  # for the same reason
+            if not any(f"rank {culprit} " in text for culprit in (self.victim.rank, *gave_up)):
+                raise SimulationError(f"rank {rank.rank} does not blame rank {self.victim.rank}: {text}")
+        if rank.told[call.number] > TIMEOUT_S + 30.0 + DETECTION_S:
+            raise SimulationError(f"rank {rank.rank} waited {rank.told[call.number]:.1f} s for its error")
+
+
+@lru_cache(maxsize=8)
+def _expected(call: PlannedCall) -> list[np.ndarray]:
+    return replay(call.schedule, call.layout, list(call.buffers))
+
+
+async def _knock(sock: VirtualSocket, host: Host, address: tuple[str, int], data: bytes) -> None:
+    sock.bind((host.address, 0))
+    try:
+        await host.loop.sock_connect(sock, address)  # type: ignore[arg-type]
+        await host.loop.sock_sendall(sock, data)  # type: ignore[arg-type]
+        answer = bytearray(4096)
+        while await host.loop.sock_recv_into(sock, memoryview(answer)):  # type: ignore[arg-type]
+            pass
+    except OSError:
+        pass
+    sock.close()
+
+
+def play(seed: int) -> VirtualTime:
+    """Play one seed; return its time."""
+    return JobScenario(seed).run()
