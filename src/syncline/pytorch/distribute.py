@@ -133,11 +133,12 @@ def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *
 
 
 def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:
-    """Take part in a checkpoint that another rank writes."""
+    """Take part in a checkpoint that another rank writes, with what it was told of the call."""
     from syncline.pytorch.checkpoint import save_checkpoint  # as above
 
+    options = {key: told[key] for key in told if key not in {"path", "has_optimizer"}}
     given = optimizer if told["has_optimizer"] else None
-    save_checkpoint(told["path"], optimizer.training.model, given, extra=told["extra"])
+    save_checkpoint(told["path"], optimizer.training.model, given, **options)
 
 
 def _plan_schedules(
@@ -161,7 +162,7 @@ def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining |
 
 def _register(training: Training, fleet: Fleet, going_on: ElasticTraining | None) -> None:
     """Let functions that are given the model find its training, and let the fleet's close end it."""
-    add_training(training)
+    add_training(training, fleet)
     offer_no_sync(training.model)
     if fleet.world_size > 1 and find_layers(training.model):
         (control,) = _open_control_streams(fleet, 1, going_on)

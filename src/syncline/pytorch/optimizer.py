@@ -210,8 +210,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def iteration(self) -> int:
-        """Steps that the fleet has made; with ``Overlapped`` and a quorum, a slow rank leaves numbers out."""
-        return self.training.updater.iteration
+        """Steps that the fleet has made, with those before the checkpoint that was loaded.
+
+        With ``Overlapped`` and a quorum, a slow rank leaves numbers out.
+        """
+        return self.training.updater.first_iteration + self.training.updater.iteration
 
     def statistics(self) -> object | None:
         """Return what the update rule counts, such as staleness; None if it counts nothing of its own.

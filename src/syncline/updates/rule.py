@@ -80,6 +80,8 @@ class Updater(ABC):
         self.collectives = setting.collectives
         self.step_number = 0
         self._reports = setting.reports
+        self.first_iteration = 0
+        """Steps that were made before, up to the checkpoint that was loaded."""
 
     save_alone: Callable[[str], None] | None = None
     """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
