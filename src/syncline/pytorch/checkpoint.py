@@ -71,17 +71,18 @@ def save_checkpoint(
     return _save(Path(path).absolute(), model, group, _Ask(extra, iteration, keep, parts), wait=wait)
 
 
-def save_alone(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    extra: Any = None,
-    iteration: int | None = None,
-) -> None:
-    """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one."""
-    ask = _Ask(extra, iteration, None, {})
-    _save(Path(path).absolute(), model, CheckpointGroup(model, optimizer), ask, wait=True)
+def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> Path:
+    """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one.
+
+    Returns where: ``path``, or in it, where it has checkpoints of earlier iterations. One of this is left as it is.
+    """
+    if history.has_several(path):
+        path = history.place_of(path, iteration)
+        if history.is_whole(path):
+            return path
+    ask = _Ask({"iteration": iteration}, iteration, None, {})
+    _save(path, model, CheckpointGroup(model, optimizer), ask, wait=True)
+    return path
 
 
 def load_checkpoint(

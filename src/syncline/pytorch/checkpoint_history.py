@@ -34,6 +34,11 @@ def check_keepable(folder: Path) -> None:
         )
 
 
+def has_several(folder: Path) -> bool:
+    """Whether checkpoints are kept in ``folder`` by their iterations."""
+    return bool(_iterations(folder))
+
+
 def candidates(path: Path) -> list[Path]:
     """Return what may be loaded, the newest first: ``path`` itself, the one before it, or those in it."""
     folders = [folder for folder in (path, place.previous_folder(path)) if place.is_checkpoint(folder)]

@@ -83,8 +83,8 @@ class Updater(ABC):
         self.first_iteration = 0
         """Steps that were made before, up to the checkpoint that was loaded."""
 
-    save_alone: Callable[[str], None] | None = None
-    """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
+    is_mid_step = False
+    """Whether the last step was broken off in its middle, so that what this rank has is not of one step."""
 
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
