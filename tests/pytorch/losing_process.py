@@ -13,7 +13,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError
-from syncline.pytorch import checkpoint
+from syncline.pytorch import checkpoint_chunks
 
 
 def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> None:
@@ -35,7 +35,7 @@ def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> Non
         for step in range(deadly_step + 1):
             if step == deadly_step and moment == "saving":
                 if fleet.rank in victims:
-                    checkpoint.write_chunks = lambda *_, **__: threading.Event().wait()
+                    checkpoint_chunks.write_chunks = lambda *_, **__: threading.Event().wait()
                 work = syncline.save_checkpoint(folder / "other", model, optimizer, wait=False)
                 fleet.barrier()
                 if fleet.rank in victims:

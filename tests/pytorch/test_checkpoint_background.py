@@ -15,7 +15,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError, DeadlineError
-from syncline.pytorch import checkpoint, checkpoint_folder
+from syncline.pytorch import checkpoint_chunks, checkpoint_folder
 from syncline.pytorch.checkpoint_background import writer_of
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
@@ -31,14 +31,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.reached = threading.Semaphore(0)
-        write = checkpoint.write_chunks
+        write = checkpoint_chunks.write_chunks
 
         def gated(*args: Any, **settings: Any) -> Any:
             self.reached.release()
             assert self.opened.wait(WAIT_S)
             return write(*args, **settings)
 
-        monkeypatch.setattr(checkpoint, "write_chunks", gated)
+        monkeypatch.setattr(checkpoint_chunks, "write_chunks", gated)
 
 
 @pytest.fixture

@@ -22,12 +22,10 @@ from syncline.errors import CheckpointError, ConfigurationError
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch import checkpoint_history as history
 from syncline.pytorch.checkpoint_background import CheckpointWork, writer_of
-from syncline.pytorch.checkpoint_chunks import Chunk, check_complete, write_chunks, write_index
-from syncline.pytorch.checkpoint_contents import MODEL_PREFIX
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from syncline.pytorch.checkpoint_loading import Stateful, check, load
-from syncline.pytorch.checkpoint_parts import encode_parts
-from syncline.pytorch.checkpoint_state import group_chunks, join_catalogues, state_chunks
+from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
+from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
 from syncline.pytorch.checkpoint_together import Together
 from syncline.pytorch.optimizer_state import describe_state
 
@@ -107,6 +105,8 @@ def load_checkpoint(
     >>> syncline.load_checkpoint("run1", model, optimizer)["epoch"]  # of any number of ranks, here of a plain process
     3
     """
+    from syncline.pytorch.checkpoint_loading import check, load  # torch's part of it takes a second
+
     target = Path(path).absolute()
     group = checkpoint_group_of(model, optimizer)
     group.synchronize()
@@ -200,6 +200,8 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
 
 def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
     """Write the checkpoint, together with the others; on the training thread, or in the background."""
+    from syncline.pytorch import checkpoint_chunks  # which would hold up training, in its first save
+
     target = snapshot.target
     together = Together(exchange, target, _SAVE)
     parts: list[dict[str, Any]] = []
@@ -210,7 +212,7 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
     def write_part() -> dict[str, Any]:
         folder = place.writing_folder(target)
-        records = write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
+        records = checkpoint_chunks.write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
         files = place.checksums(folder, (record["file"] for record in records))
         return {**snapshot.told, "records": records, "files": files}
 
@@ -229,6 +231,8 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
 
 def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
+    from syncline.pytorch.checkpoint_chunks import check_complete, write_index
+
     target, first = snapshot.target, parts[0]
     records = [record for part in parts for record in part["records"]]
     check_complete(records)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from syncline.errors import CheckpointError, DeadlineError
-from syncline.pytorch.checkpoint_chunks import Chunk
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.updates.control import ControlStream, every_rank

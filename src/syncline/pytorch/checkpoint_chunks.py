@@ -38,34 +38,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.optimizer_state import dtype_of
 from syncline.updates.private_torch import checkpoint_place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A part of the tensor called ``name`` (of shape ``size``), which begins at ``offset``."""
-
-    name: str
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-    tensor: torch.Tensor
-
-    @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
-        """Make a chunk that is all of its tensor."""
-        return cls(name=name, size=tuple(tensor.shape), offset=(0,) * tensor.dim(), tensor=tensor)
-
-    @property
-    def index(self) -> MetadataIndex:
-        """How DCP refers to it."""
-        return MetadataIndex(self.name, self.offset)
-
-    @property
-    def place(self) -> ChunkStorageMetadata:
-        """Where it lies in its tensor."""
-        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.tensor.shape))
-
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""
@@ -111,10 +86,11 @@ class ChunkTable:
                     f"The checkpoint {self.folder} has {found} for {chunk.name!r}, but the model needs {chunk.size} of "
                     f"{chunk.tensor.dtype}; load it into the model that it was made from"
                 )
-            targets[chunk.index] = chunk
+            index = _index_of(chunk)
+            targets[index] = chunk
             # DCP names the target after the place of the chunk in the list that it is given
-            found_items = create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
-            items += [replace(item, dest_index=chunk.index) for item in found_items]
+            found_items = create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)])
+            items += [replace(item, dest_index=index) for item in found_items]
         self._read(items, _Targets(targets))
 
     def read_tensor(self, name: str) -> torch.Tensor:
@@ -158,10 +134,10 @@ def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank:
     items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in values]
     items += [
         WriteItem(
-            index=chunk.index,
+            index=_index_of(chunk),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=chunk.place,
+                chunk=_place_of(chunk),
                 properties=TensorProperties(dtype=chunk.tensor.dtype),
                 size=torch.Size(chunk.size),
             ),
@@ -198,7 +174,7 @@ class _Chunks(SavePlanner):
     """Gives the writer the data of each chunk and value."""
 
     def __init__(self, chunks: Sequence[Chunk], values: Values) -> None:
-        self.chunks = {chunk.index: chunk for chunk in chunks}
+        self.chunks = {_index_of(chunk): chunk for chunk in chunks}
         self._values = values
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -264,6 +240,14 @@ def _record(chunk: Chunk | None, result: WriteResult) -> Record:
         "sizes": list(chunk.tensor.shape),
         **place,
     }
+
+
+def _index_of(chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(chunk.name, chunk.offset)
+
+
+def _place_of(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.tensor.shape))
 
 
 def _index(record: Record) -> MetadataIndex:

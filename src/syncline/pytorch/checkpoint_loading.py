@@ -11,7 +11,7 @@ from torch import nn
 
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_folder as place
-from syncline.pytorch.checkpoint_chunks import Chunk
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.checkpoint_contents import CheckpointContents, read_contents
 from syncline.pytorch.checkpoint_group import CheckpointGroup
 from syncline.pytorch.checkpoint_parts import Stateful, decode_part

@@ -14,9 +14,7 @@ from torch import nn
 
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_history as history
-from syncline.pytorch.checkpoint_contents import CheckpointContents
 from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from syncline.pytorch.checkpoint_loading import check, load
 from syncline.pytorch.checkpoint_parts import Stateful
 from syncline.pytorch.checkpoint_together import Together
 
@@ -71,6 +69,10 @@ def resume(
     group.synchronize()
     together = Together(group.agree, target, _CALL)
     names = together.run("cannot look for checkpoints", partial(_relative_candidates, target))[0]
+    if not names:
+        return Resumption()
+    from syncline.pytorch.checkpoint_loading import check  # torch's part of it takes a second
+
     problems: list[str] = []
     for name in names:
         folder = target.parent / name
@@ -82,9 +84,7 @@ def resume(
         if problems and (group.fleet is None or group.fleet.rank == 0):
             _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
         return _load(folder, model, group, parts, together, strict=strict)
-    if problems:
-        raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
-    return Resumption()
+    raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
 
 
 def _load(
@@ -96,15 +96,17 @@ def _load(
     *,
     strict: bool,
 ) -> Resumption:
-    loaded: list[CheckpointContents] = []
+    from syncline.pytorch.checkpoint_loading import load
+
+    found: list[Resumption] = []
 
     def action() -> None:
-        loaded.append(load(folder, model, group, parts, strict=strict))
+        contents = load(folder, model, group, parts, strict=strict)
+        extra = {} if contents.extra is None else contents.extra
+        found.append(Resumption(iteration=contents.iteration, extra=extra, path=folder))
 
     together.run("cannot load the checkpoint", action)
-    (contents,) = loaded
-    extra = {} if contents.extra is None else contents.extra
-    return Resumption(iteration=contents.iteration, extra=extra, path=folder)
+    return found[0]
 
 
 def _relative_candidates(target: Path) -> list[str]:

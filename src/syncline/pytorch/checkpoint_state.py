@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from syncline.errors import CheckpointError
-from syncline.pytorch.checkpoint_chunks import Chunk
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.optimizer_state import decode_single, dtype_of
 from syncline.updates.bucket import Slot
 from syncline.updates.state import StateEntry
@@ -27,6 +27,7 @@ Format 1 also had the "order" of the parameter's dimensions, by which elements l
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle of a tensor begins, and its sizes."""
 
+MODEL_PREFIX = "model."
 STATE_PREFIX = "optimizer.state."
 GROUPS_PREFIX = "optimizer.param_groups."
 
