@@ -1,7 +1,10 @@
 """Saves checkpoints in forked processes that are ended, or refused, at each of their calls; looks what is left.
 
-Run with crash_points.c preloaded: ``crash_process.py FOLDER SCENARIO KIND [EVERY]`` prints what was counted as JSON.
-With ranks as arguments of the longer run: ``for each SCENARIO and KIND, EVERY=1``.
+``crash_process.py FOLDER SCENARIO:KIND:EVERY ...``, with crash_points.c preloaded, tries every EVERY-th call and prints
+what it counted, one JSON a line. All of them, some minutes:
+
+    cc -shared -fPIC -o /tmp/crash_points.so tests/pytorch/crash_points.c -ldl
+    LD_PRELOAD=/tmp/crash_points.so PYTHONPATH=tests python tests/pytorch/crash_process.py /tmp/crashes all
 """
 
 from __future__ import annotations
@@ -81,12 +84,8 @@ def save_together(path: Path, value: float) -> None:
     run_fleets(2, body)
 
 
-def save_first(path: Path, value: float) -> None:
-    save_alone(path, value)
-
-
 SCENARIOS: dict[str, tuple[Callable[[Path, float], None], tuple[float, ...]]] = {
-    "first": (save_first, ()),
+    "first": (save_alone, ()),
     "replaced": (save_alone, (OLDER, OLD)),
     "kept": (save_kept, (OLDER, OLD)),
     "two_ranks": (save_together, (OLDER, OLD)),
@@ -105,8 +104,8 @@ def look(path: Path) -> float | None:
     return float(begin.extra)
 
 
-def run_child(folder: Path, number: int, kind: str, save: Callable[[Path, float], None]) -> str:
-    """Save once in a process of its own; return how it ended."""
+def run_child(folder: Path, number: int, kind: str, save: Callable[[Path, float], None]) -> tuple[str, list[str]]:
+    """Save once in a process of its own; return how it ended, and the calls that were made if it tells."""
     failure, stays = KINDS[kind]
     reader, writer = os.pipe()
     child = os.fork()
@@ -128,11 +127,10 @@ def run_child(folder: Path, number: int, kind: str, save: Callable[[Path, float]
         told = answers.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == -signal.SIGKILL:
-        return "killed"
+        return "killed", []
     assert status == 0, status
     ended, made = json.loads(told)
-    run_child.made = made  # type: ignore[attr-defined]
-    return ended
+    return ended, made
 
 
 def check_synced(made: list[str]) -> None:
@@ -150,41 +148,44 @@ def check_synced(made: list[str]) -> None:
     assert f"fsync {parent}" in made[named:], "the folder's name is forced to the disk too"
 
 
-def main(base: Path, scenario: str, kind: str, every: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def try_calls(base: Path, scenario: str, kind: str, every: int) -> dict[str, int]:
+    """Try every ``every``-th call; return how often a save ended how, and which checkpoint was there then."""
     save, before = SCENARIOS[scenario]
     template, folder = base / "template", base / "work"
     template.mkdir(parents=True)
     for value in before:
         save(template / "run1", value)
     shutil.copytree(template, folder)
-    assert run_child(folder, 0, kind, save) == "saved"
-    made: list[str] = run_child.made  # type: ignore[attr-defined]
+    ended, made = run_child(folder, 0, kind, save)
+    assert ended == "saved"
     check_synced(made)
-    expected = sorted(path.name for path in (folder / "run1").parent.rglob("*") if path.is_dir())
     counts: Counter[str] = Counter()
-    old = before[-1] if before else None
-    number = 0
-    while True:
-        number += every
+    for number in range(1, len(made) + 1, every):
         shutil.rmtree(folder)
         shutil.copytree(template, folder)
-        ended = run_child(folder, number, kind, save)
-        assert ended in {"saved", "refused", "killed"}, f"call {number} of {kind}: {ended}"
+        ended, _ = run_child(folder, number, kind, save)
         found = look(folder / "run1")
-        assert found in {old, NEW}, f"call {number} of {kind}: {ended}, and then there is {found}"
-        assert found == NEW or ended != "saved"
+        place = f"{scenario}, call {number} ({made[number - 1]}), {kind}: {ended}, and then there is {found}"
+        assert ended in {"saved", "refused", "killed"}, place
+        assert found == NEW or (ended != "saved" and found == (before[-1] if before else None)), place
         counts[f"{ended}, {'new' if found == NEW else 'old'}"] += 1
-        if number > len(made) + every:
-            break
         save(folder / "run1", NEXT)
-        assert look(folder / "run1") == NEXT
-        names = {path.name for path in folder.rglob("*") if path.is_dir()}
-        assert not [name for name in names if name.endswith((".writing", ".removed"))], (number, names, expected)
-    print(json.dumps({"points": counts.total(), "calls": len(made), **counts}))
+        assert look(folder / "run1") == NEXT, place
+        left = [path.name for path in folder.rglob("*") if path.name.endswith((".writing", ".removed"))]
+        assert not left, f"{place}; the next save leaves {left}"
+    return {"calls": len(made), "tried": counts.total(), **counts}
+
+
+def main(base: Path, runs: list[str]) -> None:
+    """Print the counts of each run."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    every_run = [f"{scenario}:{kind}:1" for scenario in SCENARIOS for kind in KINDS]
+    for number, run in enumerate(every_run if runs == ["all"] else runs):
+        scenario, kind, every = run.split(":")
+        counts = try_calls(base / str(number), scenario, kind, int(every))
+        print(json.dumps({"scenario": scenario, "kind": kind, **counts}), flush=True)
 
 
 if __name__ == "__main__":
-    place, scenario_name, kind_name, *rest = sys.argv[1:]
-    main(Path(place), scenario_name, kind_name, int(rest[0]) if rest else 1)
+    main(Path(sys.argv[1]), sys.argv[2:])

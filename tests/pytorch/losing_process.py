@@ -32,8 +32,11 @@ def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> Non
         )
         if fleet.rank in victims and moment == "backward":
             model[0].register_full_backward_hook(lambda *_: die() if optimizer.iteration == deadly_step else None)
+        last = None
         for step in range(deadly_step + 1):
             if step == deadly_step and moment == "saving":
+                if last is not None:
+                    last.wait()
                 if fleet.rank in victims:
                     checkpoint_chunks.write_chunks = lambda *_, **__: threading.Event().wait()
                 work = syncline.save_checkpoint(folder / "other", model, optimizer, wait=False)
@@ -48,7 +51,7 @@ def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> Non
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            syncline.save_checkpoint(folder / "run1", model, optimizer, keep=3, wait=False)
+            last = syncline.save_checkpoint(folder / "run1", model, optimizer, keep=3, wait=False)
     print("not lost", flush=True)
 
 

@@ -154,7 +154,7 @@ def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, 
         if not wait:
             found = replace(found, chunks=writer.snapshot(found.chunks), values=deepcopy(found.values))
         taken.append(found)
-        return [bool(ask.parts), writer.is_connected]
+        return [bool(ask.parts), group.fleet is not None and writer.is_connected(group.fleet)]
 
     answers = Together(group.exchange, target, _SAVE).run("cannot begin", begin)
     snapshot = taken[0]

@@ -8,6 +8,7 @@ what goes wrong there.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,14 +19,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from syncline.errors import CheckpointError, DeadlineError
+from syncline.errors import CheckpointError, DeadlineError, PeerLostError
 from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
+from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
 from syncline.updates.control import ControlStream, every_rank
 from syncline.updates.large_pages import ALIGNMENT_BYTES, zeros_in_large_pages
 from syncline.updates.worker_thread import JOIN_S
 
+_log = logging.getLogger(__name__)
 _known: WeakKeyDictionary[object, BackgroundWriter] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -96,6 +98,8 @@ class BackgroundWriter:
         self._last: CheckpointWork | None = None
         self._channel: ControlStream | None = None
         self._close_channel: Callable[[], None] | None = None
+        self._communicator: Communicator | None = None
+        """On which the channel was opened; another has other members."""
         self._is_broken = False
 
     def register(self, fleet: Fleet | None) -> None:
@@ -109,10 +113,9 @@ class BackgroundWriter:
         self._limit_s = fleet.timeout_s
         fleet.on_close(self.close)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the ranks can tell each other how a save goes."""
-        return self._channel is not None and not self._is_broken
+    def is_connected(self, fleet: Fleet) -> bool:
+        """Whether the ranks that are there now can tell each other how a save goes."""
+        return self._communicator is fleet.communicator and not self._is_broken
 
     def connect(self, fleet: Fleet) -> None:
         """Open calls of their own for what ranks tell each other; every rank does, also where one alone must."""
@@ -121,6 +124,7 @@ class BackgroundWriter:
         group = fleet.communicator.open_group(range(fleet.world_size), streams=streams)
         self._channel = ControlStream(group, stream=streams.start, timeout_s=fleet.timeout_s)
         self._close_channel = group.close
+        self._communicator = fleet.communicator
         self._is_broken = False
 
     def exchange(self, value: Any, call: str) -> list[Any]:
@@ -166,9 +170,18 @@ class BackgroundWriter:
         return work
 
     def finish(self) -> None:
-        """Wait for the save that is under way, and raise what nobody was told of the last one."""
-        if self._last is not None:
+        """Wait for the save that is under way, and raise what nobody was told of the last one.
+
+        One that was broken off by the loss of a rank is only logged: if training has survived that, so does this.
+        """
+        if self._last is None:
+            return
+        try:
             self._last.raise_untold()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, PeerLostError):
+                raise
+            _log.warning("%s", error)
 
     def close(self, is_failing: bool = False) -> None:
         """Wait for the save that is under way, so that it is whole; raises as :meth:`finish`, unless all fails."""
