@@ -134,11 +134,11 @@ class FleetCheckpointGroup(CheckpointGroup):
     @property
     def iteration(self) -> int:
         """Steps that were made."""
-        return _iteration_of(self._training)
+        return self._training.updater.iteration
 
     def go_on_from(self, iteration: int) -> None:
         """Count steps from there on."""
-        _go_on_from(self._training, iteration)
+        self._training.updater.go_on_from(iteration)
 
     def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let ranks that follow the others take part."""
@@ -195,11 +195,11 @@ class LocalCheckpointGroup(CheckpointGroup):
     @property
     def iteration(self) -> int:
         """Steps that were made."""
-        return _iteration_of(self._training)
+        return self._training.updater.iteration
 
     def go_on_from(self, iteration: int) -> None:
         """Count steps from there on."""
-        _go_on_from(self._training, iteration)
+        self._training.updater.go_on_from(iteration)
 
     def agree(self, value: Any, call: str) -> list[Any]:
         """Return the value of every rank of the job; none is lost where training begins."""
@@ -226,14 +226,6 @@ def _checkpoint_group_in(training: Training, optimizer: DistributedOptimizer | N
         return FleetCheckpointGroup(training, optimizer)
     plain = None if optimizer is None else optimizer.inner
     return LocalCheckpointGroup(training, plain, saves=checkpoint_writer == training.updater.collectives.rank)
-
-
-def _iteration_of(training: Training) -> int:
-    return training.updater.first_iteration + training.updater.iteration
-
-
-def _go_on_from(training: Training, iteration: int) -> None:
-    training.updater.first_iteration = iteration - training.updater.iteration
 
 
 def _like(current: Any, value: Any) -> Any:

@@ -146,15 +146,16 @@ def _whole_state(training: Training, path: Path) -> WholeState:
     """Return what this rank can save without the others."""
     updater = training.updater
 
-    def iteration() -> int:
-        return updater.first_iteration + updater.iteration
-
     def write() -> Path:
-        from syncline.pytorch.checkpoint import save_alone  # with torch's part, a third of what a rank loads at once
+        from syncline.pytorch.checkpoint import save_alone  # what few jobs need, and takes a while to load
 
-        return save_alone(path, training.model, updater.optimizer, iteration=iteration())
+        return save_alone(path, training.model, updater.optimizer, iteration=updater.iteration)
 
-    return WholeState(is_whole=lambda: not (updater.is_server or updater.is_mid_step), iteration=iteration, write=write)
+    return WholeState(
+        is_whole=lambda: not (updater.is_server or updater.is_mid_step),
+        iteration=lambda: updater.iteration,
+        write=write,
+    )
 
 
 def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:

@@ -214,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With ``Overlapped`` and a quorum, a slow rank leaves numbers out.
         """
-        return self.training.updater.first_iteration + self.training.updater.iteration
+        return self.training.updater.iteration
 
     def statistics(self) -> object | None:
         """Return what the update rule counts, such as staleness; None if it counts nothing of its own.

@@ -80,8 +80,6 @@ class Updater(ABC):
         self.collectives = setting.collectives
         self.step_number = 0
         self._reports = setting.reports
-        self.first_iteration = 0
-        """Steps that were made before, up to the checkpoint that was loaded."""
 
     is_mid_step = False
     """Whether the last step was broken off in its middle, so that what this rank has is not of one step."""
@@ -207,6 +205,10 @@ class Updater(ABC):
     def iteration(self) -> int:
         """Steps that the fleet has made: where ranks differ in speed, a slow one leaves numbers out."""
         return self.step_number
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on: so many steps were made up to the checkpoint that was loaded, on every rank."""
+        self.step_number = iteration
 
     def statistics(self) -> object | None:
         """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""

@@ -193,6 +193,7 @@ class OverlappedUpdater(WholeUpdater):
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
         self._weight = 0.0
+        self._num_before = 0
         self.is_server = not self.client.links
         self._note_start()
         self.client.start()
@@ -210,11 +211,15 @@ class OverlappedUpdater(WholeUpdater):
 
     @property
     def iteration(self) -> int:
-        """Iterations of the fleet since the start: all ranks reach a number at about the same time.
+        """Iterations of the fleet: all ranks reach a number at about the same time.
 
         A period that was ended early counts the iterations of the worker that came furthest in it.
         """
-        return self.client.iteration
+        return self._num_before + self.client.iteration
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on."""
+        self._num_before = iteration - self.client.iteration
 
     @property
     def is_at_period_start(self) -> bool:
