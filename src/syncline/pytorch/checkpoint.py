@@ -145,7 +145,24 @@ def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, 
     told = {"path": str(target), "extra": ask.extra, "iteration": ask.iteration, "keep": ask.keep, "wait": wait}
     group.announce_save(told)
     group.synchronize()
-    writer = writer_of(group.owner)
+    while True:
+        ranks = group.rank, group.world_size
+        try:
+            work = _save_once(target, model, group, ask, wait=wait)
+        except CheckpointError:
+            if ranks == (group.rank, group.world_size):
+                raise
+        else:
+            if work is not None or (wait and ranks == (group.rank, group.world_size)):
+                return work
+        # ranks were lost or came meanwhile, and others have others' parts now
+
+
+def _save_once(
+    target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, wait: bool
+) -> CheckpointWork | None:
+    """Save, or begin to; None if there is nothing to be waited for."""
+    writer, ranks = writer_of(group.owner), (group.rank, group.world_size)
     taken: list[_Snapshot] = []
 
     def begin() -> list[bool]:
@@ -157,6 +174,8 @@ def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, 
         return [bool(ask.parts), group.fleet is not None and writer.is_connected(group.fleet)]
 
     answers = Together(group.exchange, target, _SAVE).run("cannot begin", begin)
+    if ranks != (group.rank, group.world_size):
+        return None
     snapshot = taken[0]
     if group.rank != next((rank for rank, (has_parts, _) in enumerate(answers) if has_parts), 0):
         snapshot.told["parts"] = {}

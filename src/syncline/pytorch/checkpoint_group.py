@@ -23,8 +23,6 @@ from syncline.updates.state import StateEntry, StateSource, load_parameter_state
 class CheckpointGroup:
     """One process that has everything itself: a plain model and a plain optimizer."""
 
-    rank = 0
-    world_size = 1
     saves = True
     """Whether this process has a part in saving."""
 
@@ -36,6 +34,16 @@ class CheckpointGroup:
         plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
         parameters = list(named)
         self._places = [(slot, parameters[slot.position]) for plan in plans for slot in plan.slots]
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among them; in an elastic job it changes with each epoch."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """How many they are, likewise."""
+        return 1
 
     @property
     def fleet(self) -> Fleet | None:
@@ -124,7 +132,16 @@ class FleetCheckpointGroup(CheckpointGroup):
         self.owner = training
         self._training = training
         self._control = training.updater.collectives.control
-        self.rank, self.world_size = self._control.rank, self._control.world_size
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among them now."""
+        return self._control.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many they are now."""
+        return self._control.world_size
 
     @property
     def fleet(self) -> Fleet:
