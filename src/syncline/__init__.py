@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+    from syncline.pytorch.checkpoint_background import CheckpointWork
+    from syncline.pytorch.checkpoint_history import latest_checkpoint
+    from syncline.pytorch.checkpoint_resume import Resumption, resume
     from syncline.pytorch.comm_hook import comm_hook
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
@@ -78,6 +81,10 @@ _HOMES = {
     "comm_hook": "syncline.pytorch.comm_hook",
     "save_checkpoint": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
+    "resume": "syncline.pytorch.checkpoint_resume",
+    "Resumption": "syncline.pytorch.checkpoint_resume",
+    "latest_checkpoint": "syncline.pytorch.checkpoint_history",
+    "CheckpointWork": "syncline.pytorch.checkpoint_background",
     "BackendOptions": "syncline.backend.options",
     "Fleet": "syncline.pytorch.fleet",
     "DistributedOptimizer": "syncline.pytorch.optimizer",
@@ -129,6 +136,10 @@ __all__ = [
     "comm_hook",
     "save_checkpoint",
     "load_checkpoint",
+    "resume",
+    "Resumption",
+    "latest_checkpoint",
+    "CheckpointWork",
     "BackendOptions",
     "Fleet",
     "DistributedOptimizer",

@@ -143,6 +143,24 @@ def test_a_scaler_asks_a_subclass_by_the_name_that_is_known() -> None:
     assert private_torch.UNSCALE in asked
 
 
+def test_an_index_of_dcp_names_what_is_known_and_number_types(tmp_path: Path) -> None:
+    import pickletools
+
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"tensor": torch.ones(2, dtype=torch.bfloat16), "value": 3}, checkpoint_id=tmp_path, no_dist=True)
+    texts: list[str] = []
+    named = set()
+    for operation, argument, _ in pickletools.genops((tmp_path / ".metadata").read_bytes()):
+        if isinstance(argument, str):
+            texts.append(argument)
+        if operation.name == "STACK_GLOBAL":
+            named.add(texts[-1])
+    assert named - {"bfloat16"} <= private_torch.CHECKPOINT_INDEX_NAMES
+    assert "Metadata" in named
+
+
 def test_checkpoint_place_has_what_the_reader_asks_for() -> None:
     place = private_torch.checkpoint_place("part", start=3, length=4)
     assert (place.relative_path, place.offset, place.length) == ("part", 3, 4)

@@ -15,7 +15,8 @@ from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
 from syncline.errors import CheckpointError, ConfigurationError
-from syncline.pytorch.checkpoint_folder import find, read_manifest
+from syncline.pytorch.checkpoint_folder import read_manifest
+from syncline.pytorch.checkpoint_history import find
 from syncline.topology import Topology
 
 DEMO_TOPOLOGY = "demo-1-3"

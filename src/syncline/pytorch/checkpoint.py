@@ -2,109 +2,280 @@
 
 The model is written by rank 0. Each rank writes the optimizer state that it owns, as ranges of each parameter's
 elements; together they are whole, so another division of the same elements reads them as well, also a single process
-without a fleet. Ranks must see the same file system.
+without a fleet, and programs that use ``torch.distributed.checkpoint``. Ranks must see the same file system.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from syncline.errors import CheckpointError, SynclineError, name_ranks
+from syncline.errors import CheckpointError, ConfigurationError
 from syncline.pytorch import checkpoint_folder as place
-from syncline.pytorch.checkpoint_chunks import Chunk, Record, check_complete, read_chunks, write_chunks, write_index
+from syncline.pytorch import checkpoint_history as history
+from syncline.pytorch.checkpoint_background import CheckpointWork, writer_of
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_change, checkpoint_group_of
-from syncline.pytorch.checkpoint_state import CheckpointState, join_catalogues, state_chunks
+from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
+from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
+from syncline.pytorch.checkpoint_together import Together
 from syncline.pytorch.optimizer_state import describe_state
-from syncline.updates.state import StateEntry
+
+_SAVE = "save_checkpoint()"
 
 
 @again_if_members_change
 def save_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
-) -> None:
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    iteration: int | None = None,
+    keep: int | None = None,
+    wait: bool = True,
+    **parts: Stateful,
+) -> CheckpointWork | None:
     """Write a checkpoint to the folder ``path``; every rank calls it. What was there becomes ``path.previous``.
 
-    ``extra`` is what JSON can say (step number, seed ...), taken from rank 0. Raises :class:`CheckpointError` on every
-    rank if one of them fails; the checkpoint that was there is whole then. Where ranks may be lost, or only serve
-    (``Clustered``; ``Overlapped`` with M < N or dedicated servers), the lowest worker that lives writes alone, and only
-    it waits; call ``optimizer.end_period()`` before, so that it has what all have.
+    ``extra`` is what JSON can say (epoch, seed ...), taken from rank 0. ``parts`` are objects with ``state_dict()``,
+    by any names: ``scheduler=scheduler``, ``sampler=sampler``. ``iteration``: steps that were made (default: the
+    optimizer's count). With ``keep=n``, ``path`` is a folder of checkpoints named by their iterations, of which the
+    last n stay; the oldest goes when the new one is whole. With ``wait=False`` it returns as soon as all is copied in
+    memory, which is kept for the next save: then threads write it while training goes on. What goes wrong there is
+    raised by the work that it returns, by the next save, which waits for this one, or when the fleet closes.
+
+    Raises :class:`CheckpointError` on every rank if one of them fails; the checkpoint that was there is whole then.
+    Where ranks may be lost, or only serve (``Clustered``; ``Overlapped`` with M < N or dedicated servers), the lowest
+    worker that lives writes alone, and only it waits; call ``optimizer.end_period()`` before, so that it has what all
+    have. It is a checkpoint of ``torch.distributed.checkpoint`` too: ``model`` and ``optimizer`` are in it as
+    ``get_state_dict()`` has them.
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
     >>> syncline.load_checkpoint("run1", model, optimizer)
     {'epoch': 3}
     """
-    _save(Path(path).absolute(), model, optimizer, checkpoint_group_of(model, optimizer), extra)
+    _check_number("keep", keep, least=1)
+    _check_number("iteration", iteration, least=0)
+    group = checkpoint_group_of(model, optimizer)
+    return _save(Path(path).absolute(), model, group, _Ask(extra, iteration, keep, parts), wait=wait)
 
 
-def save_alone(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, extra: Any = None) -> None:
-    """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one."""
-    _save(Path(path).absolute(), model, optimizer, CheckpointGroup(model, optimizer), extra)
+def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> Path:
+    """Write what this rank has by itself, when the others cannot be asked any more; ``optimizer`` is the plain one.
 
-
-def _save(
-    target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: CheckpointGroup, extra: Any
-) -> None:
-    if not group.saves:
-        return
-    group.announce_save(str(target), extra)
-    group.synchronize()
-    together = _Together(group, target, "save_checkpoint()")
-    together.run("cannot make a folder", lambda: _begin(target, group, extra))
-    try:
-        _fill(target, model, optimizer, group, extra)
-    except CheckpointError:
-        if group.rank == 0:
-            place.discard(target)
-        raise
-
-
-def _fill(
-    target: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: CheckpointGroup, extra: Any
-) -> None:
-    together = _Together(group, target, "save_checkpoint()")
-    entries = group.entries()
-    catalogues = together.run("cannot describe its state", lambda: describe_state(entries))
-    parts = together.run("cannot write its part", lambda: _write(target, model, group, entries))
-
-    def complete() -> None:
-        if group.rank == 0:
-            catalogue = join_catalogues(catalogues, group.slots())
-            state = {"state": catalogue, "groups": group.groups()} if optimizer is not None else None
-            _complete(target, {"world_size": group.world_size, "optimizer": state, "extra": extra, **_joined(parts)})
-
-    together.run("cannot complete the checkpoint", complete)
+    Returns where: ``path``, or in it, where it has checkpoints of earlier iterations. One of this is left as it is.
+    """
+    if history.has_several(path):
+        path = history.place_of(path, iteration)
+        if history.is_whole(path):
+            return path
+    ask = _Ask({"iteration": iteration}, iteration, None, {})
+    _save(path, model, CheckpointGroup(model, optimizer), ask, wait=True)
+    return path
 
 
 @again_if_members_change
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strict: bool = True
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **parts: Stateful,
 ) -> Any:
     """Load a checkpoint into ``model`` and ``optimizer``, in place, and return its ``extra``; every rank calls it.
 
-    With ``strict`` the model's and the checkpoint's names must be the same; else those that both have are loaded.
-    Raises :class:`CheckpointError` on every rank if it is missing, damaged, or made from another model.
+    Of a folder of several (``keep=``) the newest is taken. A folder that a program has written with
+    ``torch.distributed.checkpoint`` (of FSDP or DistributedDataParallel, on any number of ranks, with the names of
+    ``get_state_dict()``) is one too; it has no ``extra``, and no checksums. ``parts`` take the states that they were
+    saved with, by the same names. With ``strict`` the model's and the checkpoint's names must be the same, and all
+    parts must be there; else what both have is loaded. Raises :class:`CheckpointError` on every rank if it is missing,
+    damaged, or made from another model.
 
     >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> syncline.load_checkpoint("run1", model, optimizer)["epoch"]  # of any number of ranks, here of a plain process
     3
     """
+    from syncline.pytorch.checkpoint_loading import check, load  # torch's part of it takes a second
+
     target = Path(path).absolute()
     group = checkpoint_group_of(model, optimizer)
     group.synchronize()
-    together = _Together(group, target, "load_checkpoint()")
-    together.run("cannot read the checkpoint", lambda: _check(target, group))
-    folder = place.find(target)
-    manifest = place.read_manifest(folder)
-    together.run("cannot load the checkpoint", lambda: _load(folder, manifest, model, group, strict=strict))
-    return manifest["extra"]
+    together = Together(group.exchange, target, "load_checkpoint()")
+    together.run("cannot read the checkpoint", lambda: check(history.find(target), group))
+    loaded: list[Any] = []
+    action = partial(load, history.find(target), model, group, parts, strict=strict)
+    together.run("cannot load the checkpoint", lambda: loaded.append(action()))
+    return loaded[0].extra
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What the user gave beside model and optimizer."""
+
+    extra: Any
+    iteration: int | None
+    keep: int | None
+    parts: Mapping[str, Stateful]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """What this rank writes, and what it tells of it."""
+
+    target: Path
+    keep: int | None
+    chunks: list[Chunk]
+    values: dict[str, Any]
+    told: dict[str, Any]
+
+
+def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, wait: bool) -> CheckpointWork | None:
+    if not group.saves:
+        return None
+    told = {"path": str(target), "extra": ask.extra, "iteration": ask.iteration, "keep": ask.keep, "wait": wait}
+    group.announce_save(told)
+    group.synchronize()
+    while True:
+        ranks = group.rank, group.world_size
+        try:
+            work = _save_once(target, model, group, ask, wait=wait)
+        except CheckpointError:
+            if ranks == (group.rank, group.world_size):
+                raise
+        else:
+            if work is not None or (wait and ranks == (group.rank, group.world_size)):
+                return work
+        # ranks were lost or came meanwhile, and others have others' parts now
+
+
+def _save_once(
+    target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, wait: bool
+) -> CheckpointWork | None:
+    """Save, or begin to; None if there is nothing to be waited for."""
+    writer, ranks = writer_of(group.owner), (group.rank, group.world_size)
+    taken: list[_Snapshot] = []
+
+    def begin() -> list[bool]:
+        writer.finish()
+        found = _describe(target, model, group, ask)
+        if not wait:
+            found = replace(found, chunks=writer.snapshot(found.chunks), values=deepcopy(found.values))
+        taken.append(found)
+        return [bool(ask.parts), group.fleet is not None and writer.is_connected(group.fleet)]
+
+    answers = Together(group.exchange, target, _SAVE).run("cannot begin", begin)
+    if ranks != (group.rank, group.world_size):
+        return None
+    snapshot = taken[0]
+    if group.rank != next((rank for rank, (has_parts, _) in enumerate(answers) if has_parts), 0):
+        snapshot.told["parts"] = {}
+    if wait:
+        _write(snapshot, group.rank, group.exchange)
+        return None
+    writer.register(group.fleet)
+    if group.world_size == 1 or group.fleet is None:
+        return writer.start(snapshot.target, partial(_write, snapshot, group.rank, group.exchange))
+    if not all(is_connected for _, is_connected in answers):
+        writer.connect(group.fleet)
+    return writer.start(snapshot.target, partial(_write, snapshot, group.rank, writer.exchange))
+
+
+def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask) -> _Snapshot:
+    """Say what this rank has to write; tensors are the ones that are trained."""
+    iteration = group.iteration if ask.iteration is None else ask.iteration
+    if ask.keep is not None:
+        if iteration is None:
+            raise CheckpointError(
+                "Checkpoints that are kept are named by their iterations, which a plain optimizer does not count; give "
+                "save_checkpoint() the number of steps as iteration="
+            )
+        history.check_keepable(target)
+        target = history.place_of(target, iteration)
+    entries = group.entries()
+    chunks, values = state_chunks(entries, group.slots())
+    told: dict[str, Any] = {"catalogue": describe_state(entries), "parts": encode_parts(ask.parts)}
+    if group.rank == 0:
+        groups = [] if group.optimizer is None else group.optimizer.param_groups
+        more_chunks, more_values = group_chunks(groups, group.names())
+        chunks, values = [*model_chunks(model), *chunks, *more_chunks], values | more_values
+        told |= {"groups": group.groups(), "has_optimizer": group.optimizer is not None}
+        told |= {
+            "world_size": group.world_size,
+            "iteration": iteration or 0,
+            "extra": json.loads(json.dumps(ask.extra)),
+        }
+    return _Snapshot(target=target, keep=ask.keep, chunks=chunks, values=values, told=told)
+
+
+def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
+    """Write the checkpoint, together with the others; on the training thread, or in the background."""
+    from syncline.pytorch import checkpoint_chunks  # which would hold up training, in its first save
+
+    target = snapshot.target
+    together = Together(exchange, target, _SAVE)
+    parts: list[dict[str, Any]] = []
+
+    def begin() -> None:
+        if rank == 0:
+            place.begin(target)
+
+    def write_part() -> dict[str, Any]:
+        folder = place.writing_folder(target)
+        records = checkpoint_chunks.write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
+        files = place.checksums(folder, (record["file"] for record in records))
+        return {**snapshot.told, "records": records, "files": files}
+
+    def complete() -> None:
+        if rank == 0:
+            _complete(snapshot, parts)
+
+    together.run("cannot make a folder", begin)
+    try:
+        parts += together.run("cannot write its part", write_part)
+        together.run("cannot complete the checkpoint", complete)
+    except Exception:
+        if rank == 0:
+            place.discard(target)
+        raise
+
+
+def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
+    from syncline.pytorch.checkpoint_chunks import check_complete, write_index
+
+    target, first = snapshot.target, parts[0]
+    records = [record for part in parts for record in part["records"]]
+    check_complete(records)
+    write_index(place.writing_folder(target), records)
+    catalogue = join_catalogues(part["catalogue"] for part in parts)
+    manifest = {
+        "world_size": first["world_size"],
+        "iteration": first["iteration"],
+        "optimizer": {"state": catalogue, "groups": first["groups"]} if first["has_optimizer"] else None,
+        "extra": first["extra"],
+        "parts": {name: text for part in parts for name, text in part["parts"].items()},
+        "records": records,
+        "files": {name: sums for part in parts for name, sums in part["files"].items()},
+    }
+    place.commit(target, manifest)
+    if snapshot.keep is not None:
+        try:
+            history.prune(target, keep=snapshot.keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} is whole, but an older one beside it cannot be removed: {error}"
+            ) from error
 
 
 def model_chunks(model: nn.Module) -> list[Chunk]:
@@ -115,97 +286,10 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
             raise CheckpointError(
                 f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
             )
-        chunks.append(Chunk.whole(f"model.{name}", value))
+        chunks.append(Chunk.whole(f"{MODEL_PREFIX}{name}", value))
     return chunks
 
 
-class _Together:
-    """Lets all ranks do a thing in the user's ``call``, and all fail if one does."""
-
-    def __init__(self, group: CheckpointGroup, target: Path, call: str) -> None:
-        self._group = group
-        self._target = target
-        self._call = call
-
-    def run(self, what: str, action: Callable[[], Any]) -> list[Any]:
-        """Return what each rank's ``action`` returned."""
-        result, problem, cause = None, "", None
-        try:
-            result = action()
-        except SynclineError as error:
-            problem = str(error)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
-            problem, cause = _root_of(error), error
-        answers = self._group.exchange({"problem": problem, "result": result}, self._call)
-        ranks_by_problem: dict[str, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            if answer["problem"]:
-                ranks_by_problem.setdefault(answer["problem"], []).append(rank)
-        if ranks_by_problem:
-            shown = "; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items())
-            raise CheckpointError(f"Checkpoint {self._target}: a rank {what}: {shown}") from cause
-        return [answer["result"] for answer in answers]
-
-
-def _root_of(error: BaseException) -> str:
-    """Say what the operating system refused, if it did: torch's writer then fails once more, and says less."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.strerror:
-            return found.strerror + (f" ({found.filename})" if found.filename else "")
-        found = found.__cause__ or found.__context__
-    return f"{type(error).__name__}: {error}"
-
-
-def _begin(target: Path, group: CheckpointGroup, extra: Any) -> None:
-    if group.rank == 0:
-        json.dumps(extra)
-        place.begin(target)
-
-
-def _write(target: Path, model: nn.Module, group: CheckpointGroup, entries: list[StateEntry]) -> dict[str, Any]:
-    folder = place.writing_folder(target)
-    of_model = model_chunks(model) if group.rank == 0 else []
-    records = write_chunks(folder, [*of_model, *state_chunks(entries, group.slots())], rank=group.rank)
-    return {"records": records, "files": place.checksums(folder, (record["file"] for record in records))}
-
-
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "records": [record for part in parts for record in part["records"]],
-        "files": {name: sums for part in parts for name, sums in part["files"].items()},
-    }
-
-
-def _complete(target: Path, manifest: dict[str, Any]) -> None:
-    check_complete(manifest["records"])
-    write_index(place.writing_folder(target), manifest["records"])
-    place.commit(target, manifest)
-
-
-def _check(target: Path, group: CheckpointGroup) -> None:
-    folder = place.find(target)
-    manifest = place.read_manifest(folder)
-    place.check_files(folder, manifest["files"], part=group.rank, num_parts=group.world_size)
-
-
-def _load(folder: Path, manifest: Mapping[str, Any], model: nn.Module, group: CheckpointGroup, *, strict: bool) -> None:
-    records: list[Record] = manifest["records"]
-    wanted = model_chunks(model)
-    stored = {record["name"] for record in records if record["name"].startswith("model.")}
-    names = {chunk.name for chunk in wanted}
-    if strict and names != stored:
-        missing, unknown = sorted(names - stored)[:5], sorted(stored - names)[:5]
-        raise CheckpointError(
-            f"The checkpoint {folder} is of another model: it lacks {missing}, and has {unknown} that the model lacks"
-        )
-    wanted = [chunk for chunk in wanted if chunk.name in stored]
-    if group.optimizer is not None:
-        if manifest["optimizer"] is None:
-            raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
-        source = CheckpointState(manifest["optimizer"]["state"])
-        group.load_groups(manifest["optimizer"]["groups"])
-        group.load_state(source)
-        wanted += source.wanted
-    with torch.no_grad():
-        read_chunks(folder, records, wanted)
+def _check_number(name: str, value: int | None, *, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigurationError(f"{name} of save_checkpoint() is a whole number of at least {least}, not {value!r}")

@@ -1,11 +1,12 @@
-"""Chunks of tensors on disk, written and read by ``torch.distributed.checkpoint`` (DCP) without a process group.
+"""Tensors and values on disk, written and read by ``torch.distributed.checkpoint`` (DCP) without a process group.
 
 Every rank writes its own chunks into its own file. What DCP's coordinator would learn by exchanging pickled plans, the
-ranks exchange as JSON; it also is what a checkpoint is read by, so that reading one never unpickles anything.
+ranks exchange as JSON; it also is what a checkpoint is read by, so that reading one unpickles nothing but plain values.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
@@ -35,51 +38,106 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.optimizer_state import dtype_of
 from syncline.updates.private_torch import checkpoint_place
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A part of the tensor called ``name`` (of shape ``size``), which begins at ``offset``."""
-
-    name: str
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-    tensor: torch.Tensor
-
-    @classmethod
-    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
-        """Make a chunk that is all of its tensor."""
-        return cls(name=name, size=tuple(tensor.shape), offset=(0,) * tensor.dim(), tensor=tensor)
-
-    @property
-    def index(self) -> MetadataIndex:
-        """How DCP refers to it."""
-        return MetadataIndex(self.name, self.offset)
-
-    @property
-    def place(self) -> ChunkStorageMetadata:
-        """Where it lies in its tensor."""
-        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.tensor.shape))
-
+SAVE_ID = "syncline"
+"""In DCP's index it says who wrote it: our own manifest must lie beside."""
 
 Record = dict[str, Any]
-"""What JSON says of a chunk: name, dtype, size, offset, sizes, file, start, length."""
+"""What JSON says of a chunk: name, dtype, size, offset, sizes, file, start, length; of a value, the place alone."""
+
+Values = Mapping[str, Any]
+"""What is no tensor, by name."""
 
 
-def write_chunks(folder: Path, chunks: Sequence[Chunk], *, rank: int) -> list[Record]:
-    """Write this rank's chunks to ``folder`` and to the disk; return a record of each."""
-    if not chunks:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable:
+    """What a checkpoint has, and where."""
+
+    folder: Path
+    tensors: Mapping[str, TensorStorageMetadata]
+    places: Mapping[MetadataIndex, Any]
+
+    @classmethod
+    def of_records(cls, folder: Path, records: Sequence[Record]) -> ChunkTable:
+        """Make the table of what ranks have written."""
+        return cls(
+            folder=folder,
+            tensors=_tensors(records),
+            places={_index(record): _storage(record) for record in records},
+        )
+
+    @property
+    def values(self) -> list[str]:
+        """The names of what is no tensor."""
+        return [index.fqn for index in self.places if index.fqn not in self.tensors]
+
+    def read(self, wanted: Sequence[Chunk]) -> None:
+        """Fill the tensors of ``wanted`` from whatever chunks there are of them."""
+        items: list[ReadItem] = []
+        targets: dict[MetadataIndex, Chunk] = {}
+        for chunk in wanted:
+            stored = self.tensors.get(chunk.name)
+            if stored is None or tuple(stored.size) != chunk.size or stored.properties.dtype != chunk.tensor.dtype:
+                found = f"{tuple(stored.size)} of {stored.properties.dtype}" if stored else "nothing"
+                raise CheckpointError(
+                    f"The checkpoint {self.folder} has {found} for {chunk.name!r}, but the model needs {chunk.size} of "
+                    f"{chunk.tensor.dtype}; load it into the model that it was made from"
+                )
+            index = _index_of(chunk)
+            targets[index] = chunk
+            # DCP names the target after the place of the chunk in the list that it is given
+            found_items = create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)])
+            items += [replace(item, dest_index=index) for item in found_items]
+        self._read(items, _Targets(targets))
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor, in memory of its own."""
+        stored = self.tensors[name]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.read([Chunk.whole(name, tensor)])
+        return tensor
+
+    def read_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what is stored under ``names`` and is no tensor: plain values, nothing else is unpickled."""
+        targets = _Targets({})
+        nothing = torch.Size([])
+        items = [
+            ReadItem(
+                type=LoadItemType.BYTE_IO,
+                dest_index=MetadataIndex(name),
+                dest_offsets=nothing,
+                storage_index=MetadataIndex(name),
+                storage_offsets=nothing,
+                lengths=nothing,
+            )
+            for name in names
+        ]
+        self._read(items, targets)
+        return targets.values
+
+    def _read(self, items: list[ReadItem], targets: _Targets) -> None:
+        reader = FileSystemReader(self.folder)
+        metadata = Metadata(state_dict_metadata={}, storage_data=self.places)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(LoadPlan(items), targets).wait()
+
+
+def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank: int) -> list[Record]:
+    """Write this rank's chunks and values to ``folder`` and to the disk; return a record of each."""
+    if not chunks and not values:
         return []
-    planner = _Chunks(chunks)
+    planner = _Chunks(chunks, values)
     writer = _writer(folder)
-    items = [
+    items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in values]
+    items += [
         WriteItem(
-            index=chunk.index,
+            index=_index_of(chunk),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=chunk.place,
+                chunk=_place_of(chunk),
                 properties=TensorProperties(dtype=chunk.tensor.dtype),
                 size=torch.Size(chunk.size),
             ),
@@ -89,40 +147,19 @@ def write_chunks(folder: Path, chunks: Sequence[Chunk], *, rank: int) -> list[Re
     # a plan's place in the list is the rank that the writer names its file after
     plans = [*(SavePlan([]) for _ in range(rank)), SavePlan(items)]
     results = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).wait()
-    return [_record(planner.by_index[result.index], result.storage_data) for result in results]
+    return [_record(planner.chunks.get(result.index), result) for result in results]
 
 
 def write_index(folder: Path, records: Sequence[Record]) -> None:
     """Write the index that makes ``folder`` a checkpoint for DCP itself, too."""
     results = [
-        WriteResult(index=MetadataIndex(record["name"], record["offset"]), size_in_bytes=record["length"],
-                    storage_data=_storage(record))
+        WriteResult(index=_index(record), size_in_bytes=record["length"], storage_data=_storage(record))
         for record in records
-    ]  # fmt: skip
-    _writer(folder).finish(Metadata(state_dict_metadata=dict(_tensors(records))), [results])
-
-
-def read_chunks(folder: Path, records: Sequence[Record], wanted: Sequence[Chunk]) -> None:
-    """Fill the tensors of ``wanted`` from whatever chunks the checkpoint has of them."""
-    tensors = _tensors(records)
-    items: list[ReadItem] = []
-    targets: dict[MetadataIndex, Chunk] = {}
-    for chunk in wanted:
-        stored = tensors.get(chunk.name)
-        if stored is None or tuple(stored.size) != chunk.size or stored.properties.dtype != chunk.tensor.dtype:
-            found = f"{tuple(stored.size)} of {stored.properties.dtype}" if stored else "nothing"
-            raise CheckpointError(
-                f"The checkpoint {folder} has {found} for {chunk.name!r}, but the model needs {chunk.size} of "
-                f"{chunk.tensor.dtype}; load it into the model that it was made from"
-            )
-        targets[chunk.index] = chunk
-        # DCP names the target after the place of the chunk in the list that it is given
-        found_items = create_read_items_for_chunk_list(chunk.name, stored, [chunk.place])
-        items += [replace(item, dest_index=chunk.index) for item in found_items]
-    reader = FileSystemReader(folder)
-    storage = {MetadataIndex(record["name"], record["offset"]): _storage(record) for record in records}
-    reader.set_up_storage_reader(Metadata(state_dict_metadata={}, storage_data=storage), is_coordinator=False)
-    reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+    ]
+    entries: dict[str, Any] = dict(_tensors(records))
+    entries |= {record["name"]: BytesStorageMetadata() for record in records if "dtype" not in record}
+    paths = {name: _path_of(name) for name in entries}
+    _writer(folder).finish(Metadata(state_dict_metadata=entries, planner_data=paths), [results])
 
 
 def check_complete(records: Sequence[Record]) -> None:
@@ -134,14 +171,20 @@ def check_complete(records: Sequence[Record]) -> None:
 
 
 class _Chunks(SavePlanner):
-    """Gives the writer the data of each chunk."""
+    """Gives the writer the data of each chunk and value."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.by_index = {chunk.index: chunk for chunk in chunks}
+    def __init__(self, chunks: Sequence[Chunk], values: Values) -> None:
+        self.chunks = {_index_of(chunk): chunk for chunk in chunks}
+        self._values = values
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return the chunk's elements."""
-        return self.by_index[write_item.index].tensor.detach().contiguous()
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the chunk's elements, or the value in torch's format."""
+        chunk = self.chunks.get(write_item.index)
+        if chunk is not None:
+            return chunk.tensor.detach().contiguous()
+        data = io.BytesIO()
+        torch.save(self._values[write_item.index.fqn], data)
+        return data
 
     def set_up_planner(self, *_: Any, **__: Any) -> NoReturn:
         """Nobody asks: the plan is made already."""
@@ -151,10 +194,15 @@ class _Chunks(SavePlanner):
 
 
 class _Targets(LoadPlanner):
-    """Shows the reader where elements go."""
+    """Shows the reader where elements go, and takes values."""
 
     def __init__(self, targets: Mapping[MetadataIndex, Chunk]) -> None:
         self._targets = targets
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a plain value."""
+        self.values[read_item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the part of the target that is read now."""
@@ -170,24 +218,53 @@ class _Targets(LoadPlanner):
         """Nobody asks: the plan is made already."""
         raise NotImplementedError
 
-    create_local_plan = create_global_plan = finish_plan = load_bytes = set_up_planner
+    create_local_plan = create_global_plan = finish_plan = set_up_planner
 
 
 def _writer(folder: Path) -> FileSystemWriter:
-    return FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer.save_id = SAVE_ID
+    return writer
 
 
-def _record(chunk: Chunk, storage: Any) -> Record:
+def _record(chunk: Chunk | None, result: WriteResult) -> Record:
+    storage = result.storage_data
+    place = {"file": storage.relative_path, "start": storage.offset, "length": storage.length}
+    if chunk is None:
+        return {"name": result.index.fqn, **place}
     return {
         "name": chunk.name,
         "dtype": str(chunk.tensor.dtype),
         "size": list(chunk.size),
         "offset": list(chunk.offset),
         "sizes": list(chunk.tensor.shape),
-        "file": storage.relative_path,
-        "start": storage.offset,
-        "length": storage.length,
+        **place,
     }
+
+
+def _index_of(chunk: Chunk) -> MetadataIndex:
+    return MetadataIndex(chunk.name, chunk.offset)
+
+
+def _place_of(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.tensor.shape))
+
+
+def _index(record: Record) -> MetadataIndex:
+    return MetadataIndex(record["name"], record.get("offset"))
+
+
+def _path_of(name: str) -> tuple[str | int, ...]:
+    """Return where a name of ours lies in the nested dictionaries that PyTorch's own functions make."""
+    first, _, rest = name.partition(".")
+    second, _, last = rest.partition(".")
+    if (first, second) == ("optimizer", "state"):
+        parameter, _, key = last.rpartition(".")
+        return first, second, parameter, key
+    if (first, second) == ("optimizer", "param_groups"):
+        number, _, key = last.partition(".")
+        return first, second, int(number), key
+    return first, rest
 
 
 def _storage(record: Record) -> Any:
@@ -197,6 +274,8 @@ def _storage(record: Record) -> Any:
 def _tensors(records: Sequence[Record]) -> dict[str, TensorStorageMetadata]:
     tensors: dict[str, TensorStorageMetadata] = {}
     for record in records:
+        if "dtype" not in record:
+            continue
         properties = TensorProperties(dtype=dtype_of(record["dtype"]))
         stored = tensors.setdefault(
             record["name"], TensorStorageMetadata(properties, torch.Size(record["size"]), chunks=[])

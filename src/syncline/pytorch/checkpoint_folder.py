@@ -1,7 +1,8 @@
 """The folder of a checkpoint: written beside its place and moved there when it is complete; checked when it is read.
 
 While a checkpoint is written it is called ``NAME.writing``. When everything is on the disk, the one that was there
-becomes ``NAME.previous``, and the new one ``NAME``. At every moment, one of them is whole.
+becomes ``NAME.previous``, and the new one ``NAME``. At every moment, one of them is whole. What is to be removed is
+called ``NAME.removed`` first, so that nothing is taken for a checkpoint of which a part is gone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from typing import Any
 
 from syncline.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1
+"""Optimizer state lay in one dimension, in names of our own."""
 MANIFEST = "syncline.json"
+DCP_INDEX = ".metadata"
+"""What ``torch.distributed.checkpoint`` writes last, and we before our manifest."""
 _BLOCK_BYTES = 1 << 20
 
 
@@ -31,6 +36,16 @@ def previous_folder(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
 
 
+def removed_folder(path: Path) -> Path:
+    """Return what a folder is called while it is removed."""
+    return path.with_name(path.name + ".removed")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a save came to its end in ``folder``, ours or one of ``torch.distributed.checkpoint``."""
+    return (folder / MANIFEST).is_file() or (folder / DCP_INDEX).is_file()
+
+
 def begin(path: Path) -> Path:
     """Make an empty folder to write to; what an interrupted attempt left is removed.
 
@@ -41,7 +56,10 @@ def begin(path: Path) -> Path:
         raise CheckpointError(f"{path} is there, but no checkpoint (no {MANIFEST} in it); name a place of its own")
     folder = writing_folder(path)
     shutil.rmtree(folder, ignore_errors=True)
+    new = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True)
+    for parent in new:
+        _sync_folder(parent.parent)
     return folder
 
 
@@ -65,18 +83,19 @@ def commit(path: Path, manifest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     _sync_folder(folder)
     if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+        remove(previous)
         path.rename(previous)
     folder.rename(path)
     _sync_folder(path.parent)
 
 
-def find(path: Path) -> Path:
-    """Return the folder of a whole checkpoint: ``path``, or what was there before if a save was cut off in between."""
-    for folder in (path, previous_folder(path)):
-        if (folder / MANIFEST).is_file():
-            return folder
-    raise CheckpointError(f"There is no checkpoint at {path} (no {MANIFEST} in it); check the path")
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is there; if that is cut off, no part of it is taken for one."""
+    away = removed_folder(folder)
+    shutil.rmtree(away, ignore_errors=True)
+    if folder.exists():
+        folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -88,20 +107,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"The checkpoint {folder} is damaged, its {MANIFEST} is no use: {error}; try {previous_folder(folder)}"
         ) from error
-    if version != FORMAT:
-        raise CheckpointError(f"The checkpoint {folder} has format {version}, this version reads {FORMAT}")
+    if version not in (OLD_FORMAT, FORMAT):
+        raise CheckpointError(f"The checkpoint {folder} has format {version}, this version reads up to {FORMAT}")
     if crc != _text_crc(manifest) or not isinstance(manifest, dict):
         raise CheckpointError(f"The checkpoint {folder} is damaged: its {MANIFEST} was changed; use the previous one")
     return manifest
 
 
-def check_files(folder: Path, files: dict[str, list[int]], *, part: int, num_parts: int) -> None:
-    """Check sizes of all files, and the contents of every ``num_parts``-th from ``part`` on."""
-    for number, (name, (size, crc)) in enumerate(sorted(files.items())):
+def check_sizes(folder: Path, files: dict[str, list[int]]) -> None:
+    """Check that all files are there, and as long as they were."""
+    for name, (size, _) in sorted(files.items()):
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is missing or not {size} bytes long")
-        if number % num_parts == part and _crc(path) != crc:
+
+
+def check_files(folder: Path, files: dict[str, list[int]], *, part: int, num_parts: int) -> None:
+    """Check sizes of all files, and the contents of every ``num_parts``-th from ``part`` on."""
+    check_sizes(folder, files)
+    for name, (_, crc) in sorted(files.items())[part::num_parts]:
+        if _crc(folder / name) != crc:
             raise CheckpointError(f"The checkpoint {folder} is damaged: the contents of {name} have changed")
 
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.flatten import plan_model, trained_parameters
+from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.pytorch.registry import trainings_of
+from syncline.pytorch.registry import fleet_of, trainings_of
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
 from syncline.updates.control import every_rank
@@ -44,24 +45,51 @@ def again_if_members_change(function: Callable[Parameters, Result]) -> Callable[
 class CheckpointGroup:
     """One process that has everything itself: a plain model and a plain optimizer."""
 
-    rank = 0
-    world_size = 1
     saves = True
     """Whether this process has a part in saving."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
+        self.owner: object = model
+        """What is saved, once at a time."""
         named = {} if optimizer is None else trained_parameters(model, optimizer)
         plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
         parameters = list(named)
         self._places = [(slot, parameters[slot.position]) for plan in plans for slot in plan.slots]
 
+    @property
+    def rank(self) -> int:
+        """This process's rank among them; in an elastic job it changes with each epoch."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """How many they are, likewise."""
+        return 1
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """The fleet that it is trained on, if any."""
+        return None
+
+    @property
+    def iteration(self) -> int | None:
+        """Steps that were made; None if nobody counts them."""
+        return None
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count steps from there on."""
+
     def exchange(self, value: Any, call: str) -> list[Any]:  # noqa: ARG002 - nobody else can miss the call
         """Return every rank's value, in rank order; ``call`` is the user's, which errors name."""
         return [json.loads(json.dumps(value))]
 
-    def announce_save(self, path: str, extra: Any) -> None:
-        """Let ranks take part that would not call ``save_checkpoint()`` by themselves."""
+    def agree(self, value: Any, call: str) -> list[Any]:
+        """Return the value of every rank of the job, also of those that load by themselves."""
+        return self.exchange(value, call)
+
+    def announce_save(self, told: Mapping[str, Any]) -> None:
+        """Let ranks take part that would not call ``save_checkpoint()`` by themselves: what it was called with."""
 
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
@@ -69,6 +97,16 @@ class CheckpointGroup:
     def slots(self) -> Mapping[str, Slot]:
         """Return the place of each trained parameter, by name."""
         return {slot.name: slot for slot, _ in self._places}
+
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Return the name of each trained parameter."""
+        return {tensor: slot.name for slot, tensor in self._places}
+
+    def names_by_group(self) -> list[list[str]]:
+        """Return the names of the trained parameters in each of the optimizer's groups."""
+        names = self.names()
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [[names[tensor] for tensor in group["params"] if tensor in names] for group in groups]
 
     def entries(self) -> list[StateEntry]:
         """Return the optimizer state that this rank writes."""
@@ -113,14 +151,38 @@ class FleetCheckpointGroup(CheckpointGroup):
 
     def __init__(self, training: Training, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
+        self.owner = training
         self._training = training
         self._control = training.updater.collectives.control
-        self.rank, self.world_size, self._members = self._control.rank, self._control.world_size, self._control.members
+        self._members = self._control.members
 
-    def announce_save(self, path: str, extra: Any) -> None:
+    @property
+    def rank(self) -> int:
+        """This process's rank among them now."""
+        return self._control.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many they are now."""
+        return self._control.world_size
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet that it is trained on."""
+        return fleet_of(self._training)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made."""
+        return self._training.updater.iteration
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count steps from there on."""
+        self._training.updater.go_on_from(iteration)
+
+    def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let ranks that follow the others take part."""
-        has_optimizer = self.optimizer is not None
-        self._training.announce_save({"path": path, "extra": extra, "has_optimizer": has_optimizer})
+        self._training.announce_save({**told, "has_optimizer": self.optimizer is not None})
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return every rank's value, in rank order; raises where these are no longer the ranks that began."""
@@ -137,6 +199,14 @@ class FleetCheckpointGroup(CheckpointGroup):
     def slots(self) -> Mapping[str, Slot]:
         """Return the place of each trained parameter, by name."""
         return {slot.name: slot for bucket in self._training.updater.buckets for slot in bucket.plan.slots}
+
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Return the name of each trained parameter."""
+        return {
+            tensor: slot.name
+            for bucket in self._training.updater.buckets
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+        }
 
     def entries(self) -> list[StateEntry]:
         """Return the optimizer state that this rank owns."""
@@ -155,9 +225,29 @@ class LocalCheckpointGroup(CheckpointGroup):
     Each reads a checkpoint by itself, as it has the whole state; one of them writes it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, saves: bool) -> None:
-        super().__init__(model, optimizer)
+    def __init__(self, training: Training, optimizer: torch.optim.Optimizer | None, *, saves: bool) -> None:
+        super().__init__(training.model, optimizer)
+        self.owner = training
         self.saves = saves
+        self._training = training
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet that it is trained on."""
+        return fleet_of(self._training)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made."""
+        return self._training.updater.iteration
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count steps from there on."""
+        self._training.updater.go_on_from(iteration)
+
+    def agree(self, value: Any, call: str) -> list[Any]:
+        """Return the value of every rank of the job; none is lost where training begins."""
+        return self._training.updater.collectives.control.all_gather(value, every_rank(call))
 
 
 def checkpoint_group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckpointGroup:
@@ -179,7 +269,7 @@ def _checkpoint_group_in(training: Training, optimizer: DistributedOptimizer | N
     if checkpoint_writer is None:
         return FleetCheckpointGroup(training, optimizer)
     plain = None if optimizer is None else optimizer.inner
-    return LocalCheckpointGroup(training.model, plain, saves=checkpoint_writer == training.updater.collectives.rank)
+    return LocalCheckpointGroup(training, plain, saves=checkpoint_writer == training.updater.collectives.rank)
 
 
 def _like(current: Any, value: Any) -> Any:

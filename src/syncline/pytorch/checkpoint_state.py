@@ -1,51 +1,89 @@
-"""Optimizer state as a checkpoint has it: a catalogue that JSON can say, and chunks of elements on disk."""
+"""Optimizer state as a checkpoint has it: a catalogue that JSON can say, and chunks of elements on disk.
+
+Names, shapes and single values are those of ``torch.distributed.checkpoint.state_dict``, so that programs with FSDP or
+DistributedDataParallel read what is written here: ``optimizer.state.NAME.exp_avg`` has the shape of the parameter. A
+rank that owns elements 5 to 17 of a matrix in memory order writes them as up to three rectangles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from syncline.errors import CheckpointError
-from syncline.pytorch.checkpoint_chunks import Chunk
+from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.optimizer_state import decode_single, dtype_of
 from syncline.updates.bucket import Slot
 from syncline.updates.state import StateEntry
 
 Catalogue = dict[str, dict[str, Any]]
-"""By parameter's name: its memory order, and for each key a number type (divided into elements) or the value."""
+"""By parameter's name its "state": for each key a number type (divided into elements), or a list of the one value.
+
+Format 1 also had the "order" of the parameter's dimensions, by which elements lay in one dimension.
+"""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a rectangle of a tensor begins, and its sizes."""
+
+MODEL_PREFIX = "model."
+STATE_PREFIX = "optimizer.state."
+GROUPS_PREFIX = "optimizer.param_groups."
 
 
-def state_chunks(entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> list[Chunk]:
-    """Return the divided part of this rank's state as chunks."""
-    return [
-        Chunk(
-            name=_name(entry.parameter, entry.key),
-            size=(slots[entry.parameter].num_elements,),
-            offset=(entry.start,),
-            tensor=entry.value,
-        )
-        for entry in entries
-        if entry.start is not None
-    ]
+def state_chunks(entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> tuple[list[Chunk], dict[str, Any]]:
+    """Return this rank's state as chunks, and what of it is no tensor by name."""
+    chunks: list[Chunk] = []
+    values: dict[str, Any] = {}
+    for entry in entries:
+        name = f"{STATE_PREFIX}{entry.parameter}.{entry.key}"
+        if entry.start is not None:
+            slot = slots[entry.parameter]
+            chunks += [
+                Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
+                for offset, part in rectangles(slot, entry.start, entry.value)
+            ]
+        elif isinstance(entry.value, torch.Tensor):
+            chunks.append(Chunk.whole(name, entry.value))
+        else:
+            values[name] = entry.value
+    return chunks, values
 
 
-def join_catalogues(parts: Iterable[Mapping[str, Mapping[str, Any]]], slots: Mapping[str, Slot]) -> Catalogue:
-    """Join what the ranks have, and say in which order elements lie."""
+def group_chunks(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> tuple[list[Chunk], dict[str, Any]]:
+    """Return hyper-parameters as PyTorch's programs look for them: tensors, and what is none."""
+    chunks: list[Chunk] = []
+    values: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            name = f"{GROUPS_PREFIX}{number}.{key}"
+            if key == "params":
+                values[name] = [names[tensor] for tensor in value if tensor in names]
+            elif isinstance(value, torch.Tensor):
+                chunks.append(Chunk.whole(name, value))
+            elif key != "param_names":
+                values[name] = value
+    return chunks, values
+
+
+def join_catalogues(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> Catalogue:
+    """Join what the ranks have."""
     joined: Catalogue = {}
     for part in parts:
         for name, keys in part.items():
-            entry = joined.setdefault(name, {"order": _order(slots[name]), "state": {}})
-            entry["state"].update(keys)
+            joined.setdefault(name, {"state": {}})["state"].update(keys)
     return joined
 
 
 class CheckpointState:
     """Optimizer state of a checkpoint as a source; :attr:`wanted` is what is still to be read from disk."""
 
-    def __init__(self, catalogue: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, catalogue: Mapping[str, Mapping[str, Any]], *, prefix: str = STATE_PREFIX) -> None:
         self._catalogue = catalogue
+        self._prefix = prefix
         self.wanted: list[Chunk] = []
 
     def values(self, parameter: str) -> Mapping[str, Any]:
@@ -57,21 +95,67 @@ class CheckpointState:
 
     def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
         """Note that elements are wanted."""
-        if self._catalogue[slot.name]["order"] != _order(slot):
+        if not target.numel():
+            return
+        order = self._catalogue[slot.name].get("order")
+        if order is None:
+            name = f"{self._prefix}{slot.name}.{key}"
+            self.wanted += [
+                Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
+                for offset, part in rectangles(slot, start, target)
+            ]
+            return
+        if order != [dimension for dimension in _order(slot) if slot.shape[dimension] > 1]:
             raise CheckpointError(
                 f"The elements of {slot.name!r} lie in another order than when the checkpoint was saved; give "
                 "the model the same memory_format before distribute()"
             )
-        name, size = _name(slot.name, key), (slot.num_elements,)
-        if target.numel():
-            self.wanted.append(Chunk(name=name, size=size, offset=(start,), tensor=target))
+        name, size = f"optimizer.{slot.name}.{key}", (slot.num_elements,)
+        self.wanted.append(Chunk(name=name, size=size, offset=(start,), tensor=target))
 
 
-def _name(parameter: str, key: str) -> str:
-    return f"optimizer.{parameter}.{key}"
+def rectangles(slot: Slot, start: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cut elements of a parameter, in memory order from ``start`` on, into rectangles: where each begins, and a view.
+
+    >>> from syncline.updates.bucket import Slot
+    >>> slot = Slot(name="w", position=0, start=0, stop=12, shape=(3, 4), stride=(4, 1))
+    >>> [(offset, part.tolist()) for offset, part in rectangles(slot, 2, torch.arange(2, 9))]
+    [((0, 2), [[2, 3]]), ((1, 0), [[4, 5, 6, 7]]), ((2, 0), [[8]])]
+    """
+    order = _order(slot)
+    place = [order.index(dimension) for dimension in range(len(order))]
+    first = 0
+    for offset, sizes in _boxes([slot.shape[dimension] for dimension in order], start, start + flat.numel()):
+        last = first + math.prod(sizes)
+        part = flat[first:last].view(sizes).permute(place)
+        yield tuple(offset[dimension] for dimension in place), part
+        first = last
+
+
+def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut the range from ``start`` to ``stop`` of a row-major tensor into rectangles, in their order in memory."""
+    if not sizes:
+        yield (), ()
+        return
+    inner = math.prod(sizes[1:])
+    row, skipped = divmod(start, inner)
+    if skipped:
+        end = min(stop, (row + 1) * inner)
+        yield from _in_row(sizes, row, skipped, skipped + end - start)
+        row, start = row + 1, end
+    num_rows = (stop - start) // inner
+    if num_rows:
+        yield (row, *(0 for _ in sizes[1:])), (num_rows, *sizes[1:])
+    rest = (stop - start) % inner
+    if rest:
+        yield from _in_row(sizes, row + num_rows, 0, rest)
+
+
+def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, lengths in _boxes(sizes[1:], start, stop):
+        yield (row, *offset), (1, *lengths)
 
 
 def _order(slot: Slot) -> list[int]:
-    """Return the dimensions that count, from the slowest to the fastest in memory."""
-    counting = [dimension for dimension, size in enumerate(slot.shape) if size > 1]
-    return sorted(counting, key=lambda dimension: -slot.stride[dimension])
+    """Return the dimensions from the slowest to the fastest in memory."""
+    return sorted(range(len(slot.shape)), key=lambda dimension: (-slot.stride[dimension], dimension))

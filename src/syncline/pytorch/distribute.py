@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
+from syncline.pytorch.failure_saving import FailureSaving, WholeState
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -52,6 +54,7 @@ def distribute(
     check_every: int | None = DEFAULT_EVERY,
     priorities: Priorities | bool | None = True,
     elastic: Elastic | bool | None = None,
+    save_on_failure: str | Path | None = None,
     fleet: Fleet | None = None,
 ) -> tuple[Model, DistributedOptimizer]:
     """Train ``model`` on all ranks of the fleet together, as DistributedDataParallel does.
@@ -66,7 +69,10 @@ def distribute(
     never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
     needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
     False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
-    without ranks that are lost, with ``AllReduce()`` (True, or :class:`Elastic`).
+    without ranks that are lost, with ``AllReduce()`` (True, or :class:`Elastic`). ``save_on_failure``: when the job
+    ends because ranks are lost, the lowest rank of those that are left writes a checkpoint of what it has to this path
+    (or into it, where :func:`save_checkpoint` keeps several there), before the fleet closes; the error says where. Not
+    with ``Sharded``, whose ranks each have a part.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ.
@@ -86,7 +92,7 @@ def distribute(
     going_on = begin_elastic(fleet, rule, settings, plan)
     control, buffer_control, join_control = _open_control_streams(fleet, 3, going_on)
     chosen = Priorities.choose(priorities, fleet.topology.priorities)
-    more = [f"check_every={check_every!r}", f"elastic={settings!r}"]
+    more = [f"check_every={check_every!r}", f"elastic={settings!r}", f"saves={save_on_failure is not None}"]
     check_agreement([*describe(model, optimizer, rule, chosen), *more], control)
     schedules = plan(fleet.reserve_streams(len(plans)).start)
     collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
@@ -97,6 +103,7 @@ def distribute(
     setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
     updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
     try:
+        _check_saving(updater, save_on_failure)
         helpers = _checked_helpers(model, updater, fleet)
     except UpdateError:
         updater.close()
@@ -107,9 +114,18 @@ def distribute(
     training = Training(
         model, updater, count, tuner, buffers, joins=join_control, check_every=check_every, helpers=helpers
     )
-    updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
     _register(training, fleet, going_on)
+    if save_on_failure is not None:
+        fleet.on_close(FailureSaving(fleet, _whole_state(training, Path(save_on_failure))).on_close)
     return model, DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
+
+
+def _check_saving(updater: Updater, save_on_failure: str | Path | None) -> None:
+    if save_on_failure is not None and updater.divides_gradients:
+        raise UpdateError(
+            "save_on_failure= is for rules whose ranks each have the whole state; with Sharded() each has a part: save "
+            "checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()"
+        )
 
 
 def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[int, ...]:
@@ -126,18 +142,29 @@ def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[
     return helpers
 
 
-def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> None:
-    from syncline.pytorch.checkpoint import save_alone  # with torch's part, a third of what a rank would load at once
+def _whole_state(training: Training, path: Path) -> WholeState:
+    """Return what this rank can save without the others."""
+    updater = training.updater
 
-    save_alone(path, model, optimizer, extra={"iteration": iteration})
+    def write() -> Path:
+        from syncline.pytorch.checkpoint import save_alone  # what few jobs need, and takes a while to load
+
+        return save_alone(path, training.model, updater.optimizer, iteration=updater.iteration)
+
+    return WholeState(
+        is_whole=lambda: not (updater.is_server or updater.is_mid_step),
+        iteration=lambda: updater.iteration,
+        write=write,
+    )
 
 
 def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:
-    """Take part in a checkpoint that another rank writes."""
+    """Take part in a checkpoint that another rank writes, with what it was told of the call."""
     from syncline.pytorch.checkpoint import save_checkpoint  # as above
 
+    options = {key: told[key] for key in told if key not in {"path", "has_optimizer"}}
     given = optimizer if told["has_optimizer"] else None
-    save_checkpoint(told["path"], optimizer.training.model, given, extra=told["extra"])
+    save_checkpoint(told["path"], optimizer.training.model, given, **options)
 
 
 def _plan_schedules(
@@ -161,7 +188,7 @@ def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining |
 
 def _register(training: Training, fleet: Fleet, going_on: ElasticTraining | None) -> None:
     """Let functions that are given the model find its training, and let the fleet's close end it."""
-    add_training(training)
+    add_training(training, fleet)
     offer_no_sync(training.model)
     if fleet.world_size > 1 and find_layers(training.model):
         (control,) = _open_control_streams(fleet, 1, going_on)

@@ -60,6 +60,10 @@ class Fleet:
         self._count_updates: list[Callable[[], object | None]] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        self.error_in_flight: BaseException | None = None
+        """With what the fleet closes, if with an exception."""
+        self.is_error_shown = False
+        """Whether the interpreter has printed it already."""
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self.topology.name
@@ -68,8 +72,9 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(is_failing=kind is not None)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.error_in_flight = error
+        self.close(is_failing=error is not None)
 
     @property
     def rank(self) -> int:
@@ -304,7 +309,9 @@ class Fleet:
 
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
-        self.close(is_failing=getattr(sys, "last_value", None) is not None)
+        self.error_in_flight = getattr(sys, "last_value", None)
+        self.is_error_shown = self.error_in_flight is not None
+        self.close(is_failing=self.is_error_shown)
 
 
 def current_fleet() -> Fleet:

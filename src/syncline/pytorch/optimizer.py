@@ -210,7 +210,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def iteration(self) -> int:
-        """Steps that the fleet has made; with ``Overlapped`` and a quorum, a slow rank leaves numbers out."""
+        """Steps that the fleet has made, with those before the checkpoint that was loaded.
+
+        With ``Overlapped`` and a quorum, a slow rank leaves numbers out.
+        """
         return self.training.updater.iteration
 
     def statistics(self) -> object | None:

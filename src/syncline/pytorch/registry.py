@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from syncline.errors import UpdateError
 
 if TYPE_CHECKING:
+    from syncline.pytorch.fleet import Fleet
     from syncline.pytorch.training import Training
 
 _lock = threading.Lock()
 _trainings: list[Training] = []
+_fleets: WeakKeyDictionary[Training, Fleet] = WeakKeyDictionary()
 
 
 def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, int]]) -> None:
@@ -33,10 +36,17 @@ def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, in
         )
 
 
-def add_training(training: Training) -> None:
-    """Remember a model in training."""
+def add_training(training: Training, fleet: Fleet) -> None:
+    """Remember a model in training, and on which fleet."""
     with _lock:
         _trainings.append(training)
+        _fleets[training] = fleet
+
+
+def fleet_of(training: Training) -> Fleet:
+    """Return the fleet of a model that is in training, or was."""
+    with _lock:
+        return _fleets[training]
 
 
 def remove_training(training: Training) -> None:

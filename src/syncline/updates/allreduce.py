@@ -104,7 +104,9 @@ class AllReduceUpdater(WholeUpdater):
 
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """Let the user's optimizer evaluate the model as often as it likes; return what it returns."""
+        self.is_mid_step = True
         loss = self.optimizer.step(closure)
+        self.is_mid_step = False
         self.step_number += 1
         return loss
 

@@ -27,7 +27,7 @@ class QuorumLostError(UpdateError):
     """Fewer members live, or are in reach, than it takes to go on; ``missing`` are the ranks that are lost.
 
     ``step()`` raises it on the training thread, with :class:`Overlapped` and :class:`Clustered`: start again from a
-    checkpoint (``Overlapped(rescue=...)`` has written one).
+    checkpoint (``distribute(..., save_on_failure=...)`` has written one).
 
     >>> from syncline.updates.membership import Membership, Quorum
     >>> membership = Membership((0, 1, 2))

@@ -26,6 +26,28 @@ UNVALUED_PROPERTIES = ("_version", "_backward_hooks", "_post_accumulate_grad_hoo
 Autograd and ``torch.nn`` read them of every parameter, in their own code; they have no public names.
 """
 
+CHECKPOINT_INDEX_NAMES = frozenset(
+    {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_StorageInfo",
+        "_MEM_FORMAT_ENCODING",
+        "_get_layout",
+        "Size",
+        "PosixPath",
+        "OrderedDict",
+    }
+)
+"""What the pickle names that is the index of ``torch.distributed.checkpoint``, beside number types.
+
+Its reader loads whatever a pickle names; with these alone, nothing else can be run.
+"""
+
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The function by which ``torch.amp.GradScaler`` asks gradients for infinities, as a tensor subclass is told of it."""
 

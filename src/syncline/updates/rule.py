@@ -81,8 +81,8 @@ class Updater(ABC):
         self.step_number = 0
         self._reports = setting.reports
 
-    save_alone: Callable[[str], None] | None = None
-    """Writes a checkpoint of what this rank has, without the others; set by who started the updater."""
+    is_mid_step = False
+    """Whether the last step was broken off in its middle, so that what this rank has is not of one step."""
 
     is_synchronous = True
     """Whether every rank makes every step with all others; if not, nothing of a step may wait for another rank."""
@@ -205,6 +205,10 @@ class Updater(ABC):
     def iteration(self) -> int:
         """Steps that the fleet has made: where ranks differ in speed, a slow one leaves numbers out."""
         return self.step_number
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on: so many steps were made up to the checkpoint that was loaded, on every rank."""
+        self.step_number = iteration
 
     def statistics(self) -> object | None:
         """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""

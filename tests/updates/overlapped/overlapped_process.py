@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--victims", type=int, nargs="*", default=[], help="ranks that kill themselves")
     parser.add_argument("--deadly-step", type=int, default=-1)
     parser.add_argument("--save", help="write a checkpoint each time a period has ended")
+    parser.add_argument("--save-on-failure", help="where a checkpoint goes when too few are left")
     parser.add_argument("--resume", help="begin with this checkpoint")
     return parser.parse_args()
 
@@ -35,7 +36,9 @@ def main() -> None:
     with syncline.init(timeout_s=30.0) as fleet:
         model = make_model()
         rule = syncline.Overlapped(bucket_bytes=256, **options.rule)
-        model, optimizer = syncline.distribute(model, make_adam(model.parameters()), rule, samples="batch")
+        model, optimizer = syncline.distribute(
+            model, make_adam(model.parameters()), rule, samples="batch", save_on_failure=options.save_on_failure
+        )
         done = syncline.load_checkpoint(options.resume, model, optimizer)["iteration"] if options.resume else 0
         if optimizer.is_server:
             optimizer.serve()
@@ -47,7 +50,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             one_step(model, optimizer, fleet.rank, first + step)
             step += 1
-            done = first + optimizer.iteration
+            done = optimizer.iteration
             if options.save and optimizer.training.updater.is_at_period_start:
                 syncline.save_checkpoint(options.save, model, optimizer, extra={"iteration": done})
         optimizer.end_period()

@@ -18,9 +18,11 @@ def size_of(rank: int, step: int) -> int:
     return 3 + rank + step % 2
 
 
-def start(fleet: Fleet, rule: Any, make: Callable[..., Any] = make_sgd, dtype: torch.dtype = torch.float64) -> Any:
+def start(
+    fleet: Fleet, rule: Any, make: Callable[..., Any] = make_sgd, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
     model = make_model(dtype)
-    return distribute(model, make(model.parameters()), rule, samples="batch", fleet=fleet)
+    return distribute(model, make(model.parameters()), rule, samples="batch", fleet=fleet, **options)
 
 
 def one_step(model: nn.Module, optimizer: Any, rank: int, step: int, dtype: torch.dtype = torch.float64) -> None:

@@ -15,9 +15,9 @@ class DeathError(Exception):
     """This rank dies here."""
 
 
-def train(fleet, rule, *, deaths: dict[int, int], num_iterations: int = 40, make=make_adam):
+def train(fleet, rule, *, deaths: dict[int, int], num_iterations: int = 40, make=make_adam, **options):
     """Train until the fleet has done ``num_iterations``; rank r dies in its own step ``deaths[r]``."""
-    model, optimizer = start(fleet, rule, make)
+    model, optimizer = start(fleet, rule, make, **options)
     step = 0
     while optimizer.iteration < num_iterations:
         if deaths.get(fleet.rank) == step:
@@ -55,15 +55,20 @@ def test_fewer_than_the_quorum_is_told_on_every_rank_by_name() -> None:
         assert "needs 3 of 4 workers, but 2 are left: rank 1 (host memory) and rank 2 (host memory)" in str(error)
 
 
-def test_the_lowest_living_worker_rescues_what_it_has(tmp_path) -> None:
-    """Its checkpoint loads in one process alone."""
-    rule = Overlapped(period=8, quorum=4, rescue=str(tmp_path / "rescued"))
-    results = run_fleets(4, lambda fleet: train(fleet, rule, deaths={0: 11}), accept=(DeathError, QuorumLostError))
+def test_the_lowest_living_worker_saves_what_it_has(tmp_path) -> None:
+    """Its checkpoint loads in one process alone, and all who are left say where it is."""
+    rule, path = Overlapped(period=8, quorum=4), tmp_path / "saved"
+    results = run_fleets(
+        4,
+        lambda fleet: train(fleet, rule, deaths={0: 11}, save_on_failure=path),
+        accept=(DeathError, QuorumLostError),
+    )
     assert [type(result) for result in results] == [DeathError, *[QuorumLostError] * 3]
-    assert ["checkpoint" in str(getattr(result, "__notes__", "")) for result in results[1:]] == [True, False, False]
+    said = "rank 1 has written a checkpoint of what it had, after step "
+    assert all(said in str(result.__notes__) for result in results[1:])
     model = make_model()
     optimizer = make_adam(model.parameters())
-    extra = load_checkpoint(tmp_path / "rescued", model, optimizer)
+    extra = load_checkpoint(path, model, optimizer)
     assert 8 <= extra["iteration"] < 40
     assert not torch.equal(parameters_of(model), parameters_of(make_model()))
     assert optimizer.state

@@ -64,8 +64,8 @@ def assert_saved(path: str, iteration: int) -> None:
 
 def test_too_few_left_end_with_who_is_missing_and_a_checkpoint(tmp_path) -> None:
     """Three of four suffice; two die, and rank 0, the lowest that lives, writes what it has."""
-    rule = {"period": 16, "quorum": 3, "rescue": str(tmp_path / "rescued")}
-    results = run_script(SCRIPT, 4, *arguments(rule, 10_000, "--victims", "1", "2", "--deadly-step", "21"))
+    more = ["--victims", "1", "2", "--deadly-step", "21", "--save-on-failure", str(tmp_path / "saved")]
+    results = run_script(SCRIPT, 4, *arguments({"period": 16, "quorum": 3}, 10_000, *more))
     for rank in (0, 3):
         status, output = results[rank]
         assert status == 1, output
@@ -73,9 +73,10 @@ def test_too_few_left_end_with_who_is_missing_and_a_checkpoint(tmp_path) -> None
     # Who ends first lost the two that died; the other may see that end before it sees both deaths.
     dead = re.compile(r"but 2 are left: rank 1 \(.* and rank 2 \(")
     assert any(dead.search(output) for _, output in (results[0], results[3]))
-    assert f"rank 0 has written a checkpoint of what it had to {tmp_path}" in results[0][1]
+    said = re.compile(rf"rank 0 has written a checkpoint of what it had, after step \d+, to {tmp_path}/saved")
+    assert all(said.search(results[rank][1]) for rank in (0, 3))
     model = make_model()
-    progress = syncline.load_checkpoint(tmp_path / "rescued", model, make_adam(model.parameters()))
+    progress = syncline.load_checkpoint(tmp_path / "saved", model, make_adam(model.parameters()))
     assert progress["iteration"] >= 16
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +12,6 @@ from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
-from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
 from syncline.updates.overlapped.outer import Nesterov
@@ -62,9 +60,8 @@ class Overlapped:
     that for which no global gradient has come, ``step()`` waits; 0 is synchronous training, None never waits.
     ``spread``: where the network is slower than the workers, a global gradient stands for a run of iterations; feed it
     to the optimizer over as many steps. ``average_state``: average the optimizer's state too. ``outer``: what a
-    period's averaged difference does (default: the average is the next period's start). ``rescue``: when too few
-    workers live, each gets :class:`QuorumLostError`, and the lowest of them first writes a checkpoint of
-    what it has to this path.
+    period's averaged difference does (default: the average is the next period's start). When too few
+    workers live, each gets :class:`QuorumLostError`; ``distribute(..., save_on_failure=...)`` saves what they have.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -93,7 +90,6 @@ class Overlapped:
     """Smaller than with collectives, so that a small model is spread over several servers too."""
     num_classes: int = 1
     """Connection classes that the buckets are divided among, in forward order."""
-    rescue: str | None = None
 
     def __post_init__(self) -> None:
         choices = {"rule": (None, "swap", "additive", "rebase"), "push": ("current", "previous")}
@@ -196,8 +192,8 @@ class OverlappedUpdater(WholeUpdater):
         self._end_of_period = EndOfPeriod(
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
-        self._rescue = rule.rescue
         self._weight = 0.0
+        self._num_before = 0
         self.is_server = not self.client.links
         self._note_start()
         self.client.start()
@@ -215,11 +211,15 @@ class OverlappedUpdater(WholeUpdater):
 
     @property
     def iteration(self) -> int:
-        """Iterations of the fleet since the start: all ranks reach a number at about the same time.
+        """Iterations of the fleet: all ranks reach a number at about the same time.
 
         A period that was ended early counts the iterations of the worker that came furthest in it.
         """
-        return self.client.iteration
+        return self._num_before + self.client.iteration
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on."""
+        self._num_before = iteration - self.client.iteration
 
     @property
     def is_at_period_start(self) -> bool:
@@ -240,7 +240,7 @@ class OverlappedUpdater(WholeUpdater):
     def begin_backward(self) -> None:
         """Raise what went wrong since the last step; a server has no gradients to give."""
         self._check_trains()
-        self._raise_failure()
+        self.client.raise_failure()
 
     def serve(self) -> None:
         """Wait while the communication thread serves; a cut connection or a closed fleet raises."""
@@ -261,8 +261,7 @@ class OverlappedUpdater(WholeUpdater):
         start_ns = trace.now_ns()
         if self.is_at_period_start:
             self._note_start()
-        with self._rescue_if_needed():
-            self.client.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
+        self.client.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
             self._show_gradients()
             self.optimizer.step()
@@ -283,8 +282,7 @@ class OverlappedUpdater(WholeUpdater):
             self._rebase.finish([link.unsettled() for link in self.client.links])
         trace = self.collectives.trace
         start_ns, number = trace.now_ns(), self.client.counts.num_periods
-        with self._rescue_if_needed():
-            self._average()
+        self._average()
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
     def _average(self) -> None:
@@ -326,23 +324,6 @@ class OverlappedUpdater(WholeUpdater):
                 f"rank {self.collectives.rank} is a dedicated server, which does not train; write `if "
                 "optimizer.is_server: optimizer.serve()` before the training loop, and the loop under its `else:`"
             )
-
-    def _raise_failure(self) -> None:
-        with self._rescue_if_needed():
-            self.client.raise_failure()
-
-    @contextlib.contextmanager
-    def _rescue_if_needed(self) -> Iterator[None]:
-        """Let the lowest living worker write what it has, once, before the error is raised."""
-        try:
-            yield
-        except QuorumLostError as error:
-            alive = [rank for rank in self.client.terms.workers if rank not in error.missing]
-            path, self._rescue = self._rescue, None
-            if path is not None and self.save_alone is not None and self.collectives.rank == min(alive):
-                self.save_alone(path)
-                error.add_note(f"rank {self.collectives.rank} has written a checkpoint of what it had to {path}")
-            raise
 
     def _show_gradients(self) -> None:
         """Let the optimizer see what others have for parameters without an own gradient."""

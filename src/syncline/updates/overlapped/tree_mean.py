@@ -103,7 +103,7 @@ class TreeMean:
             label = f"mean of bucket {bucket.index} at the end of a period"
             under_way.append((self._control.start_sum(steps, label), steps, exponent))
         for work, _, _ in under_way:
-            work.wait()  # all of them: what a rank rescues after a loss is not half a mean
+            work.wait()  # all of them: what a rank saves after a loss is not half a mean
         self.means = [torch.empty_like(start) for start in self._starts]
         for (_, steps, exponent), start, mean in zip(under_way, self._starts, self.means, strict=True):
             from_steps(steps, start, exponent=exponent, out=mean)

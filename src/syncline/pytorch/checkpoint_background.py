@@ -1,0 +1,208 @@
+"""Checkpoints that are written while training goes on: a snapshot in memory that is kept, and a thread that writes it.
+
+A model has one save under way at a time, so that memory is bounded by one snapshot: the next save waits for it. The
+ranks of a save tell each other how it goes on calls of their own, so that training neither waits for them nor ends with
+what goes wrong there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from syncline.errors import CheckpointError, DeadlineError, PeerLostError
+from syncline.pytorch.checkpoint_chunk import Chunk
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
+from syncline.updates.control import ControlStream, every_rank
+from syncline.updates.large_pages import ALIGNMENT_BYTES, zeros_in_large_pages
+from syncline.updates.worker_thread import JOIN_S
+
+_log = logging.getLogger(__name__)
+_known: WeakKeyDictionary[object, BackgroundWriter] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class CheckpointWork:
+    """A checkpoint that is being written in the background: what ``save_checkpoint(..., wait=False)`` returns.
+
+    Any thread may wait for it. ``path`` is where it will be, once it is whole.
+
+    >>> work = syncline.save_checkpoint("run1", model, optimizer, wait=False)
+    >>> work.wait()
+    >>> work.done()
+    True
+    """
+
+    def __init__(self, path: Path, *, limit_s: float) -> None:
+        self.path = path
+        self._limit_s = limit_s
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._is_told = False
+
+    def __repr__(self) -> str:
+        state = "being written" if not self.done() else "written" if self._error is None else f"failed: {self._error}"
+        return f"<CheckpointWork {self.path}: {state}>"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint is on the disk, whole; raises :class:`CheckpointError` if it could not be written.
+
+        Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (default: that of the fleet's collectives);
+        it goes on then.
+        """
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        if not self._ended.wait(limit_s):
+            raise DeadlineError(
+                f"The checkpoint {self.path} is still being written after {limit_s:g} s; is the disk slow?"
+            )
+        error, self._is_told = self._error, True
+        if error is not None:
+            raise error
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until it has ended, or for so long; nothing is raised."""
+        self._ended.wait(timeout_s)
+
+    def raise_untold(self) -> None:
+        """Wait, and raise what nobody was told yet."""
+        if not (self.done() and self._is_told):
+            self.wait()
+
+    def end(self, error: Exception | None) -> None:
+        """Note that it is over; on the thread that writes."""
+        self._error = error
+        self._ended.set()
+
+
+class BackgroundWriter:
+    """Writes the checkpoints of one model, each on a thread of its own; on the training thread but for that."""
+
+    def __init__(self) -> None:
+        self._limit_s = DEFAULT_TIMEOUT_S
+        self._is_registered = False
+        self._memory: torch.Tensor | None = None
+        self._last: CheckpointWork | None = None
+        self._channel: ControlStream | None = None
+        self._close_channel: Callable[[], None] | None = None
+        self._communicator: Communicator | None = None
+        """On which the channel was opened; another has other members."""
+        self._is_broken = False
+
+    def register(self, fleet: Fleet | None) -> None:
+        """See that the fleet, or a process without one, does not end before a save does."""
+        if self._is_registered:
+            return
+        self._is_registered = True
+        if fleet is None:
+            atexit.register(self.close)
+            return
+        self._limit_s = fleet.timeout_s
+        fleet.on_close(self.close)
+
+    def is_connected(self, fleet: Fleet) -> bool:
+        """Whether the ranks that are there now can tell each other how a save goes."""
+        return self._communicator is fleet.communicator and not self._is_broken
+
+    def connect(self, fleet: Fleet) -> None:
+        """Open calls of their own for what ranks tell each other; every rank does, also where one alone must."""
+        self._disconnect()
+        streams = fleet.reserve_streams(1)
+        group = fleet.communicator.open_group(range(fleet.world_size), streams=streams)
+        self._channel = ControlStream(group, stream=streams.start, timeout_s=fleet.timeout_s)
+        self._close_channel = group.close
+        self._communicator = fleet.communicator
+        self._is_broken = False
+
+    def exchange(self, value: Any, call: str) -> list[Any]:
+        """Return every rank's value, in rank order; on the thread that writes."""
+        assert self._channel is not None, "connected before the first save"
+        try:
+            return self._channel.all_gather(value, every_rank(call))
+        except Exception:
+            self._is_broken = True  # a call that failed ends all calls of its group
+            raise
+
+    def snapshot(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Copy what is to be written into host memory, which is kept for the next time."""
+        sizes = [-(-chunk.tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for chunk in chunks]
+        if self._memory is None or self._memory.numel() < sum(sizes):
+            self._memory = None  # before there is more: two at once would be one too many
+            (self._memory,) = zeros_in_large_pages([max(1, sum(sizes))])
+        taken = []
+        for chunk, start in zip(chunks, accumulate(sizes, initial=0), strict=False):
+            source = chunk.tensor.detach()
+            flat = self._memory[start : start + source.nbytes].view(source.dtype)
+            taken.append(replace(chunk, tensor=flat.view(source.shape).copy_(source)))
+        return taken
+
+    def start(self, path: Path, write: Callable[[], None]) -> CheckpointWork:
+        """Let ``write`` run on a thread; one at a time."""
+        assert self._last is None or self._last.done(), "finish() comes first"
+        work = self._last = CheckpointWork(path, limit_s=self._limit_s)
+
+        def run() -> None:
+            try:
+                write()
+            except CheckpointError as error:
+                work.end(error)
+            except Exception as error:  # whatever it is, whoever waits must know
+                told = CheckpointError(f"The checkpoint {path} was not written in the background: {error}")
+                told.__cause__ = error
+                work.end(told)
+            else:
+                work.end(None)
+
+        threading.Thread(target=run, name="syncline-checkpoint", daemon=True).start()
+        return work
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, and raise what nobody was told of the last one.
+
+        One that was broken off by the loss of a rank is only logged: if training has survived that, so does this.
+        """
+        if self._last is None:
+            return
+        try:
+            self._last.raise_untold()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, PeerLostError):
+                raise
+            _log.warning("%s", error)
+
+    def close(self, is_failing: bool = False) -> None:
+        """Wait for the save that is under way, so that it is whole; raises as :meth:`finish`, unless all fails."""
+        last, self._memory = self._last, None
+        try:
+            if last is None:
+                return
+            if not is_failing:
+                last.raise_untold()
+            else:
+                last.settle(JOIN_S)
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        close, self._close_channel, self._channel = self._close_channel, None, None
+        if close is not None:
+            close()
+
+
+def writer_of(owner: object) -> BackgroundWriter:
+    """Return who writes the checkpoints of ``owner``, a training, or the model of a process alone."""
+    with _lock:
+        return _known.setdefault(owner, BackgroundWriter())

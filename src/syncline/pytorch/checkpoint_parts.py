@@ -1,0 +1,56 @@
+"""What is saved beside model and optimizer: states of schedulers, samplers and the like, as text.
+
+They are in torch's own format, which keeps what JSON does not (numbers as keys, tensors), and only plain values are
+loaded from it: a checkpoint cannot run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from syncline.errors import CheckpointError
+
+
+class Stateful(Protocol):
+    """A scheduler, sampler or the like."""
+
+    def state_dict(self) -> Any:
+        """Return all that it needs to go on, in plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from there."""
+
+
+def encode_parts(parts: Mapping[str, Stateful]) -> dict[str, str]:
+    """Return the state of each as text."""
+    return {name: _encode(name, part) for name, part in parts.items()}
+
+
+def decode_part(text: str) -> Any:
+    """Return the state that is told by a text."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+
+
+def _encode(name: str, part: Stateful) -> str:
+    if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+        raise CheckpointError(
+            f"{name}= is a {type(part).__name__}, which has no state_dict() and load_state_dict(); give such objects, "
+            "and what JSON can say as extra="
+        )
+    data = io.BytesIO()
+    try:
+        torch.save(part.state_dict(), data)
+        text = base64.b64encode(data.getvalue()).decode()
+        decode_part(text)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"The state_dict() of {name}= has more than plain values and tensors, so it could not be loaded again: "
+            f"{error}"
+        ) from error
+    return text

@@ -1,0 +1,168 @@
+"""``distribute(..., save_on_failure=PATH)``: after a loss one of those who live writes what it has, and all say where.
+
+It happens on the training thread when the fleet closes with a loss, in whatever call that was met. Those who are left
+tell each other, over the job's own connections, that they live and have the whole state. When everybody has spoken or
+is lost, the lowest rank of them writes; if it fails or dies, the next. A rank that was late hears what was done.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from syncline.errors import DeadlineError, PeerLostError, SynclineError
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime.port import Port
+from syncline.runtime.tags import first_tag
+from syncline.updates.membership import QuorumLostError
+
+LOSSES = (PeerLostError, QuorumLostError, DeadlineError)
+HEAR_S = 15.0
+"""Connections give a silent rank up after ten seconds; and steps of different ranks do not end at once."""
+ANSWER_S = 5.0
+_ALIVE, _WRITTEN, _HEARD = range(3)
+_TEXT_BYTES = 2048
+_URGENCY = 0
+
+Told = dict[str, str | int | bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeState:
+    """What one rank can save by itself."""
+
+    is_whole: Callable[[], bool]
+    """Whether this rank has everything, of one step."""
+    iteration: Callable[[], int]
+    write: Callable[[], Path]
+    """Saves it, and returns where."""
+
+
+class FailureSaving:
+    """Saves one model after a loss; every rank of ``fleet`` makes it alike."""
+
+    def __init__(self, fleet: Fleet, state: WholeState) -> None:
+        self._fleet = fleet
+        self._state = state
+        (self._stream,) = fleet.reserve_streams(1)
+
+    def on_close(self, _: bool) -> None:
+        """Save, if the fleet closes because of a loss, also where the user has caught the error; it says where."""
+        errors = (self._fleet.error_in_flight, self._fleet.communicator.failure)
+        error = next((one for one in errors if isinstance(one, LOSSES)), None)
+        if error is None:
+            return
+        port = self._fleet.communicator.open_port(f"save on failure {self._stream}")
+        try:
+            said = _Round(port, self._stream, limit_s=self._fleet.timeout_s).run(self._state)
+        except SynclineError as failure:  # what the user must see is the loss
+            said = f"no checkpoint was written: {failure}"
+        finally:
+            port.call_soon(port.close)
+        error.add_note(said)
+        if error is not self._fleet.error_in_flight or self._fleet.is_error_shown:
+            print(f"rank {port.rank}: {said}", file=sys.stderr)
+
+
+class _Round:
+    """Who is left, who writes, and what became of it."""
+
+    def __init__(self, port: Port, stream: int, *, limit_s: float) -> None:
+        self._port = port
+        self._stream = stream
+        self._limit_s = limit_s
+        self._changed = threading.Condition()
+        self._others = {rank for rank in range(port.world_size) if rank != port.rank}
+        self._told: dict[int, dict[int, Told]] = {_ALIVE: {}, _WRITTEN: {}, _HEARD: {}}
+        self._gone: set[int] = set()
+
+    def run(self, state: WholeState) -> str:
+        """Take part, and say in a line what came of it."""
+        own, is_able = self._port.rank, state.is_whole()
+        self._port.call(partial(self._begin, is_able=is_able), self._limit_s)
+        self._wait(lambda: self._others <= self._told[_ALIVE].keys() | self._gone, HEAR_S)
+        able = {rank for rank, told in self._told[_ALIVE].items() if told["is_able"]} | ({own} if is_able else set())
+        problems = ["nobody who is left has the whole state"] if not able else []
+        for rank in sorted(able):
+            if self._said() is None and rank == own:
+                self._write(state)
+            elif rank != own:
+                self._wait(partial(self._is_over, rank), self._limit_s)
+            if (said := self._said()) is not None:
+                return said
+            told = self._told[_WRITTEN].get(rank, {"problem": "it does not answer"})
+            problems.append(f"rank {rank}: {told['problem']}")
+        return f"no checkpoint was written: {'; '.join(problems)}"
+
+    def _said(self) -> str | None:
+        """Say what was written, by whomever."""
+        for rank, told in tuple(self._told[_WRITTEN].items()):
+            if "path" in told:
+                return (
+                    f"rank {rank} has written a checkpoint of what it had, after step {told['iteration']}, to "
+                    f"{told['path']}"
+                )
+        return None
+
+    def _write(self, state: WholeState) -> None:
+        try:
+            told: Told = {"iteration": state.iteration(), "path": str(state.write())}
+        except (SynclineError, OSError) as error:
+            told = {"problem": str(error)[: _TEXT_BYTES // 8]}
+        self._told[_WRITTEN][self._port.rank] = told
+        living = self._told[_ALIVE].keys() - self._gone
+        self._port.call_soon(self._tell, _WRITTEN, told)
+        # a connection that is broken off takes with it what was not read
+        self._wait(lambda: living <= self._told[_HEARD].keys() | self._gone, ANSWER_S)
+
+    def _is_over(self, writer: int) -> bool:
+        return writer in self._told[_WRITTEN] or writer in self._gone or self._said() is not None
+
+    def _wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(is_over, limit_s)
+
+    # On the communication loop's thread.
+
+    def _begin(self, *, is_able: bool) -> None:
+        for rank in self._others:
+            for kind in (_ALIVE, _WRITTEN, _HEARD):
+                memory = memoryview(bytearray(_TEXT_BYTES))
+                self._port.receive(
+                    rank,
+                    self._tag(kind),
+                    memory,
+                    urgency=_URGENCY,
+                    on_received=partial(self._received, rank, kind, memory),
+                    even_if_lost=True,
+                )
+        self._tell(_ALIVE, {"is_able": is_able})
+        self._port.watch_losses(self._lost)
+
+    def _received(self, rank: int, kind: int, memory: memoryview) -> None:
+        with self._changed:
+            self._told[kind][rank] = json.loads(bytes(memory).rstrip(b"\0"))
+            self._changed.notify_all()
+        if kind == _WRITTEN:
+            self._send(rank, _HEARD, {})
+
+    def _lost(self, rank: int, _: Exception) -> None:
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
+
+    def _tell(self, kind: int, told: Told) -> None:
+        for rank in self._others:
+            self._send(rank, kind, told)
+
+    def _send(self, rank: int, kind: int, told: Told) -> None:
+        text = json.dumps(told).encode().ljust(_TEXT_BYTES, b"\0")
+        self._port.send(rank, self._tag(kind), memoryview(bytearray(text)), urgency=_URGENCY)
+
+    def _tag(self, kind: int) -> int:
+        return first_tag(self._stream, kind, 0)
