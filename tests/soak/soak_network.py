@@ -83,7 +83,7 @@ class SoakNetwork:
 
     def connections(self) -> list[str]:
         """Return the TCP sockets of all hosts that are not over: left behind, where no process runs."""
-        states = "exclude time-wait exclude close exclude fin-wait-2 exclude fin-wait-1 exclude last-ack"
+        states = "exclude time-wait exclude close exclude fin-wait-2 exclude fin-wait-1 exclude last-ack exclude closing"
         command = f"ss -Htna {states}"
         found = []
         for host in self.lab.plan.hosts:

@@ -142,10 +142,8 @@ def judge_errors(record: JobRecord) -> list[str]:
             continue
         elif record.plan.begins_badly and not record.of(rank, "ready"):
             wrong += [] if errors and errors[0]["is_own"] else [f"rank {rank} was told nothing: {_texts(errors)}"]
-        elif Outcome.LOSS in outcomes and not record.plan.is_tolerant:
-            wrong += [] if is_done else _judge_loss(rank, errors, blamed)
-        elif Outcome.PAIR in outcomes and not record.plan.is_tolerant:
-            wrong += [] if is_done else _judge_loss(rank, errors, blamed)
+        elif outcomes & {Outcome.LOSS, Outcome.PAIR} and not record.plan.is_tolerant:
+            wrong += [] if is_done else _judge_loss(rank, errors, blamed, has_steps=record.plan.rule != "group")
         elif not is_done:
             wrong.append(f"rank {rank} had to go on, but {_texts(errors)}")
     told = [event["text"] for event in record.events if event["event"] == "error"]
@@ -154,14 +152,14 @@ def judge_errors(record: JobRecord) -> list[str]:
     return wrong
 
 
-def _judge_loss(rank: int, errors: Iterable[dict[str, Any]], blamed: set[int]) -> list[str]:
-    """The error is one of ours, names a rank that was struck, the call and its step."""
+def _judge_loss(rank: int, errors: Iterable[dict[str, Any]], blamed: set[int], *, has_steps: bool) -> list[str]:
+    """The error is one of ours, names a rank that was struck, the call and its step; groups know of no steps."""
     for error in errors:
         text = error["text"]
         names = error["lost"] in blamed or any(re.search(rf"rank {other}\b", text) for other in blamed)
         if not error["is_own"] or not names:
             return [f"rank {rank} does not name any of {sorted(blamed)}: {error['kind']}: {text}"]
-        if not OPERATION.search(text) or not STEP.search(text):
+        if not OPERATION.search(text) or (has_steps and not STEP.search(text)):
             return [f"rank {rank} names no call, or not its step: {error['kind']}: {text}"]
         return []
     return [f"rank {rank} told no error, though {sorted(blamed)} are lost"]

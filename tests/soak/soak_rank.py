@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import threading
@@ -34,6 +35,8 @@ MOST_TEXT = 1800
 """What is written to a pipe at once is written whole up to 4,096 bytes."""
 BALLAST = "ballast"
 FEW_FILES = 24
+WRAPPED = re.compile(r"(PeerLost|Deadline|Mismatch|FabricClosed)Error: ")
+"""As DDP tells what a process group raises: torch makes a RuntimeError of it, with its text."""
 SMALL_FILE_BYTES = 2048
 
 
@@ -258,7 +261,7 @@ def main(config: dict[str, Any]) -> None:
         rank.train()
     except BaseException as error:  # all of them are to be judged
         told = {"kind": type(error).__name__, "text": str(error)[:MOST_TEXT]}
-        is_own = isinstance(error, syncline.SynclineError | Ruined)
+        is_own = isinstance(error, syncline.SynclineError | Ruined) or bool(WRAPPED.search(str(error)))
         rank.teller.tell(event="error", is_own=is_own, lost=getattr(error, "rank", None), **told)
         if not is_own:
             raise

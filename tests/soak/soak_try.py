@@ -22,7 +22,6 @@ with open_network() as network:
             wrong=oracle.judge(rec)
         print(f"== {spec} {time.monotonic()-t:.2f}s stall {longest_stall_s(rec):.2f} faults {[(i['kind'],i['rank']) for i in rec.injected]} plan {plan.faults} statuses {rec.statuses} steps {max((e['step'] for e in rec.events if e['event']=='step'),default=0)} invalid {invalid(rec)} ready {[round(e['at_s']-rec.began_s,2) for e in rec.events if e['event']=='ready']} last {round(rec.ended_s-rec.began_s,2)}")
         for r in rec.statuses:
-            print('     times', r, [(e['event'], round(e['at_s']-rec.began_s,2)) for e in rec.events if e['rank']==r and (e['event']!='step' or e['step']%8==1)])
             print('   ', r, [(e['event'], e.get('kind'), e.get('text','')[:400]) for e in rec.of(r,'error','done','warning','unsaved')])
         for w in wrong: print('  WRONG', w[:1500])
 forker.end()
