@@ -16,7 +16,7 @@ from typing import Protocol, Unpack
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.frames import FrameType
+from syncline.fabric.frames import HEARSAY, FrameType
 from syncline.fabric.handshake import Admission
 from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
@@ -27,6 +27,7 @@ from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     MAX_CONTROL_BYTES,
     FabricListener,
+    GivenUpError,
     PeerLeftError,
     ReceiveSettings,
     SendSettings,
@@ -290,23 +291,23 @@ class TcpFabric:
 
         Of two that lose each other though both live, all others must lose the same one, or they would lose sight of one
         another: it is the higher one. So a report of a lower rank's loss is not believed; if it is dead, this rank sees
-        that itself.
+        that itself. And who is given up by hearsay does not tell that: who has not heard yet would lose the peer.
         """
+        is_hearsay, lost = bool(lost & HEARSAY), lost & ~HEARSAY
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
-            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
-            for other in self._living() if lost < peer.rank else ():
+            self._lose(peer, (GivenUpError if is_hearsay else PeerLostError)(text, rank=peer.rank, host=peer.host))
+            for other in self._living() if lost < peer.rank and not is_hearsay else ():
                 other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(f"gave up rank {lost}, which {reason}"))
         elif peer.rank > lost:
             _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
-        elif lost in self._peers and not self._peers[lost].is_gone:
-            other = self._peers[lost]
-            if other is not peer:
+        elif (outcast := self._peers.get(lost)) is not None and not outcast.is_gone:
+            if outcast is not peer:
                 reason = f"{reason} (as {peer.name} reports)"
-                self._tell_peer(other, lost=lost, reason=reason)
-            self._lose(other, PeerLostError(f"{other.name} {reason}", rank=lost, host=other.host))
+                self._tell_peer(outcast, lost=lost | HEARSAY, reason=reason)
+            self._lose(outcast, PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host))
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
