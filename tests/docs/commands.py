@@ -95,7 +95,8 @@ def _parse(words: list[str], folder: Path) -> Any:
 
 def _check_target(words: Sequence[str]) -> None:
     assert words[0] in TARGETS, f"the Makefile has no target {words[0]!r}"
-    assert all(word.startswith("ARGS=") for word in words[1:]), f"make takes ARGS=..., not {words[1:]}"
+    taken = {"ARGS", *re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    assert all(word.partition("=")[0] in taken for word in words[1:]), f"make takes {sorted(taken)}, not {words[1:]}"
 
 
 def _check_equal(words: Sequence[str], expected: Sequence[str]) -> None:

@@ -271,13 +271,17 @@ class Job:
         if event["event"] == "struck":
             dialler = event.get("dialler")
             others = [rank for rank, name in enumerate(self._names) if self._network.address(name) == dialler]
-            self.record.injected.append({**event, "at_s": event["at_s"] or time.monotonic(), "other": [*others, None][0]})
+            self.record.injected.append(
+                {**event, "at_s": event["at_s"] or time.monotonic(), "other": [*others, None][0]}
+            )
         if event["event"] not in ("step", "saving"):
             return
         for fault in list(self._waiting):
             is_saving = KINDS[fault.kind].needs_checkpoints
-            if event["rank"] == fault.victim and event["step"] >= fault.at_step and is_saving == (
-                event["event"] == "saving"
+            if (
+                event["rank"] == fault.victim
+                and event["step"] >= fault.at_step
+                and is_saving == (event["event"] == "saving")
             ):
                 self._waiting.remove(fault)
                 self._agenda.add(time.monotonic() + fault.after_s, lambda fault=fault: self._inject(fault))

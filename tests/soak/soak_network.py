@@ -83,7 +83,9 @@ class SoakNetwork:
 
     def connections(self) -> list[str]:
         """Return the TCP sockets of all hosts that are not over: left behind, where no process runs."""
-        states = "exclude time-wait exclude close exclude fin-wait-2 exclude fin-wait-1 exclude last-ack exclude closing"
+        states = (
+            "exclude time-wait exclude close exclude fin-wait-2 exclude fin-wait-1 exclude last-ack exclude closing"
+        )
         command = f"ss -Htna {states}"
         found = []
         for host in self.lab.plan.hosts:
@@ -92,7 +94,7 @@ class SoakNetwork:
 
     def listeners(self, host: str) -> list[tuple[str, int]]:
         """Return where anybody listens on a host."""
-        shown = run_program("ip", "netns", "exec", self.namespace(host), *"ss -Htnl".split())
+        shown = run_program("ip", "netns", "exec", self.namespace(host), *["ss", "-Htnl"])
         places = re.findall(r"^\S+\s+\d+\s+\d+\s+(\d+\.\d+\.\d+\.\d+):(\d+)", shown, re.MULTILINE)
         return [(address, int(port)) for address, port in places]
 

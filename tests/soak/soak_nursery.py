@@ -15,7 +15,6 @@ import resource
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from importlib import import_module

@@ -6,6 +6,7 @@ fault that was planned did not take place or too few steps were made, is no pass
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -61,7 +62,7 @@ class Oracle:
         for step, events in sorted(by_step.items()):
             digests = {event["digest"] for event in events.values()}
             if len(digests) > 1:
-                wrong.append(f"step {step}: ranks differ: {({rank: one['digest'] for rank, one in events.items()})}")
+                wrong.append(f"step {step}: ranks differ: { ({rank: one['digest'] for rank, one in events.items()}) }")
                 continue
             if step > spoilt_from:
                 continue
@@ -230,7 +231,7 @@ def longest_stall_s(record: JobRecord) -> float:
     for rank in set(record.statuses) - blamed:
         times = [record.began_s, *(event["at_s"] for event in record.events if event["rank"] == rank and event["at_s"])]
         times += [record.ended_s] if rank in record.hanging else []
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         longest_s = max(longest_s, *gaps, 0.0)
     return longest_s
 

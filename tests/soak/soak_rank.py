@@ -52,7 +52,7 @@ class Teller:
         os.write(self._pipe, line.encode())
 
 
-class Ruined(Exception):
+class UserLoopError(Exception):
     """What a user's own loop may raise."""
 
 
@@ -192,7 +192,7 @@ def hold_interpreter(seconds: float) -> None:
 
 
 def raise_own(_: float) -> None:
-    raise Ruined("the user's loop went wrong")
+    raise UserLoopError("the user's loop went wrong")
 
 
 STRIKES = {
@@ -261,7 +261,7 @@ def main(config: dict[str, Any]) -> None:
         rank.train()
     except BaseException as error:  # all of them are to be judged
         told = {"kind": type(error).__name__, "text": str(error)[:MOST_TEXT]}
-        is_own = isinstance(error, syncline.SynclineError | Ruined) or bool(WRAPPED.search(str(error)))
+        is_own = isinstance(error, syncline.SynclineError | UserLoopError) or bool(WRAPPED.search(str(error)))
         rank.teller.tell(event="error", is_own=is_own, lost=getattr(error, "rank", None), **told)
         if not is_own:
             raise

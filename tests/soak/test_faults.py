@@ -1,4 +1,4 @@
-"""Each kind of fault on a job of four real ranks in the lab, and the oracle on what came of it; more of them: make soak.
+"""Each kind of fault once, on four real ranks in the lab, and the oracle on what came of it; more: make soak.
 
 `docs/faults.md` says which kinds there are, what is right after each, and where more of it is tested.
 """

@@ -4,10 +4,10 @@ import copy
 from collections import Counter
 
 import pytest
-from soak import MIN_FAULTS_PER_MINUTE, WARM_JOBS, Tally, judge_soak
 from soak_job import JobRecord
 from soak_oracle import LONGEST_STALL_S, Oracle, invalid, longest_stall_s
 from soak_plan import KINDS, RULES, TOLERANT, Fault, JobPlan, Outcome, plan_job
+from soak_run import MIN_FAULTS_PER_MINUTE, WARM_JOBS, Tally, judge_soak
 from soak_training import replay
 
 NUM_SEEDS = 600
@@ -49,7 +49,9 @@ def make_record(kind="killed", rule="allreduce", *, victim=2):
         if is_harmless:
             tell(record, rank, "done", step=last, digest=f"bits {last}", value=values[last], rss_kib=1000)
         elif rank != victim:
-            text = f"rank {victim} (host b0) is lost: it died, during all_reduce of bucket 0, step 3; rank 0 waits for it"
+            text = (
+                f"rank {victim} (host b0) is lost: it died, during all_reduce of bucket 0, step 3; rank 0 waits for it"
+            )
             tell(record, rank, "error", kind="PeerLostError", is_own=True, lost=victim, text=text)
         tell(record, rank, "closed", before=HELD, after=copy.deepcopy(HELD))
     record.injected.append({"at_s": 1.0, "rank": victim, "kind": kind})
@@ -153,7 +155,9 @@ def test_what_is_wrong_after_a_loss_is_found(spoil):
 def test_a_rank_that_ends_though_nothing_forced_it_is_found():
     record = make_record("stopped-briefly")
     record.events.remove(event_of(record, 0, "done"))
-    tell(record, 0, "error", kind="PeerLostError", is_own=True, lost=2, text="rank 2 is lost, during all_reduce, step 3")
+    tell(
+        record, 0, "error", kind="PeerLostError", is_own=True, lost=2, text="rank 2 is lost, during all_reduce, step 3"
+    )
     assert any("had to go on" in sentence for sentence in Oracle().judge(record))
 
 

@@ -1,6 +1,6 @@
 """Train for a while on real processes in the lab, let every kind of fault happen, and judge each job.
 
-    make soak MINUTES=120 SEED=1            # or: python tests/soak/soak.py --minutes 120 --seed 1 --output FOLDER
+    make soak MINUTES=120 SEED=1            # or: python tests/soak/soak_run.py --minutes 120 --seed 1 --output FOLDER
 
 Needs root and iproute2. Jobs of 4 to 8 ranks, each a process on a host of its own, come one after another; of each, the
 rule, the faults, their times and places follow from the seed, and are written down beside what came of them. Ends with
@@ -146,10 +146,9 @@ def judge_soak(tally: Tally, minutes: float) -> list[str]:
     if tally.growth_kib() > MOST_GROWTH_KIB:
         wrong.append(f"memory grew by {tally.growth_kib()} KiB")
     late = tally.sizes[WARM_JOBS:]
-    for name in ("num_files", "num_threads"):
-        if late and late[-1][name] > late[0][name]:
-            wrong.append(f"{name} grew from {late[0][name]} to {late[-1][name]}")
-    return wrong
+    counted = ("num_files", "num_threads") if late else ()
+    grown = [name for name in counted if late[-1][name] > late[0][name]]
+    return wrong + [f"{name} grew from {late[0][name]} to {late[-1][name]}" for name in grown]
 
 
 def report(tally: Tally, seed: int, minutes: float, wrong: list[str]) -> str:
@@ -161,12 +160,13 @@ def report(tally: Tally, seed: int, minutes: float, wrong: list[str]) -> str:
     flat = ", ".join(f"{name} {sizes[0][name]} to {sizes[-1][name]}" for name in sizes[0])
     return f"""# Soak: faults of {len(tally.faults)} kinds on real processes in the lab
 
-    make soak MINUTES={minutes:g} SEED={seed}
+    make soak MINUTES={minutes:.0f} SEED={seed}
 
-{num_faults} faults in {minutes:.1f} minutes, {sum(tally.jobs.values())} jobs of 4 to 8 ranks ({rules}), {tally.steps} steps of ranks.
-{tally.ended} jobs of rules that do not go on ended with errors that name the fault; {tally.recovered} jobs of rules that do, came to
-their end. In {tally.invalid} jobs nothing took place. Longest time in which a rank that was not struck neither made a step
-nor told an error: {tally.longest_stall_s:.1f} s. What stays alive, after the first {WARM_JOBS} jobs and at the end: {flat}.
+{num_faults} faults in {minutes:.1f} minutes, {sum(tally.jobs.values())} jobs of 4 to 8 ranks ({rules}),
+{tally.steps} steps of ranks. {tally.ended} jobs of rules that do not go on ended with errors that name the fault;
+{tally.recovered} jobs of rules that do came to their end. In {tally.invalid} jobs nothing took place. Longest time in
+which a rank that was not struck neither made a step nor told an error: {tally.longest_stall_s:.1f} s. What stays alive,
+after the first {WARM_JOBS} jobs and at the end: {flat}.
 
 The oracle's failures: {len(tally.failures)}. {"Passed." if not wrong else "Not passed: " + "; ".join(wrong) + "."}
 
@@ -174,8 +174,8 @@ The oracle's failures: {len(tally.failures)}. {"Passed." if not wrong else "Not 
 |---|---|
 {kinds}
 
-Each job with its plan, what took place when, and all errors: `jobs.jsonl`. {platform.platform()}, {os.cpu_count()} CPUs for all
-ranks; Python {platform.python_version()}, torch {torch.__version__}.
+Each job with its plan, what took place when, and all errors: `jobs.jsonl`. {platform.platform()}, {os.cpu_count()} CPUs
+for all ranks; Python {platform.python_version()}, torch {torch.__version__}.
 """
 
 
