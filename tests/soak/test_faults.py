@@ -21,7 +21,7 @@ TOLERANT = [
     ("closed-in-a-frame", "clustered"),
     ("link-cut-briefly", "clustered"),
 ]
-GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group")]
+GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group"), ("hung", "group")]
 
 
 @pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *GROUP])
