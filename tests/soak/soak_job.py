@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_network import SoakNetwork, host_of, small_disk, topology_text
-from soak_plan import CHECKPOINT_EVERY, KINDS, SILENCE_S, STALL_S, By, Fault, JobPlan
+from soak_plan import CHECKPOINT_EVERY, KINDS, SILENCE_S, STALL_S, TOLERANT, By, Fault, JobPlan
 from soak_proxy import tell_proxy
 from soak_training import Gauge, make_model, make_optimizer
 
@@ -207,7 +207,7 @@ class Job:
         }
         config = {
             "rank": rank,
-            "plan": plan.as_record() | {"is_tolerant": plan.is_tolerant, "saves": plan.saves},
+            "plan": plan.as_record() | {"has_periods": plan.rule in TOLERANT, "saves": plan.saves},
             "folder": str(self._folder),
             "events": str(self._folder / "events"),
             "checkpoint_every": CHECKPOINT_EVERY,

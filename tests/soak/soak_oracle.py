@@ -10,11 +10,11 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from soak_job import JobRecord
-from soak_plan import KINDS, TOLERANT, Outcome
+from soak_plan import ELASTIC, KINDS, TOLERANT, Outcome
 from soak_training import TOLERANCE, Replays
 
 LONGEST_STALL_S = 30.0
@@ -53,32 +53,31 @@ class Oracle:
         """Equal bits on all ranks after each step, those of any run before, and the numbers of one process."""
         if record.plan.rule in TOLERANT:
             return judge_last_digests(record)
-        wrong = []
+        wrong: list[str] = []
         spoilt_from = min((one["at_step"] for one in _planned(record, "not-a-number")), default=math.inf)
-        by_step: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-        for event in record.events:
-            if event["event"] == "step":
-                by_step[event["step"]][event["rank"]] = event
-        for step, events in sorted(by_step.items()):
+        everyone = tuple(range(record.plan.world_size))
+        made: list[tuple[int, ...]] = []
+        for step, events in sorted(_by_step(record).items()):
             digests = {event["digest"] for event in events.values()}
-            if len(digests) > 1:
+            members = {tuple(event["members"] or everyone) for event in events.values()}
+            if len(digests) > 1 or len(members) > 1:
                 wrong.append(f"step {step}: ranks differ: { ({rank: one['digest'] for rank, one in events.items()}) }")
-                continue
+                break
+            made.append(*members)
             if step > spoilt_from:
                 continue
-            key = record.plan.rule, record.plan.world_size, step
-            known = self._digests.setdefault(key, *digests)
-            if {known} != digests:
-                wrong.append(f"step {step}: other bits than in an earlier run: {known} and {digests}")
-            value = next(iter(events.values()))["value"]
-            wrong += self._compare(record, f"step {step}", step, value)
+            if made[-1] == everyone:
+                known = self._digests.setdefault((record.plan.rule, record.plan.world_size, step), *digests)
+                if {known} != digests:
+                    wrong.append(f"step {step}: other bits than in an earlier run: {known} and {digests}")
+            wrong += self._compare(f"step {step}", made, next(iter(events.values()))["value"])
         for event in record.events:
             if event["event"] == "loaded":
-                wrong += self._compare(record, "the checkpoint", event["step"], event["value"])
+                wrong += self._compare("the checkpoint", made[: event["step"]], event["value"])
         return wrong[:6]
 
-    def _compare(self, record: JobRecord, what: str, step: int, value: float) -> list[str]:
-        expected = self._replays.number(record.plan.world_size, step)
+    def _compare(self, what: str, members: Sequence[Sequence[int]], value: float) -> list[str]:
+        expected = self._replays.number(members)
         if abs(value - expected) <= TOLERANCE * max(1.0, abs(expected)):
             return []
         return [f"{what}: parameters are not those of one process: {value} in place of {expected}"]
@@ -234,6 +233,16 @@ def longest_stall_s(record: JobRecord) -> float:
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         longest_s = max(longest_s, *gaps, 0.0)
     return longest_s
+
+
+def _by_step(record: JobRecord) -> dict[int, dict[int, dict[str, Any]]]:
+    """Return what ranks told after each step, but of those that an elastic job may go on without."""
+    outcasts = culprits(record) if record.plan.rule in ELASTIC else set()
+    found: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for event in record.events:
+        if event["event"] == "step" and event["rank"] not in outcasts:
+            found[event["step"]][event["rank"]] = event
+    return found
 
 
 def _planned(record: JobRecord, kind: str) -> list[dict[str, Any]]:

@@ -86,7 +86,9 @@ KINDS = _kinds(
 
 SYNCHRONOUS = ("allreduce", "sharded", "group")
 TOLERANT = ("overlapped", "clustered")
-RULES = (*SYNCHRONOUS, *TOLERANT)
+ELASTIC = ("allreduce-elastic",)
+"""Synchronous, with the survivors of a loss."""
+RULES = (*SYNCHRONOUS, *TOLERANT, *ELASTIC)
 CHECKPOINT_EVERY = 10
 ENDINGS = tuple(kind.name for kind in KINDS.values() if kind.outcome is not Outcome.HARMLESS)
 PASSING = tuple(kind.name for kind in KINDS.values() if kind.outcome is Outcome.HARMLESS and not kind.needs_checkpoints)
@@ -123,7 +125,7 @@ class JobPlan:
     @property
     def is_tolerant(self) -> bool:
         """Whether survivors of a loss go on."""
-        return self.rule in TOLERANT
+        return self.rule in (*TOLERANT, *ELASTIC)
 
     @property
     def saves(self) -> bool:
@@ -172,7 +174,7 @@ def plan_job(seed: int, *, rules: tuple[str, ...] = RULES, max_passing: int = 5)
     choose = random.Random(seed)
     rule, world_size = choose.choice(rules), choose.randint(4, 8)
     at_step, faults = 5, []
-    passing = [name for name in PASSING if rule in SYNCHRONOUS or name != "not-a-number"]
+    passing = [name for name in PASSING if rule not in TOLERANT or name != "not-a-number"]
     for _ in range(choose.randint(1, max_passing)):
         at_step += choose.randint(1, 12)
         faults.append(_choose_fault(choose, choose.choice(passing), world_size, at_step=at_step))
@@ -185,7 +187,12 @@ def plan_job(seed: int, *, rules: tuple[str, ...] = RULES, max_passing: int = 5)
         faults = []
     at_step += choose.randint(3, 12)
     faults.append(_choose_fault(choose, ending, world_size, at_step=at_step))
-    if rule in TOLERANT and world_size >= 6 and KINDS[ending].outcome is Outcome.LOSS and ending != "rack-cut":
+    if (
+        rule in (*TOLERANT, *ELASTIC)
+        and world_size >= 6
+        and KINDS[ending].outcome is Outcome.LOSS
+        and ending != "rack-cut"
+    ):
         faults += _second_loss(choose, faults[-1], world_size)
     return JobPlan(seed=seed, rule=rule, world_size=world_size, num_steps=at_step + 24, faults=tuple(faults))
 
@@ -204,7 +211,7 @@ def _second_loss(choose: random.Random, first: Fault, world_size: int) -> list[F
 
 def _suits(name: str, rule: str) -> bool:
     kind = KINDS[name]
-    if rule in TOLERANT or rule == "group":
+    if rule in (*TOLERANT, *ELASTIC, "group"):
         return not kind.needs_checkpoints and name != "another-call"
     return True
 

@@ -85,10 +85,11 @@ class Rank:
                 step += 1
                 number = step if fleet is None else optimizer.iteration
                 digest, value = gauge.read()
-                self.teller.tell(event="step", step=number, digest=digest, value=value)
+                members = None if fleet is None else fleet.members
+                self.teller.tell(event="step", step=number, digest=digest, value=value, members=members)
                 if self.plan["saves"] and step % self.checkpoint_every == 0:
                     self._save(model, optimizer, step)
-            if self.plan["is_tolerant"]:
+            if self.plan["has_periods"]:
                 optimizer.end_period()
             digest, value = gauge.read()
             self.teller.tell(event="done", step=number, digest=digest, value=value, rss_kib=rss_kib())
@@ -107,7 +108,8 @@ class Rank:
             return
         with syncline.init() as fleet:
             rule = rule_of(self.plan)
-            yield (fleet, *syncline.distribute(model, make_optimizer(model), rule, samples="batch"))
+            elastic = self.plan["rule"].endswith("-elastic")
+            yield (fleet, *syncline.distribute(model, make_optimizer(model), rule, samples="batch", elastic=elastic))
 
     def _batch(self, step: int) -> torch.Tensor:
         batch = batch_of(self.rank, step)
@@ -183,7 +185,7 @@ def rule_of(plan: dict[str, Any]) -> Any:
         "sharded": lambda: syncline.Sharded(bucket_bytes=BUCKET_BYTES),
         "overlapped": lambda: syncline.Overlapped(period=8, bucket_bytes=BUCKET_BYTES),
         "clustered": lambda: syncline.Clustered(period=4, clusters=clusters),
-    }[plan["rule"]]()
+    }[plan["rule"].removesuffix("-elastic")]()
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -66,17 +66,20 @@ def replay() -> Iterator[float]:
 
 
 class Replays:
-    """What each step of a job of N ranks ends with, as far as anybody has asked; made once for each N."""
+    """What each step ends with, told who made each of the steps before; what was asked for before is kept."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Iterator[float], list[float]]] = {}
+        self._running: dict[tuple[int, ...], tuple[Iterator[float], list[float], list[Sequence[int]]]] = {}
 
-    def number(self, world_size: int, step: int) -> float:
-        """Return the gauge's number after ``step`` steps of all ranks."""
-        if world_size not in self._known:
+    def number(self, members: Sequence[Sequence[int]]) -> float:
+        """Return the gauge's number after steps of these ``members``, one entry for each step."""
+        first = tuple(members[0]) if members else ()
+        running, numbers, made = self._running.get(first, (None, [], []))
+        if running is None or made != list(members)[: len(made)]:  # others went on than in the run before
             running = replay()
-            self._known[world_size] = running, [next(running)]
-        running, numbers = self._known[world_size]
-        while len(numbers) <= step:
-            numbers.append(running.send(range(world_size)))  # type: ignore[attr-defined]
-        return numbers[step]
+            numbers, made = [next(running)], []
+        for one in list(members)[len(made) :]:
+            numbers.append(running.send(one))  # type: ignore[attr-defined]
+            made.append(one)
+        self._running[first] = running, numbers, made
+        return numbers[len(members)]

@@ -21,10 +21,11 @@ TOLERANT = [
     ("closed-in-a-frame", "clustered"),
     ("link-cut-briefly", "clustered"),
 ]
+ELASTIC = [(kind, "allreduce-elastic") for kind in ("killed", "stopped", "link-cut", "hung", "rack-cut")]
 GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group"), ("hung", "group")]
 
 
-@pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *GROUP])
+@pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *ELASTIC, *GROUP])
 def test_a_job_ends_as_it_may(kind, rule, network, forker, oracle, tmp_path):
     plan = plan_one(kind, rule, seed=1)
     record = Job(plan, network, forker, tmp_path / "job").run(limit_s=LIMIT_S)

@@ -45,7 +45,7 @@ def make_record(kind="killed", rule="allreduce", *, victim=2):
     for rank in range(3):
         tell(record, rank, "ready", rss_kib=1000)
         for step in range(1, last + 1):
-            tell(record, rank, "step", step=step, digest=f"bits {step}", value=values[step])
+            tell(record, rank, "step", step=step, digest=f"bits {step}", value=values[step], members=[0, 1, 2])
         if is_harmless:
             tell(record, rank, "done", step=last, digest=f"bits {last}", value=values[last], rss_kib=1000)
         elif rank != victim:

@@ -121,6 +121,15 @@ class Agreement:
             return []
         return self._settle(self._take(rank, Loss(accuser=self.rank, has_left=has_left)))
 
+    def be_given_up(self, peer: int) -> list[Effect]:
+        """Take note that ``peer`` has ended its connections to this rank because others told it to.
+
+        So this rank is the lost one, and accuses nobody: who has not heard of it yet might believe that.
+        """
+        if self.is_over or self.rank not in self.base.members or peer not in self.living:
+            return []
+        return self._stop(self._fenced(peer, "others have lost their connection to this rank, or take it for hung"))
+
     def rest(self, *, first_free: int) -> list[Effect]:
         """Take note that the training thread rests: it waits for the agreement, and makes no call of the old epoch."""
         if self.is_over:
