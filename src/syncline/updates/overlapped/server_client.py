@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
-from syncline.fabric import GivenUpError, PeerLeftError, Progress
+from syncline.fabric import GivenUpError, News, PeerLeftError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.membership import Membership, describe_ranks, is_believed
@@ -74,6 +74,7 @@ class ServerClient(Driver):
         self._buckets = buckets
         self._notes = self._open_notes(buckets[0].stream)
         self._answers: dict[int, tuple[int, ...]] = {}
+        self._news = News()
         """Whom each server waits for, as it last said."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
@@ -337,22 +338,22 @@ class ServerClient(Driver):
                     self.hosted[bucket].stop(peer, period=note.period, last_round=last_round)
 
     def _on_told_loss(self, reporter: int, note: Lost) -> None:
-        """Hear from another rank that one is lost; this one perhaps, or one that this rank has not lost.
-
-        Who believes another tells it as such, and is believed whatever its number. Who was left behind accuses nobody.
-        """
+        """Hear of a loss: of this rank perhaps, or of one that it has not lost; who was left behind accuses nobody."""
         lost, who = note.rank, self._port.describe_peer
         if lost in self.lost or reporter in self.lost or self._failure is not None:
             return
-        is_settled = note.is_left_behind or note.is_told or is_believed(reporter, lost)
-        if lost == self._port.rank and is_settled:
+        is_settled = note.is_left_behind or note.is_told
+        if lost == self._port.rank and (is_settled or is_believed(reporter, lost)):
             what = "takes this rank for hung" if note.is_left_behind else "has lost its connection to this rank"
-            what = "was told that this rank is lost" if note.is_told else what
             self.fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
         elif lost == self._port.rank:
             self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
-        elif is_settled:
-            self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"), is_told=True)
+        elif is_settled or self._news.hear(reporter, lost, known=self.lost):
+            self._believe(reporter, lost)
+
+    def _believe(self, reporter: int, lost: int) -> None:
+        who = self._port.describe_peer
+        self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"), is_told=True)
 
     def _awaited_peers(self) -> tuple[int, ...]:
         return self.terms.workers
@@ -368,6 +369,8 @@ class ServerClient(Driver):
         self.membership.lose(peer, error, has_left=has_left)
         if not has_left and not isinstance(error, GivenUpError):
             self._tell_loss(peer, is_left_behind=False, is_told=is_told)
+        for reporter, lost in self._news.find(known=self.lost):
+            self._believe(reporter, lost)
         for shard in self.hosted.values():
             shard.lose(peer)
         shortage = self.membership.shortage(self.terms.survival, what="workers", describe=self._port.describe_peer)
