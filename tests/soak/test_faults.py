@@ -21,7 +21,8 @@ TOLERANT = [
     ("closed-in-a-frame", "clustered"),
     ("link-cut-briefly", "clustered"),
 ]
-ELASTIC = [(kind, "allreduce-elastic") for kind in ("killed", "stopped", "link-cut", "hung", "rack-cut")]
+KINDS_OF_LOSS = ("killed", "stopped", "link-cut", "reset", "bit-flip", "hung", "rack-cut")
+ELASTIC = [(kind, "allreduce-elastic") for kind in KINDS_OF_LOSS]
 GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group"), ("hung", "group")]
 
 
