@@ -8,7 +8,7 @@ DOCS_READY := $(VENV)/.ready-docs
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test simulate mutants torch-suite sanitize lint docs bench bench-check clean
+.PHONY: demo ray test simulate mutants soak torch-suite sanitize lint docs bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -43,6 +43,11 @@ simulate: $(READY) ## play SEEDS seeds of jobs with faults on virtual time (ARGS
 
 mutants: $(READY) ## break the library in one place after the other, and see that a test or a simulation finds each
 	$(BIN)/python tests/mutants/mutants.py $(ARGS)
+
+MINUTES ?= 10
+SEED ?= 0
+soak: $(READY) ## train and break things at random for MINUTES=10 from SEED=0, and judge what came of it (needs root)
+	$(BIN)/python tests/soak/soak_run.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 torch-suite: $(READY) ## run PyTorch's own tests of torch.distributed on our backend (ARGS="all_gather" picks by name)
 	$(BIN)/python tests/backend/torch_suite.py $(ARGS)

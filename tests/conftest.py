@@ -50,7 +50,7 @@ class FileScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
-        return "labs" if path.split("/")[-2] in {"lab", "bench"} else path
+        return "labs" if path.split("/")[-2] in {"lab", "bench", "soak"} else path
 
 
 def pytest_xdist_make_scheduler(config, log):

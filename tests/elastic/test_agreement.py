@@ -84,6 +84,37 @@ def test_a_cut_between_two_ranks_costs_the_higher_one_alone():
     assert isinstance(world.stopped[1], QuorumLostError)
 
 
+def outcast_report():
+    """Of rank 1, which has lost rank 0, and takes rank 3 for lost, which gave it up because of that."""
+    return Report(
+        base=Epoch(number=0, members=(0, 1, 2, 3, 4)), losses={0: Loss(accuser=1), 3: Loss(accuser=1)}, first_free=1
+    )
+
+
+def test_who_has_lost_a_lower_rank_that_lives_is_not_believed_until_that_is_lost_too():
+    machine = Agreement(rank=2, epoch=Epoch(number=0, members=(0, 1, 2, 3, 4)))
+    machine.rest(first_free=1)
+    machine.hear(1, outcast_report())
+    assert machine.living == (0, 1, 2, 3, 4)
+    machine.lose(0)
+    assert machine.living == (1, 2, 4)
+
+
+def test_who_is_accused_by_one_that_is_lost_itself_goes_on():
+    machine = Agreement(rank=3, epoch=Epoch(number=0, members=(0, 1, 2, 3, 4)))
+    machine.rest(first_free=1)
+    assert not any(isinstance(effect, Stop) for effect in machine.hear(1, outcast_report()))
+    assert machine.living == (0, 2, 3, 4)
+
+
+def test_who_is_given_up_by_hearsay_accuses_nobody_and_stops():
+    machine = Agreement(rank=1, epoch=Epoch(number=0, members=(0, 1, 2, 3, 4)))
+    [effect] = machine.be_given_up(3)
+    assert isinstance(effect, Stop)
+    assert "rank 1 was left behind: rank 3 tells that others" in str(effect.error)
+    assert machine.lose(3) == machine.be_given_up(2) == []
+
+
 def test_fewer_than_the_user_wants_stop():
     world = World(4, 3, min_ranks=3)
     world.kill(1)

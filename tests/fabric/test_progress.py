@@ -20,6 +20,16 @@ def test_a_value_changes_with_every_call_and_is_odd_while_a_thread_waits():
     assert [value & 1 for value in values] == [0, 0, 1, 1, 0]
 
 
+def test_a_wait_that_is_not_seen_counts_until_it_is_released():
+    progress = Progress()
+    progress.hold()
+    progress.hold()
+    progress.release()
+    assert progress.value & 1
+    progress.release()
+    assert not progress.is_waiting
+
+
 def test_the_wait_of_another_thread_counts_too():
     progress = Progress()
     is_waiting, may_go = threading.Event(), threading.Event()

@@ -144,6 +144,18 @@ def test_who_did_not_come_is_named():
         meet_all(DictStore(), 3, ranks=[1], timeout_s=0.05)
 
 
+def test_rank_0_tells_the_others_who_did_not_come():
+    """It alone reads who came; the others wait a little longer than it does."""
+    meeting = Meeting(DictStore(), 3)
+    rank_0, rank_1 = meeting.start(0, timeout_s=1.0), meeting.start(1, timeout_s=1.0)
+    while not {0, 1} <= meeting.results.keys():
+        for rank, step in ((0, rank_0), (1, rank_1)):
+            if rank not in meeting.results:
+                step()
+    for rank in (0, 1):
+        assert "rank 0 (host h0) waited 1 s for the others: rank 2 did not come" in str(meeting.results[rank])
+
+
 def test_different_world_sizes_are_named():
     store = DictStore()
     meet_all(store, 2)

@@ -12,7 +12,8 @@ from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptor
 
 from meeting_stores import DictStore
 from syncline.errors import PeerLostError
-from syncline.fabric import FabricOptions, PeerLeftError, Rendezvous, connect_tcp
+from syncline.fabric import FabricOptions, GivenUpError, PeerLeftError, Rendezvous, connect_tcp
+from syncline.fabric.frames import FrameType
 from syncline.topology.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -177,6 +178,21 @@ def test_of_two_that_lose_each_other_all_lose_the_higher_one():
         await recorders[2].wait_until(lambda: len(recorders[2].lost) == 3)
         assert [set(recorders[rank].lost) for rank in (0, 1, 3)] == [{2}] * 3
         assert "gave up rank 1, which sent nothing for 9.9 s (as " in str(recorders[0].lost[2])
+
+    run_over_tcp(4, scenario)
+
+
+def test_who_is_given_up_by_hearsay_accuses_nobody():
+    """Rank 0 loses rank 1, and 3 believes it at once; rank 1 must not take rank 3 along, as long as 2 has not heard."""
+
+    async def scenario(fabrics, recorders, mail):
+        fabrics[2].peer(0)._handlers[FrameType.LOST] = lambda tag, payload: None
+        fabrics[0].on_broken(fabrics[0].peer(1), "sent nothing for 9.9 s", must_tell=False)
+        await recorders[1].wait_until(lambda: 3 in recorders[1].lost)
+        assert type(recorders[1].lost[3]) is GivenUpError
+        fabrics[1].send_control(2, b"after whatever it told")
+        await recorders[2].wait_until(lambda: recorders[2].controls)
+        assert 3 not in recorders[2].lost
 
     run_over_tcp(4, scenario)
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from syncline.errors import DeadlineError, PeerLostError
+from syncline.fabric import Progress
 from syncline.runtime import CommunicationLoop, Work
 
 NUM_THREADS = 5
@@ -25,6 +26,23 @@ def outcome(work):
     except PeerLostError as error:
         return error
     return None
+
+
+@pytest.mark.parametrize("error", [None, PeerLostError("rank 1 is lost", rank=1, host="a")])
+def test_a_rank_whose_foreign_code_waits_for_a_work_is_not_still(loop, error):
+    progress = Progress()
+    work = Work("sum", timeout_s=60.0, loop=loop, progress=progress)
+
+    async def finish():
+        work.finish(error)
+
+    assert not progress.is_waiting
+    work.wait_elsewhere()
+    assert progress.is_waiting
+    loop.run(finish(), 60)
+    assert not progress.is_waiting
+    work.wait_elsewhere()
+    assert not progress.is_waiting, "it has ended already"
 
 
 @pytest.mark.parametrize("error", [None, PeerLostError("rank 1 is lost", rank=1, host="a")])

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from syncline.errors import ConfigurationError, DeadlineError, UpdateError
-from syncline.runtime import CommunicationLoop, Work
+from syncline.errors import ConfigurationError, DeadlineError, PeerLostError, UpdateError
+from syncline.runtime import CommunicationLoop, Work, communicators_in_memory
 from syncline.updates import AllReduce, Sharded
+from syncline.updates.control import ControlStream
 from syncline.updates.memory import bytes_of, reduction_for
 from syncline.updates.readiness import Readiness
+from syncline.updates.report import StepReports
 from syncline.updates.worker_thread import WorkerThread
 
 
@@ -29,6 +31,16 @@ def test_reductions_add_in_place(dtype: torch.dtype) -> None:
 def test_bool_has_no_sum() -> None:
     with pytest.raises(ConfigurationError, match="cannot be summed"):
         reduction_for(torch.bool)
+
+
+def test_a_report_that_a_loss_ends_names_its_step() -> None:
+    first, second = communicators_in_memory(2)
+    reports = StepReports(ControlStream(first, stream=1, timeout_s=60.0))
+    report = reports.start(1.0, 2.0, [True], [0.0], step=7)
+    second.abort()
+    with pytest.raises(PeerLostError, match=r"rank 1 .* during report of a backward pass, step 7"):
+        report.result()
+    first.abort()
 
 
 @pytest.fixture(name="loop")

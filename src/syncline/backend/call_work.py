@@ -92,13 +92,15 @@ class CallWork(dist.Work):
 
     @uncompiled
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors, completed on a thread that may run callbacks."""
+        """Return a future of the tensors, completed on a thread that may run callbacks; DDP waits for it in C++."""
         with self._lock:
             if self._future is None:
                 devices = {tensor.device for tensor in self._result if tensor.device.type != "cpu"}
                 root: Future[Any] = Future(devices=sorted(devices, key=str))
                 # A future that is told of an exception in Python is a success to C++; one whose callback raises is not.
                 self._future = root.then(_unwrap)
+                for work in self._work.works:
+                    work.wait_elsewhere()
                 self._completions.submit(self._work.works, partial(self._complete, root))
             return self._future
 

@@ -119,7 +119,19 @@ class Agreement:
         """Take note that this rank has lost ``rank``, or that it has left by itself."""
         if self.is_over or rank == self.rank:
             return []
-        return self._settle(self._take(rank, Loss(accuser=self.rank, has_left=has_left)))
+        has_grown = self._take(rank, Loss(accuser=self.rank, has_left=has_left))
+        for report in tuple(self.heard.values()):  # some of which may be believed only now
+            has_grown |= self._believe(report)
+        return self._settle(has_grown)
+
+    def be_given_up(self, peer: int) -> list[Effect]:
+        """Take note that ``peer`` has ended its connections to this rank because others told it to.
+
+        So this rank is the lost one, and accuses nobody: who has not heard of it yet might believe that.
+        """
+        if self.is_over or self.rank not in self.base.members or peer not in self.living:
+            return []
+        return self._stop(self._fenced(peer, "others have lost their connection to this rank, or take it for hung"))
 
     def rest(self, *, first_free: int) -> list[Effect]:
         """Take note that the training thread rests: it waits for the agreement, and makes no call of the old epoch."""
@@ -138,17 +150,15 @@ class Agreement:
             return [Tell(peers=(peer,), report=self._report())] if self.is_resting or self.epoch.number else []
         knew = self.base.number, len(self.losses)
         accused = report.losses.get(self.rank)
-        if accused is not None and is_believed(accused.accuser, self.rank):
+        if accused is not None and self._is_believed(self.rank, report):
             return self._stop(
                 self._fenced(accused.accuser, "has lost its connection to this rank, or takes it for hung")
             )
         has_grown = report.base.number > self.base.number
         self.base = report.base if has_grown else self.base
+        has_grown |= self._believe(report)
         if accused is not None:
             has_grown |= self._take(accused.accuser, Loss(accuser=self.rank))
-        for rank, loss in report.losses.items():
-            if rank != self.rank and (loss.has_left or is_believed(loss.accuser, rank) or rank in self.losses):
-                has_grown |= self._take(rank, loss)
         if peer not in self.losses:
             self.heard[peer] = report
         if self.is_resting:
@@ -168,6 +178,30 @@ class Agreement:
             )
         has_grown = [self._take(rank, Loss(accuser=self.rank)) for rank in silent]
         return self._settle(any(has_grown))
+
+    def _believe(self, report: Report) -> bool:
+        """Take over what is to be believed of a report; return whether there is more to tell than before."""
+        believed = [
+            (rank, loss)
+            for rank, loss in report.losses.items()
+            if rank != self.rank and (loss.has_left or rank in self.losses or self._is_believed(rank, report))
+        ]
+        has_grown = [self._take(rank, loss) for rank, loss in believed]
+        return any(has_grown)
+
+    def _is_believed(self, rank: int, report: Report) -> bool:
+        """Whether a report is right that ``rank`` is lost.
+
+        Who accuses it must be lower, and must not have lost a lower one itself that lives as far as is known here: of
+        these two it is the lost one, and accuses those who know that already (as in the fabric's :class:`News`).
+        """
+        accuser = report.losses[rank].accuser
+        doubts = (
+            one
+            for one, loss in report.losses.items()
+            if loss.accuser == accuser and not loss.has_left and not is_believed(accuser, one)
+        )
+        return is_believed(accuser, rank) and all(one in self.losses for one in doubts)
 
     def _take(self, rank: int, loss: Loss) -> bool:
         """Hold a rank lost; return whether there is more to tell than before."""

@@ -127,7 +127,13 @@ class ElasticControlStream(ControlStream):
 
     # What a training calls.
 
-    def start_sum(self, values: torch.Tensor, label: str) -> Work:
+    def start_sum(
+        self,
+        values: torch.Tensor,
+        label: str,
+        *,
+        step: int | None = None,  # noqa: ARG002 - a call that outlives an epoch is known by its number
+    ) -> Work:
         """Begin to replace ``values`` by their sum over all members."""
         given = values.clone()
 

@@ -14,7 +14,7 @@ from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Stop, T
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report
 from syncline.errors import FabricError
-from syncline.fabric import PeerLeftError
+from syncline.fabric import GivenUpError, PeerLeftError
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 
@@ -106,7 +106,9 @@ class Regroup:
             self._end_calls(self._interrupt)
 
     def _on_lost(self, peer: int, error: Exception) -> None:
-        if peer != self._port.rank:
+        if isinstance(error, GivenUpError):
+            self._do(self._machine.be_given_up(peer))
+        elif peer != self._port.rank:
             self._do(self._machine.lose(peer, has_left=isinstance(error, PeerLeftError)))
         elif self._work is not None:
             self._finish(error)

@@ -64,7 +64,15 @@ class ElasticReports(StepReports):
         self._elastic = control
         self._on_commit = on_commit
 
-    def start(self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float]) -> PendingReport:
+    def start(
+        self,
+        weight: float,
+        expected: float,
+        present: Sequence[bool],
+        notes: Sequence[float],
+        *,
+        step: int,  # noqa: ARG002 - a call that outlives an epoch may be of a later step's
+    ) -> PendingReport:
         """Make the report of a pass; :meth:`CommitReport.commit` tells it."""
         own = weight, tuple(present), tuple(notes)
         self._last = CommitReport(self._elastic, own, expected, on_commit=self._on_commit)

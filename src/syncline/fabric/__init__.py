@@ -3,9 +3,18 @@
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
+from syncline.fabric.news import News
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
-from syncline.fabric.protocol import BULK, MAX_CONTROL_BYTES, Fabric, FabricListener, PeerLeftError, Transport
+from syncline.fabric.protocol import (
+    BULK,
+    MAX_CONTROL_BYTES,
+    Fabric,
+    FabricListener,
+    GivenUpError,
+    PeerLeftError,
+    Transport,
+)
 from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
@@ -16,6 +25,8 @@ __all__ = [
     "Transport",
     "Fabric",
     "FabricListener",
+    "GivenUpError",
+    "News",
     "PeerLeftError",
     "MAX_CONTROL_BYTES",
     "BULK",

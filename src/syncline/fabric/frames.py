@@ -62,7 +62,7 @@ class FrameType(IntEnum):
     FAREWELL = 10
     """The END of every connection has been seen: all that was sent has been read."""
     LOST = 11
-    """Rank ``tag`` is lost; the payload says why."""
+    """Rank ``tag`` is lost; the payload says why. With ``HEARSAY`` added the sender was told so by another."""
     OFFER = 12
     """The sender's memory may be read; the payload lets the receiver try."""
     ACCEPT = 13
@@ -75,6 +75,7 @@ class FrameType(IntEnum):
     """The sender has all connections of classes 0 to ``tag`` - 1 to this peer."""
 
 
+HEARSAY = 1 << 32
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
 _CRCS = CrcChecks()
 _TYPES = frozenset(int(kind) for kind in FrameType)

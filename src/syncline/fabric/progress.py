@@ -33,14 +33,16 @@ class Progress:
         self._num_calls = 0
         self._waiting: dict[int, int] = {}
         self._wait = _Wait(self)
+        self._holding = threading.Lock()
+        self._num_held = 0
 
     def __repr__(self) -> str:
         return f"<Progress: {self._num_calls} calls{', waiting' * self.is_waiting}>"
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some thread waits in a call for other ranks."""
-        return bool(self._waiting)
+        """Whether some thread waits in a call for other ranks, or is held to."""
+        return bool(self._waiting) or self._num_held > 0
 
     @property
     def value(self) -> int:
@@ -54,6 +56,16 @@ class Progress:
     def waiting(self) -> AbstractContextManager[None]:
         """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""
         return self._wait
+
+    def hold(self) -> None:
+        """Say that somebody waits until :meth:`release`, as foreign code may where nothing of it is seen."""
+        with self._holding:
+            self._num_held += 1
+
+    def release(self) -> None:
+        """Take one :meth:`hold` back."""
+        with self._holding:
+            self._num_held -= 1
 
 
 class _Wait:

@@ -36,6 +36,16 @@ class PeerLeftError(PeerLostError):
     """
 
 
+class GivenUpError(PeerLostError):
+    """A peer lives, and has given this rank up because others told it to.
+
+    The rest have heard the same, or will: so whoever gets this accuses the peer to nobody.
+
+    >>> GivenUpError("rank 1 (host a1) closed its connections to this rank", rank=1, host="a1").rank
+    1
+    """
+
+
 class SendSettings(TypedDict):
     """Keyword arguments of :meth:`Transport.send`, for those who pass them on."""
 

@@ -33,7 +33,7 @@ LONGEST_PAUSE_S = 0.25
 SILENCE_S = 10.0
 LINGER_S = 1.0
 """Rank 0 stays for so long after it told why it gives up; the others look four times."""
-ANSWER_MARGIN_S = 1.0
+ANSWER_MARGIN_S = LINGER_S + 1.0
 MAX_NAME_LENGTH = 255
 
 
@@ -139,7 +139,7 @@ class Rendezvous:
             member=member,
             world_size=world_size,
             nonce=self._token(NONCE_BYTES),
-            deadline_s=self._now_s() + timeout_s,
+            deadline_s=self._now_s() + timeout_s + (0.0 if member.rank == 0 else LINGER_S),  # rank 0 tells them why
             stop=stop or threading.Event(),
         )
         self._attempt = attempt
@@ -157,10 +157,13 @@ class Rendezvous:
             if trouble is not None:
                 raise RendezvousError(trouble)
             if attempt.stop.is_set() or self._now_s() >= attempt.deadline_s:
-                raise RendezvousError(
+                text = (
                     f"rank {member.rank} (host {member.host}) waited {timeout_s:.0f} s for the others: "
                     f"{attempt.waits_for}; check that all processes of the job run and reach the same store"
                 )
+                if member.rank == 0 and not attempt.stop.is_set():
+                    self._give_up_blocking(text)  # it alone knows who did not come
+                raise RendezvousError(text)
             if attempt.epoch != epoch:
                 pause_s = FIRST_PAUSE_S  # all are there, and answer each other now
             self._pause(pause_s)

@@ -16,10 +16,11 @@ from typing import Protocol, Unpack
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.frames import FrameType
+from syncline.fabric.frames import HEARSAY, FrameType
 from syncline.fabric.handshake import Admission
 from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
+from syncline.fabric.news import News, cut_reason
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.peer_transport import TransportSet
@@ -27,6 +28,7 @@ from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     MAX_CONTROL_BYTES,
     FabricListener,
+    GivenUpError,
     PeerLeftError,
     ReceiveSettings,
     SendSettings,
@@ -37,8 +39,6 @@ from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics, add_peers
 from syncline.priorities.terms import Priorities
-
-MAX_REASON_BYTES = 1024
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class TcpFabric:
         self._mesh: Mesh | None = None
         self._listener_slot = ListenerSlot()
         self._lost: dict[int, PeerLostError] = {}
+        self._news = News()
         self._is_closing = False
         self._is_closed = False
         self._changed = asyncio.Event()
@@ -274,7 +275,7 @@ class TcpFabric:
             self._tell_peer(peer, lost=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
         for other in self._living():
-            other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(reason))
+            other.send_frame(FrameType.LOST, tag=peer.rank, payload=cut_reason(reason))
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
@@ -287,29 +288,21 @@ class TcpFabric:
         self._lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
 
     def on_news(self, peer: Peer, lost: int, reason: str) -> None:
-        """Believe a peer that another one is lost, or that it gave up this rank.
-
-        Of two that lose each other though both live, all others must lose the same one, or they would lose sight of one
-        another: it is the higher one. So a report of a lower rank's loss is not believed; if it is dead, this rank sees
-        that itself.
-        """
+        """Believe a peer that another one is lost, if it is to be (:class:`News`), or that it gave up this rank."""
+        is_hearsay, lost = bool(lost & HEARSAY), lost & ~HEARSAY
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
-            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
-            for other in self._living() if lost < peer.rank else ():
-                other.send_frame(FrameType.LOST, tag=peer.rank, payload=_cut(f"gave up rank {lost}, which {reason}"))
-        elif peer.rank > lost:
+            self._lose(peer, (GivenUpError if is_hearsay else PeerLostError)(text, rank=peer.rank, host=peer.host))
+            for other in self._living() if lost < peer.rank and not is_hearsay else ():
+                other.send_frame(
+                    FrameType.LOST, tag=peer.rank, payload=cut_reason(f"gave up rank {lost}, which {reason}")
+                )
+        elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys()):
+            self._believe(peer.rank, lost, reason)
+        else:
             _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
-        elif lost in self._peers and not self._peers[lost].is_gone:
-            other = self._peers[lost]
-            if other is not peer:
-                reason = f"{reason} (as {peer.name} reports)"
-                self._tell_peer(other, lost=lost, reason=reason)
-            self._lose(other, PeerLostError(f"{other.name} {reason}", rank=lost, host=other.host))
-            for hearer in self._living():  # whom the peer may not reach
-                hearer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
@@ -326,9 +319,20 @@ class TcpFabric:
 
     # --- inside ---
 
+    def _believe(self, teller: int, lost: int, reason: str) -> None:
+        outcast = self._peers[lost]
+        if outcast.is_gone:
+            return
+        if lost != teller:
+            reason = f"{reason} (as {self.describe_peer(teller)} reports)"
+            self._tell_peer(outcast, lost=lost | HEARSAY, reason=reason)
+        self._lose(outcast, PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host))
+        for other in self._living() if self._rank < lost else ():  # whom the teller may not reach
+            other.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
+
     def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that ``lost`` (itself, or this rank) is lost."""
-        peer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))
+        peer.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
         peer.flush_control()
 
     def _tick(self) -> None:
@@ -361,6 +365,8 @@ class TcpFabric:
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
+        for teller, lost in self._news.find(known=self._lost.keys()):
+            self._believe(teller, lost, "is lost")
 
     def _release(self) -> list[asyncio.Task[Admission]]:
         if self._is_closed:
@@ -396,7 +402,3 @@ class TcpFabric:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
-
-
-def _cut(reason: str) -> bytes:
-    return reason.encode()[:MAX_REASON_BYTES]

@@ -233,7 +233,7 @@ class GradientCollector:
         notes = (self._samples.batch if self._weight else -1.0, *self._watch.notes())
         weight = self._weight + contributed.weight
         contributed.clear()
-        self.report = self._reports.start(weight, self._expected_total, present, notes)
+        self.report = self._reports.start(weight, self._expected_total, present, notes, step=self._updater.step_number)
         exist = self._updater.finish_backward(self.report)
         self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)

@@ -65,6 +65,12 @@ class Work:
         if self._error is not None:
             raise self._error
 
+    def wait_elsewhere(self) -> None:
+        """Take it that foreign code waits until it has ended: a rank that waits for others does not hang."""
+        if not self.done():
+            self._progress.hold()
+            self.add_done_callback(lambda _: self._progress.release())
+
     def exception(self) -> BaseException | None:
         """Return what went wrong; None if nothing did, or it is still under way."""
         return self._error

@@ -48,9 +48,9 @@ class ControlStream:
         """The job's numbers of the ranks."""
         return self._communicator.members
 
-    def start_sum(self, values: torch.Tensor, label: str) -> Work:
+    def start_sum(self, values: torch.Tensor, label: str, *, step: int | None = None) -> Work:
         """Begin to replace ``values`` (contiguous, in host memory) by their sum over all ranks."""
-        return self._submit(Collective.ALL_REDUCE, values, label, root=0)
+        return self._submit(Collective.ALL_REDUCE, values, label, root=0, step=step)
 
     def sum(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Replace ``values`` by their sum over all ranks, and return them."""
@@ -85,7 +85,9 @@ class ControlStream:
         pieces = torch.split(self.sum(joined, label), sizes)
         return [json.loads(bytes(piece.tolist())) for piece in pieces]
 
-    def _submit(self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int) -> Work:
+    def _submit(
+        self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int, step: int | None = None
+    ) -> Work:
         schedule = self._communicator.plan(collective, tensor.numel() * tensor.element_size(), root=root)
         return self._communicator.start(
             schedule,
@@ -95,5 +97,6 @@ class ControlStream:
             urgency=URGENCY,
             op=label,
             label=label,
+            step=step,
             timeout_s=self._timeout_s,
         )

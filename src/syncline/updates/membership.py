@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from syncline.errors import UpdateError
@@ -69,7 +70,7 @@ class Membership:
     clock: Callable[[], float] = time.monotonic
 
     @property
-    def lost(self) -> Collection[int]:
+    def lost(self) -> AbstractSet[int]:
         """The ranks that are lost; a live view."""
         return self.losses.keys()
 

@@ -121,7 +121,15 @@ class LocalReports:
         """Return the weight to divide this pass's by: its own."""
         return weight or 1.0
 
-    def start(self, weight: float, _: float, present: Sequence[bool], notes: Sequence[float]) -> LocalReport:
+    def start(
+        self,
+        weight: float,
+        _: float,
+        present: Sequence[bool],
+        notes: Sequence[float],
+        *,
+        step: int,  # noqa: ARG002 - no call is made that could be named by it
+    ) -> LocalReport:
         """Make the report of a pass; nobody else sees the notes."""
         return LocalReport(weight, present, notes)
 
@@ -140,11 +148,13 @@ class StepReports:
         self._last.wait()
         return self._last.total or 1.0
 
-    def start(self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float]) -> PendingReport:
-        """Begin the report of a pass; every rank gives as many notes."""
+    def start(
+        self, weight: float, expected: float, present: Sequence[bool], notes: Sequence[float], *, step: int
+    ) -> PendingReport:
+        """Begin the report of a pass for ``step``; every rank gives as many notes."""
         world_size, num_notes = self._control.world_size, len(notes)
         totals = encode(self._control, weight, present, notes)
-        work = self._control.start_sum(totals, "report of a backward pass")
+        work = self._control.start_sum(totals, "report of a backward pass", step=step)
         self._last = PendingReport(work, totals, expected, num_notes=num_notes, world_size=world_size)
         return self._last
 

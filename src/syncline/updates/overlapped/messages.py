@@ -122,10 +122,11 @@ def _pack_numbers(into: memoryview, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """To everyone: ``rank`` is lost, or it lives and is left behind."""
+    """To everyone: ``rank`` is lost, or it lives and is left behind; ``is_told`` if the sender believes another."""
 
     rank: int
     is_left_behind: bool
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
-from syncline.fabric import PeerLeftError, Progress
+from syncline.fabric import GivenUpError, News, PeerLeftError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.membership import Membership, describe_ranks, is_believed
@@ -74,6 +74,7 @@ class ServerClient(Driver):
         self._buckets = buckets
         self._notes = self._open_notes(buckets[0].stream)
         self._answers: dict[int, tuple[int, ...]] = {}
+        self._news = News()
         """Whom each server waits for, as it last said."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
@@ -307,11 +308,11 @@ class ServerClient(Driver):
     def _tell(self, peer: int, note: Note) -> None:
         self._notes.send(peer, encode_record(note))
 
-    def _tell_loss(self, rank: int, *, is_left_behind: bool) -> None:
+    def _tell_loss(self, rank: int, *, is_left_behind: bool, is_told: bool = False) -> None:
         """Tell all others, also the one that is lost: it may live."""
         for peer in range(self.terms.world_size):
             if peer != self._port.rank:
-                self._tell(peer, Lost(rank=rank, is_left_behind=is_left_behind))
+                self._tell(peer, Lost(rank=rank, is_left_behind=is_left_behind, is_told=is_told))
 
     def ask(self) -> None:
         """Ask the servers whom they wait for."""
@@ -321,7 +322,7 @@ class ServerClient(Driver):
     def _on_note(self, peer: int, note: Note) -> None:
         self._notes.listen(peer)
         if isinstance(note, Lost):
-            self._on_told_loss(peer, note.rank, is_left_behind=note.is_left_behind)
+            self._on_told_loss(peer, note)
         elif isinstance(note, Answer):
             self._answers[peer] = note.ranks
         elif isinstance(note, Question):
@@ -336,18 +337,23 @@ class ServerClient(Driver):
                 if bucket in self.hosted:
                     self.hosted[bucket].stop(peer, period=note.period, last_round=last_round)
 
-    def _on_told_loss(self, reporter: int, lost: int, *, is_left_behind: bool) -> None:
-        """Hear from another rank that one is lost; this one perhaps, or one that this rank has not lost."""
-        if lost in self.lost or reporter in self.lost:
+    def _on_told_loss(self, reporter: int, note: Lost) -> None:
+        """Hear of a loss: of this rank perhaps, or of one that it has not lost; who was left behind accuses nobody."""
+        lost, who = note.rank, self._port.describe_peer
+        if lost in self.lost or reporter in self.lost or self._failure is not None:
             return
-        who = self._port.describe_peer
-        if lost == self._port.rank and (is_left_behind or is_believed(reporter, lost)):
-            what = "takes this rank for hung" if is_left_behind else "has lost its connection to this rank"
+        is_settled = note.is_left_behind or note.is_told
+        if lost == self._port.rank and (is_settled or is_believed(reporter, lost)):
+            what = "takes this rank for hung" if note.is_left_behind else "has lost its connection to this rank"
             self.fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
         elif lost == self._port.rank:
             self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
-        elif is_left_behind or is_believed(reporter, lost):
-            self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"))
+        elif is_settled or self._news.hear(reporter, lost, known=self.lost):
+            self._believe(reporter, lost)
+
+    def _believe(self, reporter: int, lost: int) -> None:
+        who = self._port.describe_peer
+        self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"), is_told=True)
 
     def _awaited_peers(self) -> tuple[int, ...]:
         return self.terms.workers
@@ -356,13 +362,15 @@ class ServerClient(Driver):
         self._tell_loss(peer, is_left_behind=True)
         super()._leave(peer, text)
 
-    def _on_lost(self, peer: int, error: Exception) -> None:
+    def _on_lost(self, peer: int, error: Exception, *, is_told: bool = False) -> None:
         if peer in self.lost:
             return
         has_left = isinstance(error, PeerLeftError)
         self.membership.lose(peer, error, has_left=has_left)
-        if not has_left:
-            self._tell_loss(peer, is_left_behind=False)
+        if not has_left and not isinstance(error, GivenUpError):
+            self._tell_loss(peer, is_left_behind=False, is_told=is_told)
+        for reporter, lost in self._news.find(known=self.lost):
+            self._believe(reporter, lost)
         for shard in self.hosted.values():
             shard.lose(peer)
         shortage = self.membership.shortage(self.terms.survival, what="workers", describe=self._port.describe_peer)

@@ -1,0 +1,50 @@
+"""Which losses that others tell of are believed, decided without I/O.
+
+Ranks do not vote on who is lost: each finds losses by itself, and tells the others. Of two that live and have lost each
+other, *the one of the higher number is lost*, for all; so a teller is believed only of ranks above its own. And who has
+lost a rank below its own that lives, as far as is known here, is the lost one of the two. Those who have heard that
+already give it up, and it takes them for lost in turn; whoever has not heard it yet must not believe that. So what it
+tells is kept until the rank below it is found lost here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+MAX_REASON_BYTES = 1024
+
+
+def cut_reason(reason: str) -> bytes:
+    """Return why a rank is lost as a frame tells it."""
+    return reason.encode()[:MAX_REASON_BYTES]
+
+
+class News:
+    """What others have told one rank of losses.
+
+    >>> news = News()
+    >>> news.hear(2, 0, known=set()), news.hear(2, 3, known=set())  # rank 2 has lost 0, which lives; then it tells of 3
+    (False, False)
+    >>> news.find(known={0})  # rank 0 is dead after all
+    [(2, 3)]
+    """
+
+    def __init__(self) -> None:
+        self._lost_below: dict[int, set[int]] = {}
+        self._kept: list[tuple[int, int]] = []
+
+    def hear(self, teller: int, lost: int, *, known: AbstractSet[int]) -> bool:
+        """Whether to believe ``teller`` now that ``lost`` is lost; ``known`` are those that are known to be."""
+        if teller > lost:
+            self._lost_below.setdefault(teller, set()).add(lost)
+            return False
+        if self._lost_below.get(teller, set()) - known:
+            self._kept.append((teller, lost))
+            return False
+        return True
+
+    def find(self, *, known: AbstractSet[int]) -> list[tuple[int, int]]:
+        """Return who told of whom in what was kept and can be believed now; it is not kept any longer."""
+        found = [(teller, lost) for teller, lost in self._kept if not self._lost_below[teller] - known]
+        self._kept = [told for told in self._kept if told not in found]
+        return found

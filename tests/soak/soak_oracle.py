@@ -1,0 +1,253 @@
+"""Whether a job of a soak ended as it may: what each rank must, may and must not have told, and what may be left. Pure.
+
+Each rule adds sentences to a list; a run in which the list is empty has passed. What cannot be judged, because the
+fault that was planned did not take place or too few steps were made, is no pass either: it is told as invalid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from soak_job import JobRecord
+from soak_plan import ELASTIC, KINDS, TOLERANT, Outcome
+from soak_training import TOLERANCE, Replays
+
+LONGEST_STALL_S = 30.0
+MOST_GROWTH_KIB = 48 << 10
+STORE_THREAD = "syncline-store"
+"""May wait for a store whose process is dead, when init() has given up; torch's client cannot be told to stop."""
+DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
+OPERATION = re.compile(
+    r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|checkpoint|period|update).*",
+)
+STEP = re.compile(r"(step|iteration|period|checkpoint) \d+|checkpoint|barrier|starts|distribute")
+
+
+class Oracle:
+    """Judges jobs one after another, and remembers which bits each step had before."""
+
+    def __init__(self) -> None:
+        self._replays = Replays()
+        self._digests: dict[tuple[str, int, int], str] = {}
+
+    def judge(self, record: JobRecord) -> list[str]:
+        """Return what is wrong."""
+        wrong = [f"rank {rank} hangs: {record.outputs.get(rank, '')[-1500:]}" for rank in record.hanging]
+        wrong += [f"left behind: {what}" for what in record.left_behind]
+        wrong += judge_ends(record)
+        wrong += judge_errors(record)
+        wrong += judge_notices(record)
+        wrong += judge_what_is_held(record)
+        wrong += self._judge_numbers(record)
+        stall_s = longest_stall_s(record)
+        if stall_s > LONGEST_STALL_S:
+            wrong.append(f"a rank that lives made no step and told no error for {stall_s:.1f} s")
+        return wrong
+
+    def _judge_numbers(self, record: JobRecord) -> list[str]:
+        """Equal bits on all ranks after each step, those of any run before, and the numbers of one process."""
+        if record.plan.rule in TOLERANT:
+            return judge_last_digests(record)
+        wrong: list[str] = []
+        spoilt_from = min((one["at_step"] for one in _planned(record, "not-a-number")), default=math.inf)
+        everyone = tuple(range(record.plan.world_size))
+        made: list[tuple[int, ...]] = []
+        for step, events in sorted(_by_step(record).items()):
+            digests = {event["digest"] for event in events.values()}
+            members = {tuple(event["members"] or everyone) for event in events.values()}
+            if len(digests) > 1 or len(members) > 1:
+                wrong.append(f"step {step}: ranks differ: { ({rank: one['digest'] for rank, one in events.items()}) }")
+                break
+            made.append(*members)
+            if step > spoilt_from:
+                continue
+            if made[-1] == everyone:
+                known = self._digests.setdefault((record.plan.rule, record.plan.world_size, step), *digests)
+                if {known} != digests:
+                    wrong.append(f"step {step}: other bits than in an earlier run: {known} and {digests}")
+            wrong += self._compare(f"step {step}", made, next(iter(events.values()))["value"])
+        for event in record.events:
+            if event["event"] == "loaded":
+                wrong += self._compare("the checkpoint", made[: event["step"]], event["value"])
+        return wrong[:6]
+
+    def _compare(self, what: str, members: Sequence[Sequence[int]], value: float) -> list[str]:
+        expected = self._replays.number(members)
+        if abs(value - expected) <= TOLERANCE * max(1.0, abs(expected)):
+            return []
+        return [f"{what}: parameters are not those of one process: {value} in place of {expected}"]
+
+
+def took_place(record: JobRecord) -> set[str]:
+    """Return the kinds of faults that took place."""
+    return {one["kind"] for one in record.injected}
+
+
+def culprits(record: JobRecord) -> set[int]:
+    """Return the ranks that may be lost by what took place."""
+    found: set[int] = set()
+    for one in record.injected:
+        for fault in record.plan.faults:
+            if (fault.kind, fault.victim) == (one["kind"], one["rank"]):
+                found.update(record.plan.struck(fault))
+        if one.get("other") is not None:
+            found.add(one["other"])
+    return found
+
+
+def invalid(record: JobRecord) -> str | None:
+    """Say why a run shows nothing, if it does not."""
+    planned = {fault.kind for fault in record.plan.faults}
+    if not record.injected:
+        return f"nothing of {', '.join(sorted(planned))} took place"
+    begun = [event for event in record.events if event["event"] == "step"]
+    if not begun and not record.plan.begins_badly:
+        return "no rank made a step"
+    return None
+
+
+def judge_ends(record: JobRecord) -> list[str]:
+    """Each rank ends by itself, having told how; or is one of those that were to die, and so."""
+    wrong = []
+    allowed: dict[int, set[int]] = defaultdict(set)
+    for one in record.injected:
+        if one["kind"] in DEADLY:
+            allowed[one["rank"]].add(DEADLY[one["kind"]])
+    for rank, status in record.statuses.items():
+        if rank in record.hanging or status in allowed[rank]:
+            continue
+        if status != 0 or not record.of(rank, "closed"):
+            wrong.append(f"rank {rank} ended with status {status}: {record.outputs.get(rank, '')[-1500:]}")
+    return wrong
+
+
+def judge_errors(record: JobRecord) -> list[str]:
+    """Those who are not struck end as the outcome allows, and their errors say who, what and when."""
+    outcomes = {KINDS[kind].outcome for kind in took_place(record)}
+    blamed = culprits(record)
+    wrong = []
+    for rank in record.statuses:
+        errors = record.of(rank, "error")
+        is_done = bool(record.of(rank, "done"))
+        if Outcome.REFUSED in outcomes:
+            wrong += _judge_refusal(record, rank, errors)
+        elif Outcome.MISUSE in outcomes:
+            wrong += [] if _names_both_calls(errors) else [f"rank {rank} was not told of both calls: {_texts(errors)}"]
+        elif rank in blamed:
+            continue
+        elif record.plan.begins_badly and not record.of(rank, "ready"):
+            wrong += [] if errors and errors[0]["is_own"] else [f"rank {rank} was told nothing: {_texts(errors)}"]
+        elif outcomes & {Outcome.LOSS, Outcome.PAIR} and not record.plan.is_tolerant:
+            wrong += [] if is_done else _judge_loss(rank, errors, blamed, has_steps=record.plan.rule != "group")
+        elif not is_done:
+            wrong.append(f"rank {rank} had to go on, but {_texts(errors)}")
+    told = [event["text"] for event in record.events if event["event"] == "error"]
+    if record.plan.begins_badly and told and not any(f"rank {rank}" in text for rank in blamed for text in told):
+        wrong.append(f"nobody names who did not come, of {sorted(blamed)}: {told}")
+    return wrong
+
+
+def _judge_loss(rank: int, errors: Iterable[dict[str, Any]], blamed: set[int], *, has_steps: bool) -> list[str]:
+    """The error is one of ours, names a rank that was struck, the call and its step; groups know of no steps."""
+    for error in errors:
+        text = error["text"]
+        names = error["lost"] in blamed or any(re.search(rf"rank {other}\b", text) for other in blamed)
+        if not error["is_own"] or not names:
+            return [f"rank {rank} does not name any of {sorted(blamed)}: {error['kind']}: {text}"]
+        if not OPERATION.search(text) or (has_steps and not STEP.search(text)):
+            return [f"rank {rank} names no call, or not its step: {error['kind']}: {text}"]
+        return []
+    return [f"rank {rank} told no error, though {sorted(blamed)} are lost"]
+
+
+def _judge_refusal(record: JobRecord, rank: int, errors: list[dict[str, Any]]) -> list[str]:
+    refused = {fault.victim for fault in record.plan.faults if fault.outcome is Outcome.REFUSED}
+    if not errors or not errors[0]["is_own"] or record.of(rank, "ready"):
+        return [f"rank {rank} was not refused: {_texts(errors)}"]
+    if rank in refused or any(f"rank {other}" in errors[0]["text"] for other in refused):
+        return []
+    return [f"rank {rank} is not told of {sorted(refused)}: {_texts(errors)}"]
+
+
+def _names_both_calls(errors: list[dict[str, Any]]) -> bool:
+    return bool(errors) and errors[0]["kind"] == "MismatchError" and "8 x" in errors[0]["text"] + " "
+
+
+def judge_notices(record: JobRecord) -> list[str]:
+    """What must be told though training goes on: where NaN began, and that a checkpoint could not be written."""
+    wrong = []
+    for one in record.injected:
+        rank = one["rank"]
+        if one["kind"] == "not-a-number" and record.plan.rule != "group":
+            for told in {0, rank}:
+                warned = [event["text"] for event in record.of(told, "warning") if "NaN or infinity" in event["text"]]
+                if not any(f"rank {rank} " in text for text in warned) and record.of(told, "done"):
+                    wrong.append(f"rank {told} was not told that NaN began on rank {rank}: {warned}")
+        if one["kind"] in ("full-disk", "file-size-limit"):
+            words = {"full-disk": "No space left", "file-size-limit": "File too large"}[one["kind"]]
+            for told in record.statuses:
+                refusals = [event["text"] for event in record.of(told, "unsaved")]
+                if not any(words in text for text in refusals) and record.of(told, "done"):
+                    wrong.append(f"rank {told} was not told why rank {rank} cannot save: {refusals}")
+    if record.plan.saves and not record.of(-1, "loaded") and any(event["event"] == "saved" for event in record.events):
+        wrong.append("no checkpoint can be loaded")
+    return wrong
+
+
+def judge_what_is_held(record: JobRecord) -> list[str]:
+    """After it has left, a rank holds what it held before; and it does not grow while it trains."""
+    wrong = []
+    for rank in record.statuses:
+        for event in record.of(rank, "closed"):
+            after = event["after"] | {"threads": [name for name in event["after"]["threads"] if name != STORE_THREAD]}
+            if event["before"] != (after if record.plan.begins_badly else event["after"]):
+                wrong.append(f"rank {rank} held {event['before']} before, and {event['after']} after")
+        sizes = [event["rss_kib"] for event in record.of(rank, "ready", "done")]
+        if len(sizes) == 2 and sizes[1] - sizes[0] > MOST_GROWTH_KIB:
+            wrong.append(f"rank {rank} grew from {sizes[0]} to {sizes[1]} KiB")
+    return wrong
+
+
+def judge_last_digests(record: JobRecord) -> list[str]:
+    """Where each rank steps by itself, those that came to the end together hold the same: all, or their cluster's."""
+    half = (record.plan.world_size + 1) // 2
+    groups: dict[bool, dict[int, str]] = defaultdict(dict)
+    for rank in record.statuses:
+        for event in record.of(rank, "done"):
+            groups[record.plan.rule == "clustered" and rank >= half][rank] = event["digest"]
+    return [f"ranks end with different parameters: {found}" for found in groups.values() if len({*found.values()}) > 1]
+
+
+def longest_stall_s(record: JobRecord) -> float:
+    """Return for how long a rank that was not struck told nothing, at most: no step, no error."""
+    blamed = culprits(record)
+    longest_s = 0.0
+    for rank in set(record.statuses) - blamed:
+        times = [record.began_s, *(event["at_s"] for event in record.events if event["rank"] == rank and event["at_s"])]
+        times += [record.ended_s] if rank in record.hanging else []
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        longest_s = max(longest_s, *gaps, 0.0)
+    return longest_s
+
+
+def _by_step(record: JobRecord) -> dict[int, dict[int, dict[str, Any]]]:
+    """Return what ranks told after each step, but of those that an elastic job may go on without."""
+    outcasts = culprits(record) if record.plan.rule in ELASTIC else set()
+    found: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for event in record.events:
+        if event["event"] == "step" and event["rank"] not in outcasts:
+            found[event["step"]][event["rank"]] = event
+    return found
+
+
+def _planned(record: JobRecord, kind: str) -> list[dict[str, Any]]:
+    return [fault for fault in record.plan.as_record()["faults"] if fault["kind"] == kind]
+
+
+def _texts(errors: Iterable[dict[str, Any]]) -> str:
+    return "; ".join(f"{error['kind']}: {error['text']}" for error in errors) or "it told no error"

@@ -1,0 +1,34 @@
+"""Each kind of fault once, on four real ranks in the lab, and the oracle on what came of it; more: make soak.
+
+`docs/faults.md` says which kinds there are, what is right after each, and where more of it is tested.
+"""
+
+import pytest
+from soak_job import Job
+from soak_oracle import invalid
+from soak_plan import KINDS, plan_one
+
+LIMIT_S = 120.0
+"""Without any event for so long, a job hangs, also on a busy machine."""
+SYNCHRONOUS = [(kind, ("allreduce", "sharded")[number % 2]) for number, kind in enumerate(KINDS)]
+TOLERANT = [
+    ("link-cut", "overlapped"),
+    ("reset", "overlapped"),
+    ("bit-flip", "overlapped"),
+    ("stopped-briefly", "overlapped"),
+    ("rack-cut", "clustered"),
+    ("black-hole", "clustered"),
+    ("closed-in-a-frame", "clustered"),
+    ("link-cut-briefly", "clustered"),
+]
+KINDS_OF_LOSS = ("killed", "stopped", "link-cut", "reset", "bit-flip", "hung", "rack-cut")
+ELASTIC = [(kind, "allreduce-elastic") for kind in KINDS_OF_LOSS]
+GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group"), ("hung", "group")]
+
+
+@pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *ELASTIC, *GROUP])
+def test_a_job_ends_as_it_may(kind, rule, network, forker, oracle, tmp_path):
+    plan = plan_one(kind, rule, seed=1)
+    record = Job(plan, network, forker, tmp_path / "job").run(limit_s=LIMIT_S)
+    assert invalid(record) is None
+    assert not oracle.judge(record), f"{plan}: {record.injected}"
