@@ -13,7 +13,8 @@ from virtual_job import VirtualWork
 from virtual_time import Host, VirtualTime
 
 from syncline.errors import PeerLostError
-from syncline.fabric.memory import MemoryFabric, _Network, _Parcel
+from syncline.fabric.memory import MemoryFabric, _Network
+from syncline.fabric.memory_parcels import Parcel
 from syncline.runtime.call import Call
 from syncline.runtime.engine import Engine
 from syncline.topology import Topology
@@ -30,7 +31,7 @@ class DelayedNetwork(_Network):
         self.slow: set[int] = set()
         self.last_s: dict[tuple[int, int], float] = {}
 
-    def put(self, parcel: _Parcel) -> None:
+    def put(self, parcel: Parcel) -> None:
         delay_s = self.delay_s * self.time.random.uniform(0.5, 2.0)
         if parcel.source in self.slow:
             delay_s *= 30
@@ -40,7 +41,7 @@ class DelayedNetwork(_Network):
             due_s = self.last_s[pair] = max(due_s, self.last_s.get(pair, 0.0))
         self.time.at(due_s, self.loop.call_soon, self._arrive, parcel)
 
-    def _arrive(self, parcel: _Parcel) -> None:
+    def _arrive(self, parcel: Parcel) -> None:
         if self.notes:
             crc = zlib.crc32(parcel.payload)
             self.time.note(f"{parcel.source}>{parcel.target} {parcel.tag:x} {parcel.payload.nbytes} {crc:x}")

@@ -274,8 +274,7 @@ class TcpFabric:
         if must_tell:
             self._tell_peer(peer, lost=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
-        for other in self._living():
-            other.send_frame(FrameType.LOST, tag=peer.rank, payload=cut_reason(reason))
+        self._tell_living(peer.rank, reason)
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
@@ -295,10 +294,8 @@ class TcpFabric:
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             self._lose(peer, (GivenUpError if is_hearsay else PeerLostError)(text, rank=peer.rank, host=peer.host))
-            for other in self._living() if lost < peer.rank and not is_hearsay else ():
-                other.send_frame(
-                    FrameType.LOST, tag=peer.rank, payload=cut_reason(f"gave up rank {lost}, which {reason}")
-                )
+            if lost < peer.rank and not is_hearsay:
+                self._tell_living(peer.rank, f"gave up rank {lost}, which {reason}")
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys()):
             self._believe(peer.rank, lost, reason)
         else:
@@ -327,8 +324,12 @@ class TcpFabric:
             reason = f"{reason} (as {self.describe_peer(teller)} reports)"
             self._tell_peer(outcast, lost=lost | HEARSAY, reason=reason)
         self._lose(outcast, PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host))
-        for other in self._living() if self._rank < lost else ():  # whom the teller may not reach
-            other.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
+        if self._rank < lost:
+            self._tell_living(lost, reason)  # whom the teller may not reach
+
+    def _tell_living(self, lost: int, reason: str) -> None:
+        for peer in self._living():
+            peer.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
 
     def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that ``lost`` (itself, or this rank) is lost."""
