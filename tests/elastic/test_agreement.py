@@ -126,13 +126,6 @@ def test_fewer_than_the_user_wants_stop():
     assert "needs 3" in str(world.stopped[0])
 
 
-def test_a_rank_that_has_left_by_itself_does_not_count():
-    alone = Agreement(rank=1, epoch=Epoch(number=0, members=(0, 1)))
-    alone.lose(0, has_left=True)
-    [go] = alone.rest(first_free=5)
-    assert go.epoch == Epoch(number=1, members=(1,))
-
-
 def test_who_says_nothing_in_time_is_left_behind():
     epoch = Epoch(number=0, members=(0, 1, 2))
     first, second = (Agreement(rank=rank, epoch=epoch) for rank in (0, 1))
@@ -168,7 +161,7 @@ def test_new_streams_are_free_on_all():
 
 
 def test_reports_travel():
-    losses = {2: Loss(accuser=0), 999: Loss(accuser=3, has_left=True)}
+    losses = {2: Loss(accuser=0), 999: Loss(accuser=3)}
     report = Report(base=Epoch(number=7, members=(0, 1, 500)), losses=losses, first_free=65535)
     assert decode_report(encode_report(report)) == report
     for cut in range(len(encode_report(report))):

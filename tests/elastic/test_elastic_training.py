@@ -210,6 +210,18 @@ def test_what_cannot_be_elastic_is_refused(rule, settings, message):
     run_fleets(1, body)
 
 
+@pytest.mark.parametrize("rule", [syncline.Overlapped(), syncline.Clustered()])
+def test_rules_that_go_on_by_themselves_may_be_asked_to(rule):
+    def body(fleet):
+        model = make_model("")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = syncline.distribute(model, optimizer, rule, elastic=True, fleet=fleet)
+        plain_step(model, optimizer, fleet.rank, 0)
+        assert fleet.recovery is None
+
+    run_fleets(2, body)
+
+
 def test_models_of_one_job_are_all_elastic_or_none():
     def body(fleet):
         model, other = make_model(""), make_model("")

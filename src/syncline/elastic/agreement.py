@@ -26,10 +26,10 @@ from syncline.updates.membership import Membership, Quorum, QuorumLostError, des
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Why a rank is held lost: the lowest rank that accuses it, and whether it has left by itself."""
+    """Why a rank is held lost."""
 
     accuser: int
-    has_left: bool = False
+    """The lowest rank that is known to accuse it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +115,11 @@ class Agreement:
         """The members that are not held lost, as far as is known."""
         return tuple(rank for rank in self.base.members if rank not in self.losses)
 
-    def lose(self, rank: int, *, has_left: bool = False) -> list[Effect]:
+    def lose(self, rank: int) -> list[Effect]:
         """Take note that this rank has lost ``rank``, or that it has left by itself."""
         if self.is_over or rank == self.rank:
             return []
-        has_grown = self._take(rank, Loss(accuser=self.rank, has_left=has_left))
+        has_grown = self._take(rank, Loss(accuser=self.rank))
         for report in tuple(self.heard.values()):  # some of which may be believed only now
             has_grown |= self._believe(report)
         return self._settle(has_grown)
@@ -184,7 +184,7 @@ class Agreement:
         believed = [
             (rank, loss)
             for rank, loss in report.losses.items()
-            if rank != self.rank and (loss.has_left or rank in self.losses or self._is_believed(rank, report))
+            if rank != self.rank and (rank in self.losses or self._is_believed(rank, report))
         ]
         has_grown = [self._take(rank, loss) for rank, loss in believed]
         return any(has_grown)
@@ -199,20 +199,16 @@ class Agreement:
         doubts = (
             one
             for one, loss in report.losses.items()
-            if loss.accuser == accuser and not loss.has_left and not is_believed(accuser, one)
+            if loss.accuser == accuser and not is_believed(accuser, one)
         )
         return is_believed(accuser, rank) and all(one in self.losses for one in doubts)
 
     def _take(self, rank: int, loss: Loss) -> bool:
-        """Hold a rank lost; return whether there is more to tell than before."""
+        """Hold a rank lost; return whether that is new."""
         known = self.losses.get(rank)
-        if known is None:
-            self.losses[rank] = loss
-            self.heard.pop(rank, None)
-            return True
-        has_left = known.has_left or loss.has_left
-        self.losses[rank] = Loss(accuser=min(known.accuser, loss.accuser), has_left=has_left)
-        return has_left and not known.has_left
+        self.losses[rank] = loss if known is None else Loss(accuser=min(known.accuser, loss.accuser))
+        self.heard.pop(rank, None)
+        return known is None
 
     def _settle(self, has_grown: bool) -> list[Effect]:
         """Stop if too few are left; tell what is new; go on if all say the same."""
@@ -243,8 +239,8 @@ class Agreement:
 
     def _shortage(self) -> QuorumLostError | None:
         membership = Membership(self.base.members)
-        for rank, loss in self.losses.items():
-            membership.lose(rank, has_left=loss.has_left)
+        for rank in self.losses:
+            membership.lose(rank)
         shortage = membership.shortage(Quorum(), describe=self.describe)
         if shortage is None and len(membership.living) < self.min_ranks:
             shortage = membership.shortage(Quorum(count=self.min_ranks), describe=self.describe)

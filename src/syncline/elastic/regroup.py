@@ -14,7 +14,7 @@ from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Stop, T
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report
 from syncline.errors import FabricError
-from syncline.fabric import GivenUpError, PeerLeftError
+from syncline.fabric import GivenUpError
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 
@@ -76,7 +76,7 @@ class Regroup:
 
     def close(self) -> None:
         """Take part no more."""
-        self._port.call(self._close, self._timeout_s)
+        self._port.call_soon(self._close)
 
     # What happens on the loop's thread.
 
@@ -109,7 +109,7 @@ class Regroup:
         if isinstance(error, GivenUpError):
             self._do(self._machine.be_given_up(peer))
         elif peer != self._port.rank:
-            self._do(self._machine.lose(peer, has_left=isinstance(error, PeerLeftError)))
+            self._do(self._machine.lose(peer))
         elif self._work is not None:
             self._finish(error)
 

@@ -158,7 +158,7 @@ class Recovery:
         fleet.trace.instant(
             f"epoch {go.epoch.number}", "communication", members=list(go.epoch.members), cause=str(cause)
         )
-        if fleet.base.rank == go.epoch.members[0]:
+        if lost and fleet.base.rank == go.epoch.members[0]:
             steps = f" in step {self._parts[0].iteration + 1}" if self._parts else ""
             left = f"{go.epoch.world_size} ranks go on" if go.epoch.world_size > 1 else "one rank goes on"
             print(f"syncline: {names} lost{steps}; {left} in epoch {go.epoch.number}", file=sys.stderr, flush=True)
@@ -284,7 +284,8 @@ def begin_elastic(
             "topology"
         )
     if fleet.recovery is None:
-        fleet.recovery = Recovery(fleet, settings)
+        fleet.recovery = recovery = Recovery(fleet, settings)
+        fleet.on_close(lambda _: recovery.close())
     elif fleet.recovery.settings != settings:
         raise UpdateError(
             f"All models of a job have the same settings, here {fleet.recovery.settings!r}, not {settings!r}"
