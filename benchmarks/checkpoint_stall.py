@@ -67,10 +67,10 @@ def main() -> None:
             written = (one["state_bytes"] + one["model_bytes"]) / 1e6
             print(f"rank {rank}, {written:.0f} MB, {arguments.saves} saves; training was held up for (ms)")
             for name in ("background", "waited for"):
-                first, *rest = (1e3 * seconds for seconds in one[name])
-                print(
-                    f"  {name:<11} first {first:7.1f}   median {statistics.median(rest):7.1f}   most {max(rest):7.1f}"
-                )
+                for what, column in (("", 0), (", busy", 1)):
+                    first, *rest = (1e3 * row[column] for row in one[name])
+                    middle, most = statistics.median(rest), max(rest)
+                    print(f"  {name + what:<17} first {first:7.1f}   median {middle:7.1f}   most {most:7.1f}")
         print(json.dumps(told))
 
 
