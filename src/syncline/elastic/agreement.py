@@ -214,9 +214,11 @@ class Agreement:
         """Stop if too few are left; tell what is new; go on if all say the same."""
         if not self.is_resting:
             return []
-        shortage = self._shortage()
+        shortage = self._shortage() if has_grown else None
         if shortage is not None:
             return self._stop(shortage)
+        if not has_grown and len(self.heard) + 1 < len(self.base.members) - len(self.losses):
+            return []  # most reports of many ranks: some rank has said nothing yet
         others = tuple(rank for rank in self.living if rank != self.rank)
         effects: list[Effect] = [Tell(peers=others, report=self._report())] if has_grown and others else []
         if all(self._says_the_same(rank) for rank in others):
