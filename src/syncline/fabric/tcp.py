@@ -93,8 +93,7 @@ class TcpFabric:
         self._listener_slot = ListenerSlot()
         self._lost: dict[int, PeerLostError] = {}
         self._news = News()
-        self._is_closing = False
-        self._is_closed = False
+        self._is_closing = self._is_closed = False
         self._changed = asyncio.Event()
         self._liveness = Liveness(
             heartbeat_s=options.heartbeat_s,
