@@ -8,9 +8,10 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from syncline.errors import ConfigurationError
+from syncline.pytorch.elastic_sampler import ElasticSampler, checked_size
 from syncline.pytorch.fleet import Fleet, current_fleet
 
-__all__ = ["sampler"]
+__all__ = ["ElasticSampler", "sampler"]
 
 
 def sampler(
@@ -31,18 +32,13 @@ def sampler(
     >>> [len(numbers) for (numbers,) in loader]
     [4, 4, 2]
     """
-    if not isinstance(dataset, Sized) or not len(dataset):
-        raise ConfigurationError(
-            f"A sampler divides the samples of a data set, so it needs their number, and this {type(dataset).__name__} "
-            f"has {'none' if isinstance(dataset, Sized) else 'no length'}; let each rank read its own part of a stream "
-            "(every fleet.world_size-th sample, from the fleet.rank-th on)"
-        )
+    size = checked_size(dataset)
     fleet = fleet if fleet is not None else current_fleet()
     helpers = fleet.topology.helpers
     readers = [rank for rank in range(fleet.world_size) if rank not in helpers]
-    if drop_last and len(dataset) < len(readers):
+    if drop_last and size < len(readers):
         raise ConfigurationError(
-            f"{len(dataset)} samples are too few for {len(readers)} ranks with drop_last=True: nothing would be "
+            f"{size} samples are too few for {len(readers)} ranks with drop_last=True: nothing would be "
             "left; give more samples, or leave drop_last out"
         )
     has_data = fleet.rank in readers

@@ -4,7 +4,8 @@ The first rank that fails ends the job, but not at once: the others get ``grace_
 launcher never hides what they would have said. Then SIGTERM, then SIGKILL, all inside ten seconds. Ctrl-C is passed on
 once, and the ranks may take their time (a checkpoint is being written) until one of them ends badly; the second Ctrl-C
 kills. Where ``grace_s`` is infinite the survivors go on, as some update rules can, and what they end with counts,
-unless they are outnumbered by those that failed by themselves.
+unless they are outnumbered by those that failed by themselves. There a rank that fails may be started again after a
+pause, to join those that live; what it ends with then counts in place of its failure.
 
 Time is passed in; nothing here touches a process, so tests compare lists of instructions.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from syncline.cli.launcher.restarts import RestartBudget, RestartLimits
 
 LOSSES = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that say nothing against the process that they end; others come of its own faults."""
@@ -30,6 +33,10 @@ class Limits:
     """From SIGTERM to SIGKILL."""
     interrupt_s: float = 30.0
     """After Ctrl-C, until SIGTERM."""
+    rejoins: RestartLimits = field(default_factory=RestartLimits)
+    """How often each rank that fails may be started again, to join those that live."""
+    min_ranks: int = 1
+    """How many must end well where survivors go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +106,22 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Instruction: tell the user; ``rank`` has just failed first, or all are ending because ``reason``."""
+    """Instruction: tell the user; ``rank`` has just failed, or all are ending because ``reason``."""
 
     reason: str
     rank: int | None = None
+    pause_s: float | None = None
+    """In how many seconds the rank is started again, if it is."""
 
 
-Instruction = SendSignal | Announce
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgain:
+    """Instruction: start a rank anew, which joins those that live."""
+
+    rank: int
+
+
+Instruction = SendSignal | Announce | StartAgain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,20 +143,24 @@ class Supervisor:
         self.ended_by: int | None = None
         """The signal by which the user ended the job, if they did."""
         self._limits = limits or Limits()
+        self.num_restarts = 0
         self._due: list[tuple[float, int]] = []
-        self._num_ended_well = 0
+        self._exits: dict[int, Exit] = {}
+        self._budgets = {rank: RestartBudget(self._limits.rejoins) for rank in self.living}
+        self._pausing: dict[int, float] = {}
         self._were_signalled = False
         self._were_terminated = False
 
     @property
     def is_finished(self) -> bool:
-        """Whether no rank is left."""
+        """Whether no rank is left; nobody could be joined any more."""
         return not self.living
 
     @property
     def wake_at_s(self) -> float | None:
         """When :class:`TimePassed` should be handled, if at all."""
-        return self._due[0][0] if self._due and self.living else None
+        times_s = [*self._pausing.values(), *(at_s for at_s, _ in self._due)]
+        return min(times_s) if times_s and self.living else None
 
     @property
     def went_on(self) -> bool:
@@ -148,8 +168,14 @@ class Supervisor:
 
         A lost machine is what survivors go on without. Where most ranks fail by themselves, it is the job that fails.
         """
-        num_failed = sum(not failure.exit.is_loss for failure in self.failures)
-        return math.isinf(self._limits.grace_s) and self._num_ended_well >= max(1, num_failed)
+        num_well = sum(how.is_success for how in self._exits.values())
+        num_failed = sum(not how.is_success and not how.is_loss for how in self._exits.values())
+        return math.isinf(self._limits.grace_s) and num_well >= max(1, self._limits.min_ranks, num_failed)
+
+    @property
+    def num_missing(self) -> int:
+        """How many ranks did not end well in the end."""
+        return sum(not how.is_success for how in self._exits.values())
 
     @property
     def exit_code(self) -> int:
@@ -172,10 +198,16 @@ class Supervisor:
 
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
         self.living.discard(event.rank)
+        self._exits[event.rank] = event.exit
+        if not self.living:
+            self._pausing.clear()
         if event.exit.is_success:
-            self._num_ended_well += 1
             return ()
         self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
+        pause_s = self._budgets[event.rank].take(now_s) if self.living and self.ended_by is None else None
+        if pause_s is not None:
+            self._pausing[event.rank] = now_s + pause_s
+            return (Announce(reason="failure", rank=event.rank, pause_s=pause_s),)
         if len(self.failures) > 1:
             return ()
         self._plan(now_s + self._limits.grace_s)
@@ -185,6 +217,7 @@ class Supervisor:
         if self.ended_by is not None:
             return self._signal_all(signal.SIGKILL)
         self.ended_by = signal.SIGINT
+        self._pausing.clear()
         self._plan(now_s + self._limits.interrupt_s)
         return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
 
@@ -192,6 +225,7 @@ class Supervisor:
         if self.ended_by is not None:
             return ()
         self.ended_by = event.signal_number
+        self._pausing.clear()
         self._plan(now_s)
         return (Announce(reason="termination"), *self._on_time(now_s))
 
@@ -200,6 +234,11 @@ class Supervisor:
         while self._due and self._due[0][0] <= now_s:
             _, signal_number = self._due.pop(0)
             instructions.extend(self._signal_all(signal_number))
+        for rank in [rank for rank, at_s in self._pausing.items() if at_s <= now_s]:
+            del self._pausing[rank]
+            self.living.add(rank)
+            self.num_restarts += 1
+            instructions.append(StartAgain(rank=rank))
         return tuple(instructions)
 
     def _plan(self, terminate_at_s: float) -> None:
