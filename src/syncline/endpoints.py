@@ -1,8 +1,12 @@
-"""Where a process listens: a host and a port, read and written in one place. IPv6 addresses stand in brackets."""
+"""Where a process listens: a host and a port, read and written in one place, and which address others reach.
+
+IPv6 addresses stand in brackets.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from syncline.errors import ConfigurationError
 
@@ -42,3 +46,31 @@ def is_ipv6(text: str) -> bool:
         return ipaddress.ip_address(text).version == 6
     except ValueError:
         return False
+
+
+def own_address(master_address: str | None, *, what: str = "MASTER_ADDR") -> str | None:
+    """Return the address from which this machine reaches another; None if that is this machine's IPv4 loopback.
+
+    ``what`` names it in an error.
+    """
+    if master_address is None:
+        return None
+    try:
+        found = socket.getaddrinfo(master_address, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"{what} {master_address!r} cannot be resolved ({error}); give a name that this host knows, or an address"
+        ) from error
+    family, kind, protocol, _, address = found
+    master = ipaddress.ip_address(str(address[0]))
+    if master.is_loopback:
+        return str(master) if master.version == 6 else None
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(address)  # a datagram socket sends nothing here; it only learns its route
+        except OSError as error:
+            raise ConfigurationError(
+                f"There is no route to {what} {master_address!r} ({error}); give init(interface=), or "
+                "SYNCLINE_INTERFACE, the address that the other ranks reach"
+            ) from error
+        return str(probe.getsockname()[0])

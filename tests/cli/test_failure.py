@@ -1,6 +1,6 @@
 """What the user reads when a rank fails."""
 
-from syncline.cli.launcher.failure import describe_failures, describe_first, pick_cause, traceback_of
+from syncline.cli.launcher.failure import describe_failures, describe_first, describe_restarts, pick_cause, traceback_of
 from syncline.cli.launcher.supervisor import Exit, Failure
 
 NAMES = {0: "rank 0 (host a1)", 1: "rank 1 (host a1)", 2: "rank 2 (host b1)"}
@@ -36,7 +36,7 @@ def test_a_signal_is_explained():
 
 
 def test_a_job_that_went_on_says_without_how_many():
-    report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={}, went_on=True)
+    report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={}, num_missing=1)
     assert report[0].startswith("the job went on without 1 of 3 ranks: rank 1 (host a1), killed by SIGKILL")
 
 
@@ -53,3 +53,22 @@ def test_the_first_word_says_what_happens_next():
     )
     assert describe_first("rank 1", how, num_living=1, grace_s=5.0).endswith("the other rank gets 5 s to end by itself")
     assert describe_first("rank 1", Exit(signal_number=9), num_living=0, grace_s=5.0) == "rank 1 was killed by SIGKILL"
+
+
+def test_a_rank_that_came_back_is_not_missing():
+    report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={}, num_missing=0)
+    assert report[0].startswith("the job lost ranks, which came back: rank 1 (host a1), killed by SIGKILL")
+    words = describe_first("rank 1", Exit(signal_number=9), num_living=2, grace_s=5.0, pause_s=2.0)
+    assert words == "rank 1 was killed by SIGKILL; it starts again in 2 s, to join those that go on"
+
+
+def test_the_summary_has_the_cause_of_each_attempt_that_failed():
+    causes = ["rank 1 was killed by SIGKILL", "rank 0 ended with exit code 3"]
+    assert describe_restarts(causes, is_success=True, gave_up=None) == (
+        "the job ended well when it was started for the third time; before: "
+        "1. rank 1 was killed by SIGKILL; 2. rank 0 ended with exit code 3"
+    )
+    assert describe_restarts(causes, is_success=False, gave_up="once in 60 s") == (
+        "no further restart, as --restarts allows it once in 60 s; attempts: "
+        "1. rank 1 was killed by SIGKILL; 2. rank 0 ended with exit code 3"
+    )

@@ -3,6 +3,7 @@
 import math
 import signal
 
+from syncline.cli.launcher.restarts import RestartBudget, RestartLimits
 from syncline.cli.launcher.supervisor import (
     Announce,
     Exit,
@@ -10,6 +11,7 @@ from syncline.cli.launcher.supervisor import (
     Limits,
     RankExited,
     SendSignal,
+    StartAgain,
     Supervisor,
     Terminated,
     TimePassed,
@@ -160,3 +162,61 @@ def test_a_launcher_that_is_told_to_end_ends_its_ranks():
     job.handle(ended(1, code=1), 11.0)
     assert job.exit_code == 143
     assert job.wake_at_s is None
+
+
+REJOINING = Limits(grace_s=math.inf, rejoins=RestartLimits(count=2, period_s=100.0, first_pause_s=1.0), min_ranks=2)
+
+
+def killed(rank):
+    return RankExited(rank=rank, exit=Exit(signal_number=signal.SIGKILL))
+
+
+def test_a_rank_of_an_elastic_job_starts_again_after_a_pause_and_joins_who_has_lived_longest():
+    job = Supervisor(range(3), REJOINING)
+    assert job.handle(killed(0), 10.0) == (Announce(reason="failure", rank=0, pause_s=1.0),)
+    assert job.wake_at_s == 11.0
+    assert job.handle(TimePassed(), 11.0) == (StartAgain(rank=0, joined=1),)
+    assert job.living == {0, 1, 2}
+    assert job.handle(killed(1), 12.0) == (Announce(reason="failure", rank=1, pause_s=1.0),)
+    assert job.handle(TimePassed(), 13.0) == (StartAgain(rank=1, joined=2),)
+    for rank in range(3):
+        job.handle(ended(rank), 20.0)
+    assert (job.exit_code, job.num_missing, job.num_restarts) == (0, 0, 2)
+
+
+def test_pauses_double_and_after_as_many_restarts_as_the_period_may_have_a_rank_stays_away():
+    job = Supervisor(range(3), REJOINING)
+    for now_s, pause_s in ((0.0, 1.0), (10.0, 2.0)):
+        assert job.handle(killed(1), now_s) == (Announce(reason="failure", rank=1, pause_s=pause_s),)
+        job.handle(TimePassed(), now_s + pause_s)
+    assert job.handle(killed(1), 99.0) == ()
+    assert job.wake_at_s is None
+    job.handle(ended(0), 200.0)
+    job.handle(ended(2), 200.0)
+    assert (job.exit_code, job.num_missing) == (0, 1)
+
+
+def test_restarts_that_lie_back_a_period_are_forgotten():
+    budget = RestartBudget(RestartLimits(count=2, period_s=100.0, first_pause_s=1.0, longest_pause_s=1.5))
+    assert [budget.take(now_s) for now_s in (0.0, 50.0, 99.0, 100.0, 149.0)] == [1.0, 1.5, None, 1.5, None]
+
+
+def test_nobody_starts_again_when_the_others_have_ended_or_the_user_ends_the_job():
+    job = Supervisor(range(2), REJOINING)
+    job.handle(killed(1), 10.0)
+    assert job.handle(ended(0), 10.5) == ()
+    assert job.is_finished
+    assert job.exit_code == 137, "two had to end well"
+    job = Supervisor(range(2), REJOINING)
+    job.handle(killed(1), 10.0)
+    job.handle(Interrupted(), 10.5)
+    assert job.handle(TimePassed(), 11.0) == ()
+    assert job.living == {0}
+
+
+def test_fewer_than_the_fewest_ranks_that_end_well_are_a_failure():
+    job = Supervisor(range(3), Limits(grace_s=math.inf, min_ranks=2))
+    job.handle(killed(0), 1.0)
+    job.handle(killed(1), 1.0)
+    job.handle(ended(2), 2.0)
+    assert job.exit_code == 137

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import syncline
+from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
-from syncline.pytorch.environment import own_address, read_environment
+from syncline.pytorch.environment import read_environment
 from syncline.pytorch.init import init
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

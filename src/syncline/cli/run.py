@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from syncline.cli.commands import new_app
+from syncline.cli.commands import new_app, spread
 from syncline.cli.launcher.launch import Request, launch
-from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.restart_options import RestartOptions
 from syncline.errors import ConfigurationError
 
 app = new_app()
@@ -34,12 +33,10 @@ Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace 
 Foreground = Annotated[
     int | None, typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False)
 ]
-KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="If a rank fails, let the others go on, as Clustered and Overlapped can.")
-]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
+@spread(RestartOptions, into="losses")
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script, or module, or program.", show_default=False)
@@ -53,7 +50,7 @@ def run(
     secret_file: SecretFile = None,
     trace: Trace = None,
     foreground: Foreground = None,
-    keep_going: KeepGoing = False,
+    losses: RestartOptions,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
 ) -> None:
@@ -66,8 +63,11 @@ def run(
     machine; else all of them, so that one machine stands for all hosts.
 
     If a rank fails, the others get 5 s to end by themselves, then SIGTERM, then SIGKILL: all within 10 s. With
-    --keep-going they may go on for as long as they like. Then the exit code is 0 if at least as many ranks end well as
-    fail by themselves; those that were killed (a lost machine, no memory) are reported, and do not count.
+    --keep-going or --elastic they may go on for as long as they like. Then the exit code is 0 if at least as many ranks
+    end well as fail by themselves; those that were killed (a lost machine, no memory) are reported, and do not count.
+
+    With --restarts a job that has failed is started again, by the launcher of each machine: the script goes on from its
+    last checkpoint. With --elastic only the rank that failed is, and joins the others, as long as any of them lives.
     """
     request = Request(
         command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),
@@ -78,7 +78,9 @@ def run(
         secret_file=secret_file,
         trace=trace,
         terminal_rank=foreground,
-        limits=Limits(grace_s=math.inf) if keep_going else Limits(),
+        limits=losses.limits(),
+        restarts=losses.restart_limits(),
+        elastic=losses.elasticity(),
     )
     raise typer.Exit(launch(request))
 

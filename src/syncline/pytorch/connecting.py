@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from ipaddress import ip_address
 
+from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
-from syncline.pytorch.environment import Environment, own_address
+from syncline.pytorch.environment import Environment
 from syncline.pytorch.told_once import tell_once
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.topology import Topology

@@ -5,7 +5,6 @@ Everything is checked once, here. An argument that is given goes before its vari
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,31 +167,6 @@ def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:
     if secret:
         return secret.encode() if isinstance(secret, str) else secret
     return read_secret(values)
-
-
-def own_address(master_address: str | None) -> str | None:
-    """Return the address from which this machine reaches rank 0's; None if that is this machine's IPv4 loopback."""
-    if master_address is None:
-        return None
-    try:
-        found = socket.getaddrinfo(master_address, 9, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
-        raise ConfigurationError(
-            f"MASTER_ADDR {master_address!r} cannot be resolved ({error}); give rank 0's host name or address"
-        ) from error
-    family, kind, protocol, _, address = found
-    master = ipaddress.ip_address(str(address[0]))
-    if master.is_loopback:
-        return str(master) if master.version == 6 else None
-    with socket.socket(family, kind, protocol) as probe:
-        try:
-            probe.connect(address)  # a datagram socket sends nothing here; it only learns its route
-        except OSError as error:
-            raise ConfigurationError(
-                f"There is no route to MASTER_ADDR {master_address!r} ({error}); give init(interface=), or "
-                "SYNCLINE_INTERFACE, the address that the other ranks reach"
-            ) from error
-        return str(probe.getsockname()[0])
 
 
 def _switch(values: Mapping[str, str], name: str, given: bool | None, *, default: str = "on") -> bool:

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError
 from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Member, Rendezvous
-from syncline.pytorch.environment import Environment, own_address
+from syncline.pytorch.environment import Environment
 
 LOOPBACK = "127.0.0.1"
 NO_PORT = 1

@@ -20,20 +20,33 @@ def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) 
     return failures[0]
 
 
-def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float) -> str:
-    """Word, in one line, that the first rank has failed; the others go on if ``grace_s`` is infinite."""
+def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float, pause_s: float | None = None) -> str:
+    """Word, in one line, that a rank has failed; the others go on if ``grace_s`` is infinite.
+
+    ``pause_s``: in how many seconds it is started again, to join the others; None if it is not.
+    """
+    if pause_s is not None:
+        return f"{_fate(name, how)}; it starts again in {pause_s:g} s, to join those that go on"
     get, selves = ("gets", "itself") if num_living == 1 else ("get", "themselves")
     what = f"{get} {grace_s:g} s to end by {selves}" if math.isfinite(grace_s) else "may go on"
     rest = f"; the other {_ranks(num_living)} {what}" if num_living else ""
-    return f"{name} ended with {how}{rest}" if how.signal_number is None else f"{name} was {how}{rest}"
+    return f"{_fate(name, how)}{rest}"
 
 
 def describe_failures(
-    failures: Sequence[Failure], *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]], went_on: bool = False
+    failures: Sequence[Failure],
+    *,
+    names: Mapping[int, str],
+    tails: Mapping[int, Sequence[str]],
+    num_missing: int | None = None,
 ) -> list[str]:
-    """Word the closing report; ``tails`` holds the last lines that each rank wrote to its standard error."""
+    """Word the closing report; ``tails`` holds the last lines that each rank wrote to its standard error.
+
+    ``num_missing``: without how many ranks the job ended well; None if it did not.
+    """
     cause = pick_cause(failures, tails)
-    head = f"the job went on without {len(failures)} of {_ranks(len(names))}" if went_on else "the job failed"
+    without = f"went on without {num_missing} of {_ranks(len(names))}" if num_missing else "lost ranks, which came back"
+    head = "the job failed" if num_missing is None else f"the job {without}"
     report = [f"{head}: {names[cause.rank]}, {_explain(cause.exit)}"]
     report += [f"    {line}" for line in traceback_of(tails.get(cause.rank, ()))]
     report += [
@@ -42,6 +55,30 @@ def describe_failures(
         if failure is not cause
     ]
     return report
+
+
+def describe_restarts(attempts: Sequence[str], *, is_success: bool, gave_up: str | None) -> str:
+    """Word, at the very end, why the job was started anew: ``attempts`` has the cause of each that failed."""
+    causes = "; ".join(f"{number}. {cause}" for number, cause in enumerate(attempts, start=1))
+    if is_success:
+        return f"the job ended well when it was started for the {_ordinal(len(attempts) + 1)} time; before: {causes}"
+    end = f"no further restart, as --restarts allows it {gave_up}" if gave_up else "ended"
+    return f"{end}; attempts: {causes}"
+
+
+def fate_of(failures: Sequence[Failure], *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]]) -> str:
+    """Word in a few words what ended an attempt."""
+    cause = pick_cause(failures, tails)
+    return _fate(names[cause.rank], cause.exit)
+
+
+def _fate(name: str, how: Exit) -> str:
+    return f"{name} ended with {how}" if how.signal_number is None else f"{name} was {how}"
+
+
+def _ordinal(number: int) -> str:
+    words = {2: "second", 3: "third"}
+    return words.get(number, f"{number}th")
 
 
 def traceback_of(tail: Sequence[str]) -> list[str]:

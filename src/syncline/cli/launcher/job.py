@@ -17,7 +17,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from syncline.endpoints import is_ipv6, parse_endpoint, without_brackets
+from syncline.endpoints import format_endpoint, is_ipv6, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 
@@ -54,11 +54,13 @@ class Job:
     master_port: int
     topology: str | None
     """Path or shipped name, as the ranks are told; None: one flat switch."""
+    join: str | None = None
+    """Where a member of a running job listens, which these ranks join."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all ranks of the job start here."""
-        return len(self.processes) == self.world_size
+        return len(self.processes) == self.world_size and self.join is None
 
 
 def choose_host(
@@ -106,6 +108,25 @@ def build_job(
         master_address=master[0],
         master_port=master[1],
         topology=named_as,
+    )
+
+
+def newcomers(number: int, *, command: tuple[str, ...], join: str, host: str | None, topology: str | None) -> Job:
+    """Describe ranks that join a running job at ``join``; they are numbered from 0 as long as they have no rank."""
+    if number < 1:
+        raise ConfigurationError(f"--ranks must be at least 1, got {number}")
+    address, port = parse_endpoint(join, default_port=DEFAULT_MASTER_PORT, what="--join")
+    processes = (RankProcess(rank=place, local_rank=place, host=host or "") for place in range(number))
+    return Job(
+        command=command,
+        processes=tuple(processes),
+        world_size=number,
+        machine_index=0,
+        num_machines=1,
+        master_address=address,
+        master_port=port,
+        topology=topology,
+        join=format_endpoint(address, port),
     )
 
 

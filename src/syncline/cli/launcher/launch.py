@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from syncline.cli.launcher.attempts import run_job
+from syncline.cli.launcher.elasticity import Elasticity, open_doors
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.folder import own_folder
-from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master
+from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master, newcomers
+from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import (
     check_trace_place,
     merge_trace_parts,
@@ -18,7 +21,7 @@ from syncline.cli.launcher.scratch import (
     trace_parts,
     trace_target,
 )
-from syncline.cli.launcher.session import Session, run_job
+from syncline.cli.launcher.session import Session
 from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
@@ -41,6 +44,8 @@ class Request:
     trace: Path | None = None
     terminal_rank: int | None = None
     limits: Limits = field(default_factory=Limits)
+    restarts: RestartLimits = field(default_factory=RestartLimits)
+    elastic: Elasticity | None = None
 
 
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
@@ -48,6 +53,9 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     terminal = terminal or Terminal()
     if request.trace:
         check_trace_place(request.trace)
+    if request.elastic is not None and request.elastic.join is not None:
+        with own_folder() as scratch:
+            return _run_in(scratch, request, _newcomers(request, request.elastic.join), request.host, terminal)
     topology, named_as = _find_topology(request)
     host = None
     if named_as and not request.starts_all:
@@ -64,28 +72,52 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     traces = trace_parts(job, scratch) if request.trace else {}
-    environments = {
-        process.rank: rank_environment(
-            job,
-            process,
-            base=process_variables(),
-            num_cores=len(os.sched_getaffinity(0)),
-            secret_file=secret,
-            trace_file=traces.get(process.rank),
+    with open_doors(request.elastic, job) as doors:
+        environments = {
+            process.rank: rank_environment(
+                job,
+                process,
+                base=process_variables(),
+                num_cores=len(os.sched_getaffinity(0)),
+                secret_file=secret,
+                trace_file=traces.get(process.rank),
+                elastic=doors.environment(process.rank),
+            )
+            for process in job.processes
+        }
+        session = Session(
+            job=job,
+            environments=environments,
+            labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
+            limits=doors.limits(request.limits, request.restarts),
+            terminal_rank=_terminal_rank(request, job),
+            restarts=request.restarts,
+            doors=doors.near,
+            far_door=doors.far,
         )
-        for process in job.processes
-    }
-    session = Session(
-        job=job,
-        environments=environments,
-        labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
-        limits=request.limits,
-        terminal_rank=_terminal_rank(request, job),
-    )
-    code = run_job(session, terminal)
+        code = run_job(session, terminal)
     if request.trace:
         _save_trace(trace_target(job, request.trace, host), traces, terminal)
     return code
+
+
+def _newcomers(request: Request, join: str) -> Job:
+    """Describe the ranks that join a running job, which tells them all else."""
+    topology = request.topology or process_variables().get("SYNCLINE_TOPOLOGY")
+    if request.master is not None:
+        raise ConfigurationError("--join says where a member of the job listens, and --master where a new one meets")
+    return newcomers(
+        request.num_ranks or 1,
+        command=request.command,
+        join=join,
+        host=request.host or process_variables().get("SYNCLINE_HOST"),
+        topology=None if topology is None else _as_ranks_load(topology),
+    )
+
+
+def _as_ranks_load(named: str) -> str:
+    """Return a topology's name, or its path, as a rank may change its folder before it loads the file."""
+    return str(Path(named).absolute()) if Path(named).is_file() else named
 
 
 def _find_topology(request: Request) -> tuple[Topology, str | None]:
@@ -103,8 +135,7 @@ def _find_topology(request: Request) -> tuple[Topology, str | None]:
     topology = Topology.load(named)
     if request.num_ranks is not None:
         topology.check_world_size(request.num_ranks)
-    # a rank may change its folder before it loads the file
-    return topology, str(Path(named).absolute()) if Path(named).is_file() else named
+    return topology, _as_ranks_load(named)
 
 
 def _terminal_rank(request: Request, job: Job) -> int | None:

@@ -18,15 +18,15 @@ SECRET_BYTES = 32
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a TCP port of the loopback interface that the kernel gives to nobody else as long as this lasts.
+def reserved_port(address: str = "127.0.0.1") -> Iterator[int]:
+    """Yield a TCP port of one address that the kernel gives to nobody else as long as this lasts.
 
     It is bound here and not listened on, so that rank 0, as every server that sets ``SO_REUSEADDR``, may listen on it.
     A port that was only free a moment before may be another program's by the time rank 0 binds it.
     """
-    with socket.socket() as holder:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind((address, 0))
         yield holder.getsockname()[1]
 
 

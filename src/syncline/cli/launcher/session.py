@@ -1,31 +1,33 @@
-"""Runs a job: the asyncio loop that reads the ranks' output, tells the supervisor what happens, and does what it says.
+"""Runs a job once: reads the ranks' output, tells the supervisor what happens, and does what it says.
 
-One thread, no locks: output pipes, the exit of processes (pidfds), signals and timers are all events of the loop.
+One thread, no locks: output pipes, the exit of processes (pidfds), signals and timers are all events of
+the asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import IO
 
-from syncline.cli.launcher.failure import describe_failures, describe_first
+from syncline.cli.launcher.environment import JOIN, RESTART_COUNT, without_place
+from syncline.cli.launcher.failure import describe_failures, describe_first, fate_of
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.lines import LineSplitter
 from syncline.cli.launcher.process import RankHandle, start_rank
+from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.supervisor import (
     Announce,
     Event,
     Instruction,
-    Interrupted,
     Limits,
     RankExited,
     SendSignal,
+    StartAgain,
     Supervisor,
     Terminated,
     TimePassed,
@@ -40,7 +42,7 @@ NUM_KEPT_LINES = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What :func:`run_job` is given: the job, an environment for each rank, and how its output is shown."""
+    """What is to be run: the job, an environment for each rank, and how its output is shown."""
 
     job: Job
     environments: Mapping[int, Mapping[str, str]]
@@ -48,11 +50,12 @@ class Session:
     limits: Limits
     terminal_rank: int | None = None
     """The rank whose standard output is the terminal itself, for a progress bar."""
-
-
-def run_job(session: Session, terminal: Terminal) -> int:
-    """Run all ranks to their end; returns the exit code."""
-    return asyncio.run(_Runner(session, terminal).run())
+    restarts: RestartLimits = field(default_factory=RestartLimits)
+    """How often all ranks may be started again when the job has failed."""
+    doors: Mapping[int, str] = field(default_factory=dict)
+    """Where each rank lets newcomers in, if the job is elastic."""
+    far_door: str | None = None
+    """Where a rank on another machine does, for when none lives here."""
 
 
 class _Stream:
@@ -82,52 +85,64 @@ class _Stream:
         self._pipe.close()
 
 
-class _Runner:
-    def __init__(self, session: Session, terminal: Terminal) -> None:
+class Runner:
+    """One attempt; ``joins``: its ranks join a job that runs elsewhere."""
+
+    def __init__(self, session: Session, terminal: Terminal, *, attempt: int = 0, joins: bool = False) -> None:
         self._session = session
+        self._attempt = attempt
+        self._joins = joins
+        self._loop = asyncio.get_running_loop()
+        self._finished = asyncio.Event()
         self._terminal = terminal
         self._names = {process.rank: process.name for process in session.job.processes}
-        if session.job.topology is None:
+        if session.job.join is not None:
+            self._names = {rank: f"newcomer {rank}" for rank in self._names}
+        elif session.job.topology is None:
             self._names = {rank: f"rank {rank}" for rank in self._names}
         self._supervisor = Supervisor(self._names, session.limits)
-        self._handles: dict[int, RankHandle] = {}
+        self.handles: dict[int, RankHandle] = {}
         self._streams: dict[int, list[_Stream]] = {}
         self._tails: dict[int, deque[str]] = {rank: deque(maxlen=NUM_KEPT_LINES) for rank in self._names}
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> int:
-        self._loop = asyncio.get_running_loop()
-        self._finished = asyncio.Event()
-        with self._signals():
-            try:
-                for process in self._session.job.processes:
-                    self._start(process)
-                await self._finished.wait()
-            finally:
-                self._kill_rest()
+        """Run all ranks to their end; returns the exit code."""
+        try:
+            for process in self._session.job.processes:
+                self._start(process, self._session.far_door if self._joins else None)
+            await self._finished.wait()
+        finally:
+            self._kill_rest()
         self._report()
         return self._supervisor.exit_code
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn signals into events while ranks run; exec resets them to the default actions for the ranks."""
-        endings = (signal.SIGTERM, signal.SIGHUP)
-        self._loop.add_signal_handler(signal.SIGINT, self._handle, Interrupted())
-        for number in endings:
-            self._loop.add_signal_handler(number, self._handle, Terminated(signal_number=number))
-        yield
-        for number in (signal.SIGINT, *endings):
-            self._loop.remove_signal_handler(number)
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether the user, or a scheduler, ended the job."""
+        return self._supervisor.ended_by is not None
 
-    def _start(self, process: RankProcess) -> None:
+    @property
+    def fate(self) -> str:
+        """In a few words, what ended the attempt."""
+        return fate_of(self._supervisor.failures, names=self._names, tails=self._tails)
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether somebody else ended all ranks here, so that those of other machines may go on."""
+        return all(failure.exit.is_loss and not failure.was_signalled for failure in self._supervisor.failures)
+
+    def _start(self, process: RankProcess, door: str | None = None) -> None:
         job, rank = self._session.job, process.rank
+        environment = dict(self._session.environments[rank])
+        environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
         handle = start_rank(
             job.command,
-            environment=self._session.environments[rank],
+            environment=without_place(environment) | {JOIN: door} if door else environment,
             owns_terminal=rank == self._session.terminal_rank,
             name=self._names[rank],
         )
-        self._handles[rank] = handle
+        self.handles[rank] = handle
         show = self._show_of(rank, "" if rank == self._session.terminal_rank else self._session.labels[rank])
         self._streams[rank] = [
             _Stream(pipe, is_error=pipe is handle.stderr, show=show)
@@ -150,33 +165,37 @@ class _Runner:
         if stream.read(self._loop.time()) == b"":
             self._loop.remove_reader(stream.descriptor)  # its end; the rank's exit closes it
         if self._terminal.is_broken:
-            self._handle(Terminated(signal_number=signal.SIGPIPE))
+            self.handle(Terminated(signal_number=signal.SIGPIPE))
 
     def _on_exit(self, rank: int) -> None:
-        handle = self._handles.pop(rank)
+        handle = self.handles.pop(rank)
         self._loop.remove_reader(handle.pidfd)
         how = handle.take_exit()
         for stream in self._streams.pop(rank):
             self._loop.remove_reader(stream.descriptor)
             stream.close(self._loop.time())
-        self._handle(RankExited(rank=rank, exit=how))
+        self.handle(RankExited(rank=rank, exit=how))
 
-    def _handle(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
+        """Do what the supervisor makes of ``event``."""
         for instruction in self._supervisor.handle(event, self._loop.time()):
             self._follow(instruction)
         if self._timer is not None:
             self._timer.cancel()
         wake_at_s = self._supervisor.wake_at_s
-        self._timer = None if wake_at_s is None else self._loop.call_at(wake_at_s, self._handle, TimePassed())
+        self._timer = None if wake_at_s is None else self._loop.call_at(wake_at_s, self.handle, TimePassed())
         if self._supervisor.is_finished:
             self._finished.set()
 
     def _follow(self, instruction: Instruction) -> None:
         if isinstance(instruction, SendSignal):
-            if instruction.rank in self._handles:
-                self._handles[instruction.rank].send_signal(instruction.signal_number)
-            return
-        self._announce(instruction)
+            if instruction.rank in self.handles:
+                self.handles[instruction.rank].send_signal(instruction.signal_number)
+        elif isinstance(instruction, StartAgain):
+            (process,) = (one for one in self._session.job.processes if one.rank == instruction.rank)
+            self._start(process, self._session.doors[instruction.joined])
+        else:
+            self._announce(instruction)
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
@@ -189,6 +208,7 @@ class _Runner:
             failure.exit,
             num_living=len(self._supervisor.living),
             grace_s=self._session.limits.grace_s,
+            pause_s=announcement.pause_s,
         )
         self._terminal.say(words, is_error=True)
 
@@ -196,17 +216,20 @@ class _Runner:
         if not self._supervisor.failures or self._supervisor.ended_by is not None:
             return
         report = describe_failures(
-            self._supervisor.failures, names=self._names, tails=self._tails, went_on=self._supervisor.went_on
+            self._supervisor.failures,
+            names=self._names,
+            tails=self._tails,
+            num_missing=self._supervisor.num_missing if self._supervisor.went_on else None,
         )
         self._terminal.say("\n".join(report), is_error=True)
 
     def _kill_rest(self) -> None:
         """Leave nothing behind when the launcher itself fails, for instance because a rank cannot be started."""
-        for rank, handle in self._handles.items():
+        for rank, handle in self.handles.items():
             self._loop.remove_reader(handle.pidfd)
             handle.send_signal(signal.SIGKILL)
             handle.take_exit()
             for stream in self._streams.pop(rank, []):
                 self._loop.remove_reader(stream.descriptor)
                 stream.close(self._loop.time())
-        self._handles.clear()
+        self.handles.clear()

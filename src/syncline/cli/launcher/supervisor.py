@@ -80,6 +80,8 @@ class RankExited:
 class Interrupted:
     """Event: the user pressed Ctrl-C."""
 
+    signal_number: int = signal.SIGINT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminated:
@@ -116,9 +118,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
-    """Instruction: start a rank anew, which joins those that live."""
+    """Instruction: start a rank anew, which joins the one that has lived longest."""
 
     rank: int
+    joined: int
 
 
 Instruction = SendSignal | Announce | StartAgain
@@ -144,6 +147,8 @@ class Supervisor:
         """The signal by which the user ended the job, if they did."""
         self._limits = limits or Limits()
         self.num_restarts = 0
+        """How often ranks were started again, to join the others."""
+        self._by_age = sorted(self.living)
         self._due: list[tuple[float, int]] = []
         self._exits: dict[int, Exit] = {}
         self._budgets = {rank: RestartBudget(self._limits.rejoins) for rank in self.living}
@@ -236,9 +241,11 @@ class Supervisor:
             instructions.extend(self._signal_all(signal_number))
         for rank in [rank for rank, at_s in self._pausing.items() if at_s <= now_s]:
             del self._pausing[rank]
+            self._by_age = [one for one in self._by_age if one in self.living]
+            instructions.append(StartAgain(rank=rank, joined=self._by_age[0]))
+            self._by_age.append(rank)
             self.living.add(rank)
             self.num_restarts += 1
-            instructions.append(StartAgain(rank=rank))
         return tuple(instructions)
 
     def _plan(self, terminate_at_s: float) -> None:

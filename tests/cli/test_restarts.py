@@ -1,0 +1,178 @@
+"""What the launcher starts again, on real processes: tiny scripts without torch, no test that waits by the clock."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from typer.testing import CliRunner
+
+from syncline.cli.launcher.elasticity import Elasticity
+from syncline.cli.launcher.launch import Request, launch
+from syncline.cli.launcher.restarts import RestartLimits
+from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.terminal import Terminal
+from syncline.cli.run import app
+from syncline.errors import ConfigurationError
+
+DEADLINE_S = 60.0
+QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
+AGAIN = RestartLimits(count=2, first_pause_s=0.01)
+TWO_HOSTS = """
+topology: two-hosts
+switch: core
+children:
+  - {host: a1, uplink: 1 Gbit/s, ranks: 1}
+  - {host: b1, uplink: 1 Gbit/s, ranks: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SYNCLINE_")]:
+        monkeypatch.delenv(name)
+
+
+def start(script, *, limits=QUICK, **said):
+    """Run ``script`` on all ranks; returns exit code, standard output and standard error."""
+    out, error = io.StringIO(), io.StringIO()
+    setting = "import os, signal, sys\nattempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    command = (sys.executable, "-S", "-c", setting + textwrap.dedent(script))
+    said = said if "topology" in said else {"num_ranks": 2} | said
+    code = launch(Request(command=command, limits=limits, **said), terminal=Terminal(stdout=out, stderr=error))
+    return code, out.getvalue(), error.getvalue()
+
+
+def test_a_job_that_fails_is_started_again_and_the_summary_says_why():
+    code, out, error = start(
+        """
+        if attempt == 0 and os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
+        if attempt == 1 and os.environ["RANK"] == "0": sys.exit(3)
+        if attempt == 2: print("done as", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+        """,
+        restarts=AGAIN,
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] done as 0 of 2", "[1] done as 1 of 2"]
+    assert "syncline: all ranks start again in 0.01 s (--restarts allows it 2 times in 3600 s)" in error
+    assert error.splitlines()[-1] == (
+        "syncline: the job ended well when it was started for the third time; before: 1. rank 1 was killed by SIGKILL; "
+        "2. rank 0 ended with exit code 3"
+    )
+
+
+def test_a_job_that_fails_each_time_is_given_up_with_its_exit_code():
+    code, _, error = start("sys.exit(4)", restarts=AGAIN, num_ranks=1)
+    assert code == 4
+    assert error.count("the job failed: rank 0, exit code 4") == 3
+    assert "syncline: no further restart, as --restarts allows it 2 times in 3600 s; attempts: 1. rank 0" in error
+
+
+def test_without_restarts_nothing_is_said_of_them():
+    code, _, error = start("sys.exit(4)", num_ranks=1)
+    assert code == 4
+    assert "restart" not in error
+
+
+def test_ctrl_c_in_the_pause_before_a_restart_ends_the_job(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)")
+    command = (sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "1", "--restarts", "9", str(script))
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert any("start again in 1 s" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        assert "ended; attempts: 1. rank 0 ended with exit code 3" in process.stderr.read()
+        assert process.wait(DEADLINE_S) == 130
+
+
+@pytest.mark.parametrize("restarts", [RestartLimits(), AGAIN])
+def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_join(restarts, tmp_path):
+    """Rank 0 waits for the one that was started again, which knows rank 0's port and has no place of its own."""
+    os.mkfifo(tmp_path / "joined")
+    joined = str(tmp_path / "joined")
+    code, out, error = start(
+        f"""
+        assert os.environ["SYNCLINE_ELASTIC"] == "on" and os.environ["SYNCLINE_MIN_RANKS"] == "1"
+        if "SYNCLINE_JOIN" in os.environ:
+            assert not {{"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}} & os.environ.keys()
+            open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
+        elif os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        else:
+            came = open({joined!r}).read() if {restarts.count} else "nobody"
+            print(came.replace(":" + os.environ["SYNCLINE_JOIN_PORT"], " at my port"))
+        """,
+        restarts=restarts,
+        elastic=Elasticity(),
+    )
+    assert code == 0
+    if restarts.count:
+        assert out == "[0] 127.0.0.1 at my port\n"
+        assert "rank 1 was killed by SIGKILL; it starts again in 0.01 s, to join those that go on" in error
+        assert "the job lost ranks, which came back: rank 1" in error
+    else:
+        assert out == "[0] nobody\n"
+        assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in error
+
+
+def test_an_elastic_job_with_too_few_survivors_has_failed():
+    code, _, error = start("if os.environ['RANK'] == '1': sys.exit(3)", elastic=Elasticity(min_ranks=2))
+    assert code == 3
+    assert "the job failed: rank 1, exit code 3" in error
+
+
+def test_newcomers_are_told_whom_to_join_and_no_place():
+    script = """
+    import json
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SYNCLINE_SECRET_FILE"} & os.environ.keys()
+    names = ("SYNCLINE_JOIN", "SYNCLINE_HOST", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    print(json.dumps([os.environ[name] for name in names]))
+    """
+    code, out, _ = start(script, elastic=Elasticity(join="127.0.0.1:4000"), host="c1")
+    assert code == 0
+    told = [json.loads(line.split(" ", 1)[1]) for line in sorted(out.splitlines())]
+    assert told == [["127.0.0.1:4000", "c1", "0", "2"], ["127.0.0.1:4000", "c1", "1", "2"]]
+
+
+def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and_else_meet_anew(tmp_path):
+    path = tmp_path / "net.yaml"
+    path.write_text(TWO_HOSTS)
+    script = """
+    print(attempt, os.environ.get("SYNCLINE_JOIN", "meets"), flush=True)
+    if attempt == 0: os.kill(os.getpid(), 9)
+    if attempt == 1: sys.exit(3)
+    """
+    code, out, _ = start(
+        script,
+        topology=str(path),
+        host="a1",
+        master="127.0.0.1:4000",
+        limits=Limits(),
+        restarts=AGAIN,
+        elastic=Elasticity(join_port=4100),
+    )
+    assert code == 0
+    assert out.splitlines() == ["[a1:0] 0 meets", "[a1:0] 1 127.0.0.1:4100", "[a1:0] 2 meets"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--restarts", "-1"), "--restarts must be 0 or more, not -1"),
+        (("--restart-period", "0"), "--restart-period must be more than 0 seconds, not 0"),
+        (("--min-ranks", "2"), "--min-ranks 2 is said of an elastic job; add --elastic"),
+        (("--elastic", "--min-ranks", "0"), "--min-ranks must be 1 or more, not 0"),
+        (("--elastic", "--join-port", "70000"), "--join-port must be from 1 to 65535, not 70000"),
+        (("--join", "a1:x"), "--join must be HOST:PORT"),
+        (("--join", "a1:4000", "--master", "a1"), "--join says where a member of the job listens"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options, message, tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match=message):
+        CliRunner().invoke(app, [*options, str(script)], catch_exceptions=False)
