@@ -101,6 +101,16 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_NATIVE", "native", "0: Python moves messages; 1: compiled code or an error (default: if built)"),
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
     _of_init("SYNCLINE_BIND_THREAD", "bind_thread", "off: the kernel places the communication thread (default: on)"),
+    EnvironmentVariable(
+        name="SYNCLINE_ELASTIC",
+        argument="distribute(elastic=)",
+        meaning="on: go on without lost ranks (default: off); also `syncline run --elastic`",
+    ),
+    EnvironmentVariable(
+        name="SYNCLINE_MIN_RANKS",
+        argument="distribute(elastic=Elastic(min_ranks=))",
+        meaning="the fewest ranks with which an elastic job goes on (default: 1); also `syncline run --min-ranks`",
+    ),
     *(EnvironmentVariable(name=name, argument=_LAUNCHER_PLACE, meaning=meaning) for name, meaning in _LAUNCHERS),
     EnvironmentVariable(name="NO_COLOR", argument="syncline --color", meaning="if set, commands print without colour"),
     EnvironmentVariable(

@@ -14,6 +14,7 @@ from syncline.cli.launcher.launch import Request, _find_topology
 from syncline.cli.launcher.scratch import prepare_secret
 from syncline.cli.main import _front
 from syncline.cli.path_diagnosis import choose_key
+from syncline.elastic import Elastic
 from syncline.errors import ConfigurationError
 from syncline.fabric.transport_sets import NativeTransportSet, is_native
 from syncline.pytorch.environment import Arguments, Environment, read_environment
@@ -68,7 +69,7 @@ LAUNCHERS = {
     for variable in VARIABLES
     if variable.argument == "init(rank=, world_size=)"
 }
-APART = {"SYNCLINE_NATIVE", "NO_COLOR", "FORCE_COLOR"}
+APART = {"SYNCLINE_NATIVE", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS", "NO_COLOR", "FORCE_COLOR"}
 """Those with a test of their own."""
 
 
@@ -143,6 +144,22 @@ def test_native_goes_before_its_variable(said: str, monkeypatch: pytest.MonkeyPa
     assert NativeTransportSet is not None
     assert is_native(True)
     assert is_native() == (said != "0")
+
+
+def test_what_distribute_is_told_of_losses_goes_before_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_MIN_RANKS", "3")
+    assert Elastic.choose(None) is None
+    monkeypatch.setenv("SYNCLINE_ELASTIC", "on")
+    assert Elastic.choose(None) == Elastic(min_ranks=3)
+    assert Elastic.choose(True) == Elastic()
+    assert Elastic.choose(Elastic(min_ranks=2)) == Elastic(min_ranks=2)
+    assert Elastic.choose(False) is None
+    monkeypatch.setenv("SYNCLINE_MIN_RANKS", "few")
+    with pytest.raises(ConfigurationError, match="SYNCLINE_MIN_RANKS must be a whole number, not 'few'"):
+        Elastic.choose(None)
+    monkeypatch.setenv("SYNCLINE_ELASTIC", "yes")
+    with pytest.raises(ConfigurationError, match="SYNCLINE_ELASTIC must be on or off, not 'yes'"):
+        Elastic.choose(None)
 
 
 def test_arguments_of_run_go_before_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
+from syncline.variables import process_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +31,23 @@ class Elastic:
 
     @classmethod
     def choose(cls, value: Elastic | bool | None) -> Elastic | None:
-        """Return what ``distribute(elastic=...)`` was given as settings; None if the job is not elastic."""
-        if value is None or isinstance(value, Elastic):
+        """Return what ``distribute(elastic=...)`` was given as settings; None if the job is not elastic.
+
+        If nothing was said, it is what ``syncline run --elastic --min-ranks`` tells, in two variables.
+        """
+        if value is None:
+            return cls._of_variables(process_variables())
+        if isinstance(value, Elastic):
             return value
         if isinstance(value, bool):
             return cls() if value else None
         raise ConfigurationError(f"elastic is True, False, or syncline.Elastic(...), not {value!r}")
+
+    @classmethod
+    def _of_variables(cls, values: Mapping[str, str]) -> Elastic | None:
+        said, least = values.get("SYNCLINE_ELASTIC") or "off", values.get("SYNCLINE_MIN_RANKS") or "1"
+        if said not in ("on", "off"):
+            raise ConfigurationError(f"SYNCLINE_ELASTIC must be on or off, not {said!r}")
+        if not least.isdecimal():
+            raise ConfigurationError(f"SYNCLINE_MIN_RANKS must be a whole number, not {least!r}")
+        return cls(min_ranks=int(least)) if said == "on" else None
