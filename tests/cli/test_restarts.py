@@ -132,10 +132,10 @@ def test_newcomers_are_told_whom_to_join_and_no_place():
     names = ("SYNCLINE_JOIN", "SYNCLINE_HOST", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     print(json.dumps([os.environ[name] for name in names]))
     """
-    code, out, _ = start(script, elastic=Elasticity(join="127.0.0.1:4000"), host="c1")
+    code, out, _ = start(script, elastic=Elasticity(join="127.0.0.1:4000, [::1]:4001"), host="c1")
     assert code == 0
     told = [json.loads(line.split(" ", 1)[1]) for line in sorted(out.splitlines())]
-    assert told == [["127.0.0.1:4000", "c1", "0", "2"], ["127.0.0.1:4000", "c1", "1", "2"]]
+    assert told == [["127.0.0.1:4000,[::1]:4001", "c1", place, "2"] for place in "01"]
 
 
 def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and_else_meet_anew(tmp_path):

@@ -175,10 +175,10 @@ def test_a_rank_of_an_elastic_job_starts_again_after_a_pause_and_joins_who_has_l
     job = Supervisor(range(3), REJOINING)
     assert job.handle(killed(0), 10.0) == (Announce(reason="failure", rank=0, pause_s=1.0),)
     assert job.wake_at_s == 11.0
-    assert job.handle(TimePassed(), 11.0) == (StartAgain(rank=0, joined=1),)
+    assert job.handle(TimePassed(), 11.0) == (StartAgain(rank=0, living=(1, 2)),)
     assert job.living == {0, 1, 2}
     assert job.handle(killed(1), 12.0) == (Announce(reason="failure", rank=1, pause_s=1.0),)
-    assert job.handle(TimePassed(), 13.0) == (StartAgain(rank=1, joined=2),)
+    assert job.handle(TimePassed(), 13.0) == (StartAgain(rank=1, living=(2, 0)),)
     for rank in range(3):
         job.handle(ended(rank), 20.0)
     assert (job.exit_code, job.num_missing, job.num_restarts) == (0, 0, 2)

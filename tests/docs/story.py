@@ -7,7 +7,7 @@ block of another kind is an error. What happens beside reading them:
 - ``syncline run`` of the page's own script on this machine: it runs on as many ranks, forked from one process;
 - ``syncline plan``, ``cluster`` and ``doctor``: executed;
 - the making of a secret: executed, and its file is private and long enough;
-- what needs other hosts (``--host``, ``--path``, ``--listen``, ``srun`` ...), the lab, benchmarks, ``make``:
+- what needs other hosts (``--host``, ``--join``, ``--path``, ``srun`` ...), the lab, benchmarks, ``make``:
   nothing, as other tests run these.
 
 A titled program that no command runs is run on one rank in the end, so no Python is only read.
@@ -30,7 +30,7 @@ from syncline.topology import Topology
 
 RANK = Path(__file__).with_name("rank_in_folder.py")
 EXECUTED = {"plan", "cluster", "doctor"}
-ELSEWHERE = {"host", "path", "listen"}
+ELSEWHERE = {"host", "path", "listen", "join"}
 DEADLINE_S = 180.0
 
 

@@ -69,7 +69,8 @@ LAUNCHERS = {
     for variable in VARIABLES
     if variable.argument == "init(rank=, world_size=)"
 }
-APART = {"SYNCLINE_NATIVE", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS", "NO_COLOR", "FORCE_COLOR"}
+OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
+APART = {"SYNCLINE_NATIVE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
 """Those with a test of their own."""
 
 

@@ -55,7 +55,7 @@ class Job:
     topology: str | None
     """Path or shipped name, as the ranks are told; None: one flat switch."""
     join: str | None = None
-    """Where a member of a running job listens, which these ranks join."""
+    """Where members of a running job listen, which these ranks join: of several, the first that answers."""
 
     @property
     def is_whole(self) -> bool:
@@ -115,7 +115,7 @@ def newcomers(number: int, *, command: tuple[str, ...], join: str, host: str | N
     """Describe ranks that join a running job at ``join``; they are numbered from 0 as long as they have no rank."""
     if number < 1:
         raise ConfigurationError(f"--ranks must be at least 1, got {number}")
-    address, port = parse_endpoint(join, default_port=DEFAULT_MASTER_PORT, what="--join")
+    doors = [parse_endpoint(one.strip(), default_port=DEFAULT_MASTER_PORT, what="--join") for one in join.split(",")]
     processes = (RankProcess(rank=place, local_rank=place, host=host or "") for place in range(number))
     return Job(
         command=command,
@@ -123,10 +123,10 @@ def newcomers(number: int, *, command: tuple[str, ...], join: str, host: str | N
         world_size=number,
         machine_index=0,
         num_machines=1,
-        master_address=address,
-        master_port=port,
+        master_address=doors[0][0],
+        master_port=doors[0][1],
         topology=topology,
-        join=format_endpoint(address, port),
+        join=",".join(format_endpoint(*door) for door in doors),
     )
 
 

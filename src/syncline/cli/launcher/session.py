@@ -193,7 +193,7 @@ class Runner:
                 self.handles[instruction.rank].send_signal(instruction.signal_number)
         elif isinstance(instruction, StartAgain):
             (process,) = (one for one in self._session.job.processes if one.rank == instruction.rank)
-            self._start(process, self._session.doors[instruction.joined])
+            self._start(process, ",".join(self._session.doors[rank] for rank in instruction.living))
         else:
             self._announce(instruction)
 

@@ -118,10 +118,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
-    """Instruction: start a rank anew, which joins the one that has lived longest."""
+    """Instruction: start a rank anew, which joins the first of those that live that it reaches; eldest first."""
 
     rank: int
-    joined: int
+    living: tuple[int, ...]
 
 
 Instruction = SendSignal | Announce | StartAgain
@@ -242,7 +242,7 @@ class Supervisor:
         for rank in [rank for rank, at_s in self._pausing.items() if at_s <= now_s]:
             del self._pausing[rank]
             self._by_age = [one for one in self._by_age if one in self.living]
-            instructions.append(StartAgain(rank=rank, joined=self._by_age[0]))
+            instructions.append(StartAgain(rank=rank, living=tuple(self._by_age)))
             self._by_age.append(rank)
             self.living.add(rank)
             self.num_restarts += 1
