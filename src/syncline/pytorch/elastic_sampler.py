@@ -22,10 +22,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     ``batch_size``: samples of each rank in a batch. ``shuffle`` draws an epoch's order from ``seed``, alike on all
     ranks. All ranks have as many batches, and each sample is taken once: the last batch may be smaller, or a little
-    larger; of fewer samples than ranks, those that cannot be divided are left out, or with ``uneven=True`` given to
-    some, which have one batch more: train within :func:`syncline.join` then. ``paces``: parts in proportion to samples
-    per second, by the ranks' numbers at the start (who is not named has the mean); so that samples count alike, give
-    ``distribute()`` ``samples="batch"``. Helpers of the topology take no samples. ``fleet``: default, the current one.
+    larger, and not the same on all ranks: let samples count alike, with ``samples="batch"`` in ``distribute()``. Of
+    fewer samples than ranks, those that cannot be divided are left out, or with ``uneven=True`` given to some, which
+    have one batch more: train within :func:`syncline.join` then. ``paces``: parts in proportion to samples per second,
+    by the ranks' numbers at the start (who is not named has the mean). Helpers of the topology take no samples.
+    ``fleet``: default, the current one.
 
     :meth:`follow` tells it the optimizer, whose steps count: a batch that workers have only loaded is not done. Where
     ranks are lost or come (``elastic=True``), what is not loaded yet is divided anew, and what a lost rank had under
@@ -34,15 +35,15 @@ class ElasticSampler(Sampler[list[int]]):
 
     Raises :class:`ConfigurationError` for what cannot be divided, and if an epoch that is over is asked for again.
 
-    >>> dataset = torch.utils.data.TensorDataset(torch.arange(10.0))
-    >>> sampler = syncline.data.ElasticSampler(dataset, batch_size=4, shuffle=False)
+    >>> dataset = torch.utils.data.TensorDataset(torch.randn(10, 4))
+    >>> sampler = syncline.data.ElasticSampler(dataset, batch_size=4)
     >>> loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
-    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> model, optimizer = syncline.distribute(model, optimizer, samples="batch")
     >>> sampler.follow(optimizer, loader)
     >>> for epoch in range(sampler.epoch, 1):
     ...     sampler.set_epoch(epoch)
-    ...     for (numbers,) in loader:
-    ...         optimizer.step()
+    ...     for (x,) in loader:
+    ...         model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()
     >>> len(loader), sampler.state_dict()["left"]
     (3, [])
     """
