@@ -45,11 +45,7 @@ def main(folder: Path, way: str, victim: int) -> None:
         loader = DataLoader(TensorDataset(samples), batch_sampler=sampler)
         model = make_model()
         model, optimizer = syncline.distribute(model, make_optimizer(model), syncline.AllReduce())
-        begun = 0
-        if way == "checkpoint" and saved.exists():
-            extra = syncline.load_checkpoint(saved, model, optimizer)
-            begun = extra["iteration"]
-            sampler.load_state_dict(extra["sampler"])
+        begun = syncline.resume(saved, model, optimizer, sampler=sampler).iteration if way == "checkpoint" else 0
         sampler.follow(optimizer, loader)
         for iteration, (batch,) in enumerate(loader, start=begun + 1):
             if fleet.rank == victim and iteration == STRUCK_AT and not (folder / "struck").exists():
@@ -61,8 +57,7 @@ def main(folder: Path, way: str, victim: int) -> None:
             taken = {"world_size": fleet.world_size, "samples": batch.tolist()}
             (folder / f"step-{iteration}-{fleet.rank}.json").write_text(json.dumps(taken))
             if way == "checkpoint" and iteration % 2 == 0:
-                told = {"iteration": iteration, "sampler": sampler.state_dict()}
-                syncline.save_checkpoint(saved, model, optimizer, extra=told)
+                syncline.save_checkpoint(saved, model, optimizer, keep=2, sampler=sampler)
         ended = {"begun": begun, "iteration": iteration, "weights": [one.item() for one in model.parameters()]}
         (folder / f"end-{fleet.rank}.json").write_text(json.dumps(ended))
 
