@@ -197,9 +197,7 @@ class Agreement:
         """
         accuser = report.losses[rank].accuser
         doubts = (
-            one
-            for one, loss in report.losses.items()
-            if loss.accuser == accuser and not is_believed(accuser, one)
+            one for one, loss in report.losses.items() if loss.accuser == accuser and not is_believed(accuser, one)
         )
         return is_believed(accuser, rank) and all(one in self.losses for one in doubts)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from syncline.fabric.options import FabricOptions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
@@ -50,6 +52,11 @@ class Liveness:
         self._since_beat_s = heartbeat_s
         self._silence_s: dict[int, float] = {}
         self._suspects: set[int] = set()
+
+    @classmethod
+    def of(cls, options: FabricOptions, *, now_s: float) -> Liveness:
+        """Judge by the times of ``options``."""
+        return cls(heartbeat_s=options.heartbeat_s, suspect_s=options.suspect_s, dead_s=options.dead_s, now_s=now_s)
 
     @property
     def suspects(self) -> frozenset[int]:

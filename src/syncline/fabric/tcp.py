@@ -95,12 +95,7 @@ class TcpFabric:
         self._news = News()
         self._is_closing = self._is_closed = False
         self._changed = asyncio.Event()
-        self._liveness = Liveness(
-            heartbeat_s=options.heartbeat_s,
-            suspect_s=options.suspect_s,
-            dead_s=options.dead_s,
-            now_s=self._loop.time(),
-        )
+        self._liveness = Liveness.of(options, now_s=self._loop.time())
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
         transport_set.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
