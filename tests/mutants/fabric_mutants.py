@@ -168,9 +168,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="            for hearer in self._living():  # whom the peer may not reach\n"
-                "                hearer.send_frame(FrameType.LOST, tag=lost, payload=_cut(reason))\n",
-                after="",
+                before="            self._tell_living(lost, reason)  # whom the teller may not reach\n",
+                after="            pass\n",
             ),
         ),
         found_by=NamedTest(
@@ -184,9 +183,9 @@ FABRIC_MUTANTS = (
         breaks="of two ranks that lose each other, all others lose both",
         changes=(
             Change(
-                file="fabric/tcp.py",
-                before="        elif peer.rank > lost:\n",
-                after="        elif peer.rank == lost:\n",
+                file="fabric/news.py",
+                before="        if teller > lost:\n",
+                after="        if teller == lost:\n",
             ),
         ),
         found_by=NamedTest(

@@ -3,6 +3,7 @@ r"""Play many seeds of jobs on virtual time, and say which of them end as they s
     python tests/simulation/simulate.py --seeds 500 --processes 2
     python tests/simulation/simulate.py --replay 4711 --log
     python tests/simulation/simulate.py --many 1000
+    python tests/simulation/simulate.py --agree 200
 
 The code is the library's own; only time, sockets and the network are virtual (see the scenarios). Which scenario a seed
 plays follows from its number. A seed that is played again gives the same log, to the last bit of its hash. Ends with 1
@@ -137,17 +138,22 @@ def replay(seed: int, *, shows_log: bool) -> int:
 
 
 def many(num_ranks: int) -> int:
-    """Let so many ranks make all-reduces, in the second of which one dies, and agree on who goes on after deaths."""
-    agreement = scenario_agreement.AgreementScenario(1, num_ranks=num_ranks, fault="deaths", num_steps=1)
-    for what, play_it in (("all-reduces", ManyRanks(1, num_ranks=num_ranks).run), ("an agreement", agreement.run)):
-        begun_s = time.monotonic()
-        played = play_it()
-        mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        took_s = time.monotonic() - begun_s
-        print(
-            f"{num_ranks} ranks in one process, {what}: {took_s:.1f} s, {mebibytes} MiB, hash {played.digest}",
-            flush=True,
-        )
+    """Let so many ranks make an all-reduce, and one more in which a rank dies."""
+    return _measure(f"all-reduces of {num_ranks} ranks", ManyRanks(1, num_ranks=num_ranks).run)
+
+
+def agree(num_ranks: int) -> int:
+    """Let so many ranks agree on who goes on after a death."""
+    scenario = scenario_agreement.AgreementScenario(5, num_ranks=num_ranks, fault="deaths", num_steps=1)
+    return _measure(f"an agreement of {num_ranks} ranks", scenario.run)
+
+
+def _measure(what: str, play_it: Callable[[], VirtualTime]) -> int:
+    begun_s = time.process_time()
+    played = play_it()
+    mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    took_s = time.process_time() - begun_s
+    print(f"{what} in one process: {took_s:.0f} s of processor time, {mebibytes} MiB, hash {played.digest}")
     return 0
 
 
@@ -159,14 +165,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--replay", type=int, metavar="SEED", help="play this one only")
     parser.add_argument("--log", action="store_true", help="with --replay: show what happens")
-    parser.add_argument(
-        "--many", type=int, metavar="RANKS", help="all-reduces and an agreement of so many ranks instead"
-    )
+    parser.add_argument("--many", type=int, metavar="RANKS", help="all-reduces of so many ranks instead")
+    parser.add_argument("--agree", type=int, metavar="RANKS", help="an agreement of so many ranks instead")
     options = parser.parse_args()
     if options.replay is not None:
         return replay(options.replay, shows_log=options.log)
     if options.many is not None:
         return many(options.many)
+    if options.agree is not None:
+        return agree(options.agree)
     return simulate(range(options.first, options.first + options.seeds), options.processes)
 
 
