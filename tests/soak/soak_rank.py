@@ -262,7 +262,8 @@ def main(config: dict[str, Any]) -> None:
     try:
         rank.train()
     except BaseException as error:  # all of them are to be judged
-        told = {"kind": type(error).__name__, "text": str(error)[:MOST_TEXT]}
+        text, *_ = str(error).partition("\n\nAt:")  # where torch's wrapping was raised, line by line
+        told = {"kind": type(error).__name__, "text": text[:MOST_TEXT]}
         is_own = isinstance(error, syncline.SynclineError | UserLoopError) or bool(WRAPPED.search(str(error)))
         rank.teller.tell(event="error", is_own=is_own, lost=getattr(error, "rank", None), **told)
         if not is_own:
