@@ -65,6 +65,9 @@ def plan(
     portions: Annotated[
         PortionsName, typer.Option(help="Who owns what in a sharded step: about the same, or whatever is fastest.")
     ] = PortionsName.BALANCED,
+    spares: Annotated[
+        int, typer.Option(min=0, max=1, help="How many other ranks keep each range of a sharded step, too.")
+    ] = 0,
     model: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +86,7 @@ def plan(
         _plan_model(Topology.load(topology), model, as_json=as_json)
         return
     if collective is CollectiveName.SHARDED_STEP:
-        found = plan_step(Topology.load(topology), parse_size(size), portions.value)
+        found = plan_step(Topology.load(topology), parse_size(size), portions.value, spares=spares)
         _print_step(found, as_json=as_json)
         return
     comparison = compare_planners(

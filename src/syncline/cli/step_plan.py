@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.schedule import StepPrediction, sharded_step_bound
-from syncline.schedule.step_candidates import draft_sharded_steps
+from syncline.schedule.spare_choice import draft_with_spares
+from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
@@ -38,6 +39,25 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparePlan:
+    """The chosen step with spares: what they are apart by, what each rank is the spare of, and how long it takes."""
+
+    apart: Apart
+    shares: tuple[float, ...]
+    prediction: StepPrediction
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "apart": self.apart,
+            "shares": list(self.shares),
+            "reduce_scatter_s": self.prediction.reduce_scatter.time_s,
+            "all_gather_s": self.prediction.all_gather.time_s,
+            "time_s": self.prediction.time_s,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What was compared for a sharded step, the chosen one first, and the share of each rank in that one."""
 
@@ -49,6 +69,7 @@ class StepPlan:
     """The bound if no rank may own more than the one that owns most."""
     shares: tuple[float, ...]
     results: tuple[StepResult, ...]
+    spares: SparePlan | None = None
 
     @property
     def overlap_pays(self) -> bool:
@@ -69,14 +90,18 @@ class StepPlan:
             "shares": list(self.shares),
             "step_in_backward_pays": self.overlap_pays,
             "winner": self.results[0].planner,
+            "spares": self.spares.to_json() if self.spares is not None else None,
             "planners": [_result_json(result, self.bound_s) for result in self.results],
         }
 
 
-def plan_step(topology: Topology, num_bytes: int, portions: Portions) -> StepPlan:
+def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares: int = 0) -> StepPlan:
     """Compare the candidates for a sharded step of ``num_bytes``."""
-    candidates = draft_sharded_steps(topology, num_bytes, portions=portions)
-    shares = shares_of(candidates[0][0][0])
+    ((scatter, _), prediction), apart, candidates = draft_with_spares(
+        topology, num_bytes, portions=portions, spares=spares
+    )
+    shares = shares_of(scatter)
+    of_spares = None if apart is None else SparePlan(apart=apart, shares=spare_shares(scatter), prediction=prediction)
     return StepPlan(
         topology=topology,
         portions=portions,
@@ -84,6 +109,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions) -> StepPla
         bound_s=sharded_step_bound(topology, num_bytes),
         capped_bound_s=sharded_step_bound(topology, num_bytes, most=[max(shares)] * topology.num_ranks),
         shares=shares,
+        spares=of_spares,
         results=tuple(
             StepResult(
                 planner=scatter.planner,
@@ -125,6 +151,12 @@ def show_step(plan: StepPlan, console: Console) -> None:
     )
     console.print(candidate_table(plan))
     console.print(share_table(plan))
+    if plan.spares is not None:
+        time_s, more = plan.spares.prediction.time_s, plan.spares.prediction.time_s / first.time_s - 1
+        console.print(
+            f"spares in another {plan.spares.apart}: {format_duration(time_s)} one after the other, {more:+.1%} of the "
+            "fastest step without them"
+        )
     verdict = "pays" if plan.overlap_pays else "gains little"
     console.print(
         f"step_in_backward {verdict}: {format_duration(first.overlapped_s)} with both directions at once, "
@@ -155,20 +187,28 @@ def candidate_table(plan: StepPlan) -> Table:
 
 def share_table(plan: StepPlan) -> Table:
     """Lay out what each host owns, neighbours that own the same in one row."""
+    spares = plan.spares.shares if plan.spares is not None else (0.0,) * len(plan.shares)
     rows = [
-        (tuple(round(100 * plan.shares[rank.rank], 1) for rank in host.ranks), host.name)
+        (
+            tuple(round(100 * plan.shares[rank.rank], 1) for rank in host.ranks),
+            tuple(round(100 * spares[rank.rank], 1) for rank in host.ranks),
+            host.name,
+        )
         for host in plan.topology.hosts
     ]
-    groups = [(parts, [name for _, name in group]) for parts, group in groupby(rows, key=lambda row: row[0])]
+    groups = [(*parts, [row[2] for row in group]) for parts, group in groupby(rows, key=lambda row: row[:2])]
     left_out = len(groups) - MAX_ROWS
     caption = f"... and {left_out} more rows: --json has all ranks" if left_out > 0 else None
     table = Table(title="Who owns what", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("hosts")
     table.add_column("each", justify="right")
     table.add_column("its ranks", justify="right")
-    for parts, names in groups[:MAX_ROWS]:
+    if plan.spares is not None:
+        table.add_column("its ranks are spares of", justify="right")
+    for parts, spared, names in groups[:MAX_ROWS]:
         hosts = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-        table.add_row(hosts, f"{sum(parts):.1f} %", _list(parts))
+        of_spares = [_list(spared)] if plan.spares is not None else []
+        table.add_row(hosts, f"{sum(parts):.1f} %", _list(parts), *of_spares)
     return table
 
 

@@ -212,7 +212,7 @@ class FleetCheckpointGroup(CheckpointGroup):
         """Return the optimizer state that this rank owns."""
         if self.optimizer is None or not self._training.updater.is_in_first_replica:
             return []
-        return self._training.updater.state_entries()
+        return [entry for entry in self._training.updater.state_entries() if not entry.is_spare]
 
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""

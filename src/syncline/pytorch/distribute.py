@@ -172,8 +172,14 @@ def _plan_schedules(
 ) -> tuple[BucketSchedule, ...]:
     options, most = rule.schedule_options, None
     if options.is_divided:
-        tells, num_copies = fleet.rank == 0, options.num_copies
-        most = most_shares(fleet.topology, plans, optimizer, num_copies=num_copies, tells=tells)
+        most = most_shares(
+            fleet.topology,
+            plans,
+            optimizer,
+            num_copies=options.num_copies,
+            num_owners=1 + options.spares,
+            tells=fleet.rank == 0,
+        )
     return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
 
 

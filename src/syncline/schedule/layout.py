@@ -119,9 +119,14 @@ class Layout:
         """Return the element ranges [start, stop) that ``rank`` owns: sorted, merged, none of them empty."""
         return self._ranges(schedule.owned(rank))
 
-    def owned_alike(self, schedule: Schedule, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return the same ranges, those together that have the same owner in each other replica; no group is empty."""
-        groups = (self._ranges(runs) for runs in schedule.owned_alike(rank))
+    def owned_alike(
+        self, schedule: Schedule, rank: int, *, row: int | None = None
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the same ranges, those together that have the same owner in each other replica; no group is empty.
+
+        ``row`` as in :meth:`Schedule.owned_alike`.
+        """
+        groups = (self._ranges(runs) for runs in schedule.owned_alike(rank, row=row))
         return tuple(ranges for ranges in groups if ranges)
 
     def _ranges(self, runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -116,12 +116,14 @@ class Schedule:
         """Return the runs [first, last) of atoms that ``rank`` owns, merged and in order."""
         return _runs((self.owners == rank).any(axis=0))
 
-    def owned_alike(self, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def owned_alike(self, rank: int, *, row: int | None = None) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return what ``rank`` owns as runs of atoms, those together that have the same owner in each other replica.
 
-        With one replica there is one such group, or none; replicas that divide the data alike have one, too.
+        With one replica there is one such group, or none; replicas that divide the data alike have one, too. ``row``:
+        only what it owns by this row of :attr:`owners`, such as the first of an owner and its spare.
         """
-        mine = np.flatnonzero((self.owners == rank).any(axis=0))
+        rows = self.owners if row is None else self.owners[row : row + 1]
+        mine = np.flatnonzero((rows == rank).any(axis=0))
         places: dict[tuple[int, ...], list[int]] = {}
         for atom, owners in zip(mine.tolist(), self.owners[:, mine].T.tolist(), strict=True):
             places.setdefault(tuple(owners), []).append(atom)

@@ -19,7 +19,9 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
 from syncline.schedule.layout import Layout
 from syncline.schedule.schedule import Schedule
-from syncline.schedule.step_candidates import Portions, draft_sharded_steps, limits_of, upto
+from syncline.schedule.spare_choice import draft_with_spares
+from syncline.schedule.spares import Apart, spare_shares
+from syncline.schedule.step_candidates import Portions, limits_of, upto
 from syncline.schedule.step_flow import solve_step_flow
 from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair, shares_of
 from syncline.schedule.verifier import verify
@@ -39,6 +41,8 @@ class ShardedStep:
 
     reduce_scatter: Schedule
     all_gather: Schedule
+    apart: Apart | None = None
+    """What owners and spares are apart by; None if there are no spares."""
 
     def __post_init__(self) -> None:
         scatter, gather = self.reduce_scatter, self.all_gather
@@ -55,6 +59,11 @@ class ShardedStep:
         """The part of the data that each rank owns; they sum to 1."""
         return shares_of(self.reduce_scatter.draft)
 
+    @property
+    def spare_shares(self) -> tuple[float, ...]:
+        """The part of the data that each rank is the spare of; they sum to 1, or are 0 where there are none."""
+        return spare_shares(self.reduce_scatter.draft)
+
 
 def plan_sharded_step(
     topology: Topology,
@@ -62,6 +71,8 @@ def plan_sharded_step(
     *,
     most: Sequence[float] | None = None,
     portions: Portions = "balanced",
+    spares: int = 0,
+    apart: Apart | None = None,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     cost: CostModel | None = None,
 ) -> ShardedStep:
@@ -69,7 +80,10 @@ def plan_sharded_step(
 
     ``portions``: "balanced" (no rank owns over 1.25 / N, unless that takes over 10 % longer), "fastest", or the part
     that each rank owns. ``most``: the most that each rank may own in any case, as parts of the data (of its memory).
-    Parts are met to 1 / 16384. ``num_bytes``, ``slice_bytes`` and ``cost`` are those of :func:`predict_sharded_step`.
+    Parts are met to 1 / 16384. With ``spares=1`` each range has a second owner (:mod:`syncline.schedule.spares`), in
+    another rack where that makes the step at most a tenth longer, else on another host; ``apart`` asks for one of
+    these where the owners allow it, and ``most`` then counts what a rank owns and what it is the spare of. One rank
+    alone has no spares. ``num_bytes``, ``slice_bytes`` and ``cost`` are those of :func:`predict_sharded_step`.
 
     Two linear programmes over the tree, and O(candidates x ranks^2) transfers. Raises :class:`ScheduleError` if ranks
     may own less than everything together, or portions are not one for each rank, at least 0, with the sum 1.
@@ -79,10 +93,17 @@ def plan_sharded_step(
     >>> max(step.shares) < 1.25 / topology.num_ranks + 1e-3
     True
     """
-    (pair, _), *_ = draft_sharded_steps(
-        topology, num_bytes, most=most, portions=portions, slice_bytes=slice_bytes, cost=cost
+    (pair, _), apart, _ = draft_with_spares(
+        topology,
+        num_bytes,
+        most=most,
+        portions=portions,
+        spares=spares,
+        apart=apart,
+        slice_bytes=slice_bytes,
+        cost=cost,
     )
-    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]))
+    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]), apart=apart)
 
 
 def predict_sharded_step(

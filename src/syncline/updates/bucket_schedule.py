@@ -22,18 +22,23 @@ from syncline.schedule import (
     plan_tree,
     verify,
 )
-from syncline.schedule.in_trees import draft_row_with_owners
+from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
 from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, find_replicas, split_in_replicas
+from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
-from syncline.updates.parameter_owners import Cost, assign_parameters
+from syncline.updates.parameter_owners import Cost, Owners, assign_parameters
 
 MANY_BUCKETS = 64
 """With more, what one is cut into is less: together they use all ways anyhow."""
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint element ranges (start, stop)."""
+Runs = tuple[tuple[int, int], ...]
+"""Who has how many elements, from the beginning of a bucket to its end."""
+_ROUNDING = 4 / RESOLUTION
+"""By which shares may miss what they should be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,7 @@ class BucketScheduleOptions:
     ``whole_parameters``: each parameter has one owner, and ranks have parameters of about as much ``cost`` as they
     have ``portions``. ``num_copies``: of parameters and of optimizer state that a rank keeps in a step.
     ``replicate``: which parts of the topology own everything each by itself; ``"auto"`` leaves it to the model.
+    ``spares``: how many other ranks keep each range, too.
     """
 
     is_divided: bool
@@ -53,6 +59,7 @@ class BucketScheduleOptions:
     cost: Cost = math.prod
     num_copies: int = 1
     replicate: Replicate | None = None
+    spares: int = 0
 
 
 def check_sizes(*, bucket_bytes: int, slice_bytes: int | None) -> None:
@@ -72,13 +79,17 @@ class BucketSchedule:
     layout: Layout
     schedules: Mapping[Collective, Schedule]
     owned: tuple[Ranges, ...]
-    """What this rank owns: ranges in groups, each of which has one owner in each other replica."""
+    """What this rank owns: ranges in groups, each of which has one owner in each other replica, or one spare."""
+    spared: tuple[Ranges, ...] = ()
+    """What this rank is the spare of: ranges in groups, each of which has one owner."""
+    apart: Apart | None = None
+    """What owners and spares are apart by; None where there are no spares."""
     replicas: Replicas = ()
     """The ranks of each replica; empty where nothing is replicated."""
 
     @property
     def num_owned(self) -> tuple[int, ...]:
-        """How many elements each rank owns; all of them on every rank, if the bucket is not divided."""
+        """How many elements each rank owns, or is the spare of; all on every rank, if the bucket is not divided."""
         schedule = next(iter(self.schedules.values()))
         if Collective.ALL_REDUCE in self.schedules:
             return (self.layout.num_elements,) * schedule.num_ranks
@@ -89,6 +100,12 @@ class BucketSchedule:
             .tolist()
         )
         return tuple(owned)
+
+    def held_by(self, rank: int) -> Ranges:
+        """Return the elements that a rank owns, or is the spare of."""
+        if Collective.ALL_REDUCE in self.schedules:
+            return ((0, self.layout.num_elements),)
+        return self.layout.owned_ranges(self.schedules[Collective.REDUCE_SCATTER], rank)
 
 
 def plan_bucket_schedules(
@@ -109,41 +126,65 @@ def plan_bucket_schedules(
     if options.replicate is not None:
         return _plan_replicated(communicator, plans, options, first_stream=first_stream, most=most)
     step_of = _steps_of_buckets(communicator.topology, plans, options, most)
-    return tuple(_plan_divided(communicator, plan, options, first_stream + plan.index, step_of(plan)) for plan in plans)
+    planned = [_plan_divided(communicator, plan, options, first_stream + plan.index, step_of(plan)) for plan in plans]
+    if options.spares:
+        _check_room(planned, most, "with these spares", "take more hosts, or no spares")
+    return tuple(planned)
 
 
 def _steps_of_buckets(
     topology: Topology, plans: Sequence[BucketPlan], options: BucketScheduleOptions, most: Sequence[float] | None
 ) -> Callable[[BucketPlan], ShardedStep]:
     portions = options.portions if isinstance(options.portions, str) else rank_shares(topology, options.portions)
-    step_of = cache(lambda size_class: plan_sharded_step(topology, 1 << size_class, most=most, portions=portions))
+    plan_step = partial(plan_sharded_step, topology, most=most, portions=portions, spares=options.spares)
+    largest = plan_step(1 << max(_size_class(plan.num_bytes) for plan in plans))
     if not options.whole_parameters:
+        step_of = cache(lambda size_class: plan_step(1 << size_class, apart=largest.apart))
         return lambda plan: step_of(_size_class(plan.num_bytes))
-    shares = step_of(max(_size_class(plan.num_bytes) for plan in plans)).shares
+    own = most if most is None or largest.apart is None else [limit / 2 for limit in most]
     is_balanced = portions == "balanced"
-    owners = assign_parameters(topology, plans, shares, cost=options.cost, most=most, is_balanced=is_balanced)
-    steps = _steps_of_owners(topology, [_runs(plan.slots, owners[plan.index]) for plan in plans])
+    owners = assign_parameters(topology, plans, largest.shares, cost=options.cost, most=own, is_balanced=is_balanced)
+    spares = _spares_of_parameters(topology, plans, owners, largest)
+    rows = ([_runs(plan.slots, ranks[plan.index]) for plan in plans] for ranks in (owners, spares))
+    steps = _steps_of_owners(topology, *rows, apart=largest.apart)
     return lambda plan: steps[plan.index]
+
+
+def _spares_of_parameters(
+    topology: Topology, plans: Sequence[BucketPlan], owners: Owners, largest: ShardedStep
+) -> Owners:
+    """Return for each bucket the spare of each of its parameters; no ranks where there are no spares."""
+    if largest.apart is None:
+        return ((),) * len(plans)
+    ranges = [
+        (owner, slot.num_elements)
+        for plan, of_plan in zip(plans, owners, strict=True)
+        for slot, owner in zip(plan.slots, of_plan, strict=True)
+    ]
+    spares = iter(spare_of_each(topology, ranges, largest.shares, largest.apart))
+    return tuple(tuple(next(spares) for _ in plan.slots) for plan in plans)
 
 
 def _size_class(num_bytes: int) -> int:
     return max(num_bytes - 1, 0).bit_length()
 
 
-def _runs(slots: Sequence[Slot], owners: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _runs(slots: Sequence[Slot], owners: Sequence[int]) -> Runs:
     """Return who owns how many elements, from the beginning of a bucket to its end."""
-    pairs = groupby(zip(owners, slots, strict=True), key=lambda pair: pair[0])
+    pairs = groupby(zip(owners, slots, strict=bool(owners)), key=lambda pair: pair[0])
     return tuple((owner, sum(slot.num_elements for _, slot in run)) for owner, run in pairs)
 
 
-def _steps_of_owners(topology: Topology, row: Sequence[tuple[tuple[int, int], ...]]) -> list[ShardedStep]:
+def _steps_of_owners(
+    topology: Topology, owners: Sequence[Runs], spares: Sequence[Runs], *, apart: Apart | None
+) -> list[ShardedStep]:
     """Plan all buckets together: where each has but a few owners, only all of them can use the links evenly."""
-    num_atoms = max(1, 4 * topology.num_ranks * min(1, MANY_BUCKETS / len(row)))
-    scatters, gathers = (
-        [verify(draft) for draft in draft_row_with_owners(topology, half, row, num_atoms=math.ceil(num_atoms))]
-        for half in STEP
-    )
-    return [ShardedStep(reduce_scatter=one, all_gather=two) for one, two in zip(scatters, gathers, strict=True)]
+    num_atoms = max(1, 4 * topology.num_ranks * min(1, MANY_BUCKETS / len(owners)))
+    rows = (draft_row_with_owners(topology, half, owners, num_atoms=math.ceil(num_atoms)) for half in STEP)
+    pairs = list(zip(*rows, strict=True))
+    if apart is not None:
+        pairs = [add_spares(pair, runs) for pair, runs in zip(pairs, spares, strict=True)]
+    return [ShardedStep(reduce_scatter=verify(one), all_gather=verify(two), apart=apart) for one, two in pairs]
 
 
 def _plan_divided(
@@ -158,7 +199,9 @@ def _plan_divided(
         stream=stream,
         layout=layout,
         schedules={Collective.REDUCE_SCATTER: step.reduce_scatter, Collective.ALL_GATHER: step.all_gather},
-        owned=layout.owned_alike(step.reduce_scatter, communicator.rank),
+        owned=layout.owned_alike(step.reduce_scatter, communicator.rank, row=0),
+        spared=layout.owned_alike(step.reduce_scatter, communicator.rank, row=1) if step.apart else (),
+        apart=step.apart,
     )
 
 
@@ -197,18 +240,22 @@ def _plan_replicated(
             replicas=replicas,
         )
         planned.append(bucket_schedule)
-    _check_room(planned, most)
+    _check_room(planned, most, "with these replicas", "replicate larger parts")
     return tuple(planned)
 
 
-def _check_room(bucket_schedules: Sequence[BucketSchedule], most: Sequence[float] | None) -> None:
+def _check_room(
+    bucket_schedules: Sequence[BucketSchedule], most: Sequence[float] | None, why: str, remedy: str
+) -> None:
     owned = np.sum([one.num_owned for one in bucket_schedules], axis=0)
     num_elements = sum(one.layout.num_elements for one in bucket_schedules)
-    for rank, (number, share) in enumerate(zip(owned.tolist(), most or (1.0,) * len(owned), strict=True)):
-        if number > share * num_elements + 1:
+    if most is None:
+        return
+    for rank, (number, share) in enumerate(zip(owned.tolist(), most, strict=True)):
+        if number > share * num_elements + 1 + _ROUNDING * num_elements:
             raise ConfigurationError(
-                f"With these replicas rank {rank} would own {number} of {num_elements} elements, and the memory that "
-                f"the topology says its host has is enough for {int(share * num_elements)}; replicate larger parts"
+                f"{why.capitalize()} rank {rank} would own {number} of {num_elements} elements, and the memory that "
+                f"the topology says its host has is enough for {int(share * num_elements)}; {remedy}"
             )
 
 

@@ -56,7 +56,8 @@ class GradientsOfStep:
 class DividedGradients:
     """The combined gradients of one model; ``num_parameters`` counts those in buckets, and positions run below it.
 
-    ``is_counted``: whether this rank's elements count in sums over ranks; of several replicas, those of one do.
+    ``is_counted``: whether this rank's elements count in sums over ranks; of several replicas, those of one do. What a
+    rank is the spare of never counts.
     """
 
     def __init__(
@@ -232,6 +233,8 @@ class DividedGradients:
         powers = torch.zeros(len(self._scales), dtype=torch.float64)
         for shard in self._shards if self._is_counted else ():
             for segment, gradient in shard.gradients():
+                if segment.is_spare:
+                    continue
                 position = segment.slot.position
                 part = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient.dtype)).cpu()
                 part = part * abs(self._scales[position])

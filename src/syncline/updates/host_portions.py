@@ -58,13 +58,20 @@ def rank_shares(topology: Topology, portions: Mapping[str, float]) -> tuple[floa
 
 
 def most_shares(
-    topology: Topology, plans: Sequence[BucketPlan], optimizer: torch.optim.Optimizer, *, num_copies: int, tells: bool
+    topology: Topology,
+    plans: Sequence[BucketPlan],
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_copies: int,
+    num_owners: int = 1,
+    tells: bool,
 ) -> tuple[float, ...] | None:
     """Return the share of the state that each rank has room for; None if nothing is known that would limit it.
 
     A host's memory holds the parameters and the gradients of each of its ranks, with ``num_copies`` of the former and
-    of the latter, and what is left is for state; activations and the program itself are not counted. Raises
-    :class:`ConfigurationError` if all hosts together have no room for the state.
+    of the latter, and what is left is for state, of which each element has ``num_owners``; activations and
+    the program itself are not counted. Raises :class:`ConfigurationError` if all hosts together have no room for the
+    state.
     """
     if all(host.memory_bytes is None for host in topology.hosts):
         return None
@@ -83,10 +90,11 @@ def most_shares(
         _room(topology.host_of(rank), fixed_bytes) / number if number else 0.0
         for rank, number in enumerate(_num_owners(topology))
     ]
-    if sum(rooms) < state_bytes:
+    needed_bytes = num_owners * state_bytes
+    if sum(rooms) < needed_bytes:
         small = ", ".join(f"{host.name} {format_size(host.memory_bytes or 0)}" for host in topology.hosts[:8])
         raise ConfigurationError(
-            f"The hosts of {topology.name!r} ({small}) have no room for the {format_size(state_bytes)} of state that "
+            f"The hosts of {topology.name!r} ({small}) have no room for the {format_size(needed_bytes)} of state that "
             f"{type(optimizer).__name__} keeps beside {format_size(fixed_bytes)} of parameters and gradients for each"
             " rank; use more hosts, an optimizer with less state, or correct their memory in the topology file"
         )

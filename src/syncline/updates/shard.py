@@ -5,8 +5,10 @@ bucket go unused on all ranks in some step, the view is divided there for good: 
 decayed, nor its momentum or step count advanced. With ``whole_parameters`` each parameter is a view of its own
 from the start.
 
-With replicas there is a view for each group of ranges that have one owner in each of them, so that all owners of an
-element step tensors of the same size: where a tensor ends, an optimizer's kernels may round otherwise than within it.
+With replicas there is a view for each group of ranges that have one owner in each of them, and with spares one for
+each pair of an owner and a spare, so that all owners of an element step tensors of the same size: where a tensor ends,
+an optimizer's kernels may round otherwise than within it. What a spare keeps is stepped like what is owned, but counts
+in no norm and in no checkpoint.
 """
 
 from __future__ import annotations
@@ -29,11 +31,21 @@ class Shard:
     """The owned elements of one bucket and the inner optimizer that steps on them."""
 
     def __init__(
-        self, bucket: Bucket, owned: Sequence[Ranges], optimizer: torch.optim.Optimizer, *, whole_parameters: bool
+        self,
+        bucket: Bucket,
+        owned: Sequence[Ranges],
+        optimizer: torch.optim.Optimizer,
+        *,
+        whole_parameters: bool,
+        spared: Sequence[Ranges] = (),
     ) -> None:
         self._bucket = bucket
         self._whole = whole_parameters
-        self._groups = [segments_of(bucket.plan.slots, ranges) for ranges in owned]
+        slots = bucket.plan.slots
+        self._groups = [
+            *(segments_of(slots, ranges) for ranges in owned),
+            *(segments_of(slots, ranges, is_spare=True) for ranges in spared),
+        ]
         self.segments = tuple(chain.from_iterable(self._groups))
         groups = [(segment,) for segment in self.segments] if whole_parameters else self._groups
         self._views = [ShardView(bucket, group, shaped=whole_parameters) for group in groups]
@@ -108,7 +120,7 @@ class Shard:
             yield segment, self._bucket.gradients[segment.start : segment.stop]
 
     def state_entries(self) -> Iterator[StateEntry]:
-        """Yield the owned state, parameter by parameter; single values by the owner of the first element alone."""
+        """Yield the state, parameter by parameter; single values by who has the first element alone."""
         for view in self._views:
             assert self._inner is not None, "views have an optimizer"
             for key, value in self._inner.state.get(view.tensor, {}).items():
@@ -183,8 +195,9 @@ def _entries(view: ShardView, key: str, value: Any) -> Iterator[StateEntry]:
         for segment, part in view.elements(value):
             first = segment.start - segment.slot.start
             last = segment.stop - segment.slot.start
-            yield StateEntry(parameter=segment.slot.name, key=key, value=part, start=first, stop=last)
+            name, is_spare = segment.slot.name, segment.is_spare
+            yield StateEntry(parameter=name, key=key, value=part, start=first, stop=last, is_spare=is_spare)
         return
     for segment in view.segments:
         if segment.start == segment.slot.start:
-            yield StateEntry(parameter=segment.slot.name, key=key, value=value)
+            yield StateEntry(parameter=segment.slot.name, key=key, value=value, is_spare=segment.is_spare)

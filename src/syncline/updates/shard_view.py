@@ -20,6 +20,8 @@ class Segment:
     slot: Slot
     start: int
     stop: int
+    is_spare: bool = False
+    """Whether another rank owns it, and this one keeps it, too."""
 
     @property
     def num_elements(self) -> int:
@@ -27,10 +29,10 @@ class Segment:
         return self.stop - self.start
 
 
-def segments_of(slots: Sequence[Slot], owned: Ranges) -> tuple[Segment, ...]:
+def segments_of(slots: Sequence[Slot], owned: Ranges, *, is_spare: bool = False) -> tuple[Segment, ...]:
     """Cut the owned ranges at the borders between parameters."""
     return tuple(
-        Segment(slot=slot, start=max(start, slot.start), stop=min(stop, slot.stop))
+        Segment(slot=slot, start=max(start, slot.start), stop=min(stop, slot.stop), is_spare=is_spare)
         for start, stop in owned
         for slot in slots
         if max(start, slot.start) < min(stop, slot.stop)

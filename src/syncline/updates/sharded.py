@@ -48,6 +48,11 @@ class Sharded:
     the level that is predicted to leave least to be moved after the backward pass. All ranks are in one of the parts.
     Each part steps by itself, so parts need machines that compute alike, as ``AllReduce()`` and DDP do; the tree
     divides it, so that ``portions`` and ``cost`` cannot be given.
+    ``spares``: 1 lets a second rank keep each range of the state and make the same steps, on another host, or in
+    another rack where that makes the predicted step at most a tenth longer (:mod:`syncline.schedule.spares`), so that
+    no rank's loss loses state. Each rank then keeps about 2 / N of the state; the bytes that move are the same, since
+    the spare is sent the reduced gradient in place of new parameters. It takes hosts that compute alike. On one host
+    the spare is another rank: a process that dies loses nothing, the machine loses all.
     ``step_in_backward``: a bucket is updated within the backward pass, as soon as its reduce-scatter is over, and its
     all-gather goes on while other gradients still come. New values wait beside the old ones until ``step()``, which
     costs memory for a second copy of all parameters and of this rank's state. Hyper-parameters are those at the
@@ -74,8 +79,10 @@ class Sharded:
     overlap_forward: bool = False
     step_in_backward: bool = False
     replicate: Replicate | DeviceMesh | None = None
+    spares: int = 0
 
     def __post_init__(self) -> None:
+        self._check_spares()
         object.__setattr__(self, "replicate", _named_replicas(self.replicate))
         if self.replicate is not None and (self.portions != "balanced" or self.cost is not None):
             raise ConfigurationError(
@@ -92,6 +99,20 @@ class Sharded:
             object.__setattr__(self, "portions", dict(sorted(self.portions.items())))
         check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
+    def _check_spares(self) -> None:
+        if self.spares not in {0, 1} or isinstance(self.spares, bool):
+            raise ConfigurationError(f"spares is 0, or 1 for a second owner of each range, not {self.spares!r}")
+        if self.spares and self.replicate is not None:
+            raise ConfigurationError(
+                "With replicate each range has an owner in each replica already, which is its spare; leave out spares, "
+                "or replicate"
+            )
+        if self.spares and self.step_in_backward:
+            raise ConfigurationError(
+                "step_in_backward keeps a second copy of state until step(), which spares would double; leave out one "
+                "of them"
+            )
+
     @property
     def whole_parameters(self) -> bool:
         """Whether a parameter has one owner."""
@@ -107,6 +128,7 @@ class Sharded:
             portions=self.portions,
             cost=self.cost or math.prod,
             num_copies=2 if self.step_in_backward else 1,
+            spares=self.spares,
             replicate=self.replicate,  # type: ignore[arg-type]  # a mesh became groups of ranks
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from syncline.schedule.spares import Apart
 from syncline.schedule.step_candidates import BALANCED
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.host_portions import Portions
@@ -27,11 +28,13 @@ class ShardedStatistics:
     portions: Literal["balanced", "fastest", "given"]
     """What was asked for; "given" are those of a mapping."""
     shares: tuple[float, ...]
-    """The part of all elements that each rank owns."""
+    """The part of all elements that each rank owns; what it is the spare of counts."""
     num_elements: int
     """Of all parameters in buckets."""
     num_replicas: int = 1
     """How many parts of the job own all elements, each by itself."""
+    spares: Apart | None = None
+    """What each range's owner and its spare are apart by: other racks, hosts or ranks; None without spares."""
 
     @classmethod
     def of(cls, bucket_schedules: Sequence[BucketSchedule], portions: Portions) -> ShardedStatistics:
@@ -43,12 +46,13 @@ class ShardedStatistics:
             shares=tuple(number / max(1, num_elements) for number in owned),
             num_elements=num_elements,
             num_replicas=max(1, len(bucket_schedules[0].replicas)) if bucket_schedules else 1,
+            spares=bucket_schedules[0].apart if bucket_schedules else None,
         )
 
     @property
     def is_balanced(self) -> bool:
-        """Whether no rank owns more than 1.25 / N."""
-        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED
+        """Whether no rank owns more than 1.25 / N, or twice that with what it is the spare of."""
+        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED * (1 if self.spares is None else 2)
 
     def __str__(self) -> str:
         """One line for people."""
@@ -61,6 +65,8 @@ class ShardedStatistics:
             )
             more = ", ..." if len(self.shares) > _MOST_LISTED else ""
             owned = f"of {self.num_elements} elements ranks own {_percent(least)} to {_percent(most)}: {listed}{more}"
+        if self.spares is not None:
+            return f"a spare of each range in another {self.spares}: {owned}"
         if self.num_replicas > 1:
             return f"{self.num_replicas} replicas: {owned}"
         if self.portions == "balanced" and not self.is_balanced:

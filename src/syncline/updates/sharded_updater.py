@@ -65,7 +65,13 @@ class ShardedUpdater(Updater):
         self.defers_parameters = overlap_forward
         bucket_schedules = self.collectives.bucket_schedules
         self.shards = [
-            Shard(bucket, bucket_schedules[bucket.index].owned, self.optimizer, whole_parameters=whole_parameters)
+            Shard(
+                bucket,
+                bucket_schedules[bucket.index].owned,
+                self.optimizer,
+                whole_parameters=whole_parameters,
+                spared=bucket_schedules[bucket.index].spared,
+            )
             for bucket in self.buckets
         ]
         self.replicas = bucket_schedules[0].replicas

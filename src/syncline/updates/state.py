@@ -57,6 +57,8 @@ class StateEntry:
     value: Any
     start: int | None = None
     stop: int | None = None
+    is_spare: bool = False
+    """Whether another rank owns it, and this one keeps it, too."""
 
 
 SINGLE_VALUES = frozenset({"step", "eta", "mu", "mu_product"})
