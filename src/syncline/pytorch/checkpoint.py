@@ -27,7 +27,7 @@ from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_
 from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
 from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
 from syncline.pytorch.checkpoint_together import Together
-from syncline.pytorch.optimizer_state import describe_state
+from syncline.updates.state_values import describe_state
 
 _SAVE = "save_checkpoint()"
 

@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint_chunk import Chunk
-from syncline.pytorch.optimizer_state import dtype_of
 from syncline.updates.private_torch import checkpoint_place
+from syncline.updates.state_values import dtype_of
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""

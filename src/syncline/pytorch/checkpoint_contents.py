@@ -20,10 +20,10 @@ from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunks import SAVE_ID, ChunkTable
 from syncline.pytorch.checkpoint_state import MODEL_PREFIX, STATE_PREFIX, Catalogue
-from syncline.pytorch.optimizer_state import encode_single
 from syncline.updates.bucket import Slot
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES
 from syncline.updates.state import SINGLE_VALUES, StateEntry
+from syncline.updates.state_values import encode_single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

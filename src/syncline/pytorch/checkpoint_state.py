@@ -15,9 +15,9 @@ import torch
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint_chunk import Chunk
-from syncline.pytorch.optimizer_state import decode_single, dtype_of
 from syncline.updates.bucket import Slot
 from syncline.updates.state import StateEntry
+from syncline.updates.state_values import decode_value
 
 Catalogue = dict[str, dict[str, Any]]
 """By parameter's name its "state": for each key a number type (divided into elements), or a list of the one value.
@@ -89,9 +89,7 @@ class CheckpointState:
     def values(self, parameter: str) -> Mapping[str, Any]:
         """Return a parameter's state: a number type for what has one value for each element, else the value."""
         state = self._catalogue[parameter]["state"] if parameter in self._catalogue else {}
-        return {
-            key: dtype_of(value) if isinstance(value, str) else decode_single(value[0]) for key, value in state.items()
-        }
+        return {key: decode_value(value) for key, value in state.items()}
 
     def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
         """Note that elements are wanted."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from syncline.runtime.communicator import Communicator
+from syncline.runtime.direct import Messages, start_direct
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.memory import bytes_of, reduction_for
@@ -84,6 +85,20 @@ class ControlStream:
         joined[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         pieces = torch.split(self.sum(joined, label), sizes)
         return [json.loads(bytes(piece.tolist())) for piece in pieces]
+
+    def exchange(self, sends: Messages, receives: Messages, label: str) -> Work:
+        """Begin to send some ranks bytes, and to receive from some; of each pair, both list as many bytes, or none."""
+        return start_direct(
+            self._communicator,
+            "all_to_all",
+            sends=sends,
+            receives=receives,
+            about=label,
+            label=label,
+            stream=self._stream,
+            urgency=URGENCY,
+            timeout_s=self._timeout_s,
+        )
 
     def _submit(
         self, collective: Collective, tensor: torch.Tensor, label: str, *, root: int, step: int | None = None

@@ -1,0 +1,195 @@
+"""Optimizer state from other ranks: what each has is told, planned, and sent once to whoever is to keep it.
+
+:func:`redistribute` is a collective of the ranks that are there now, on any thread. Beside optimizer state it moves
+whatever else has a number for each element of a parameter, such as combined gradients, under keys that begin with "~".
+A rank's memory holds what it had and what comes until the new owner has taken its state from the source.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from syncline.errors import UpdateError
+from syncline.updates.bucket import Slot
+from syncline.updates.control import ControlStream
+from syncline.updates.flat import aligned
+from syncline.updates.memory import bytes_of
+from syncline.updates.redistribution import StateLostError, StateMove, StatePart, plan_redistribution
+from syncline.updates.state import StateEntry, copied
+from syncline.updates.state_values import decode_value, encode_single
+
+BESIDE = "~"
+"""Keys that begin so are no optimizer state."""
+_BATCH_BYTES = 64 << 20
+"""Of all ranks together, that are packed and sent at once, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """What a rank has of one part of a parameter: 1-D tensors of ``part.stop - part.start`` elements, and values."""
+
+    part: StatePart
+    divided: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    single: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PeerState:
+    """A :class:`~syncline.updates.state.StateSource` of what this rank has and what it was sent."""
+
+    def __init__(self, kinds: Mapping[str, Mapping[str, Any]], held: Iterable[HeldState]) -> None:
+        self._kinds = kinds
+        self._held: dict[str, list[HeldState]] = defaultdict(list)
+        for one in held:
+            self._held[one.part.parameter].append(one)
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return a parameter's state: a number type for what has one value for each element, else the value."""
+        kinds = self._kinds.get(parameter, {})
+        return {key: copied(value) for key, value in kinds.items() if not key.startswith(BESIDE)}
+
+    def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
+        """Write elements of the parameter, from ``start`` in memory order, into the 1-D ``target``."""
+        self.copy(StatePart(slot.name, start, start + target.numel()), key, target)
+
+    def copy(self, part: StatePart, key: str, target: torch.Tensor) -> None:
+        """Write what ``key`` has for the elements of ``part`` into ``target``."""
+        place = part.start
+        while place < part.stop:
+            one = self._find(part.parameter, key, place)
+            if one is None:
+                raise UpdateError(f"{key!r} of {part.parameter!r} was not redistributed from element {place} on")
+            last = min(part.stop, one.part.stop)
+            values = one.divided[key][place - one.part.start : last - one.part.start]
+            target[place - part.start : last - part.start].copy_(values)
+            place = last
+
+    def has(self, parameter: str, key: str) -> bool:
+        """Whether there is such a thing of a parameter on any rank."""
+        return key in self._kinds.get(parameter, {})
+
+    def take(self, moved: Iterable[HeldState]) -> None:
+        """Take what has come."""
+        for one in moved:
+            self._held[one.part.parameter].append(one)
+
+    def _find(self, parameter: str, key: str, place: int) -> HeldState | None:
+        for one in self._held[parameter]:
+            if one.part.start <= place < one.part.stop and key in one.divided:
+                return one
+        return None
+
+
+def redistribute(
+    control: ControlStream,
+    held: Sequence[HeldState],
+    wanted: Sequence[Sequence[StatePart]],
+    *,
+    distance: Callable[[int, int], int] | None = None,
+    label: str = "redistribution of state",
+) -> PeerState:
+    """Return a source of all that this rank is to keep; every rank of ``control`` calls it, and none of them goes on.
+
+    ``held`` is what this rank has, ``wanted`` what each rank is to have, in rank order and alike on all ranks. Raises
+    :class:`StateLostError` on every rank if nobody has some of it, and what a collective does.
+    """
+    told = control.all_gather(_describe(held), label)
+    kinds: dict[str, dict[str, Any]] = defaultdict(dict)
+    for _, keys in told:
+        for name, values in keys.items():
+            kinds[name].update({key: decode_value(value) for key, value in values.items()})
+    plan = plan_redistribution([[StatePart(*part) for part in parts] for parts, _ in told], wanted, distance=distance)
+    if plan.missing:
+        raise StateLostError(plan.missing)
+    source = PeerState(kinds, held)
+    for batch in _batches(plan.moves, kinds):
+        source.take(list(_exchange(control, batch, kinds, source, label)))
+    return source
+
+
+def _describe(held: Sequence[HeldState]) -> tuple[list[StatePart], dict[str, dict[str, Any]]]:
+    kinds: dict[str, dict[str, Any]] = defaultdict(dict)
+    for one in held:
+        of_parameter = kinds[one.part.parameter]
+        of_parameter.update({key: str(value.dtype) for key, value in one.divided.items()})
+        for key, value in one.single.items():
+            of_parameter[key] = [encode_single(StateEntry(parameter=one.part.parameter, key=key, value=value))]
+    return [one.part for one in held], kinds
+
+
+def _divided(part: StatePart, kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield what has a number for each element of a part, in the order in which it is packed."""
+    for key, kind in sorted(kinds.get(part.parameter, {}).items()):
+        if isinstance(kind, torch.dtype):
+            yield key, kind
+
+
+def _num_bytes(part: StatePart, kinds: Mapping[str, Mapping[str, Any]]) -> int:
+    return (part.stop - part.start) * sum(dtype.itemsize for _, dtype in _divided(part, kinds))
+
+
+def _batches(moves: Iterable[StateMove], kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[list[StateMove]]:
+    batch: list[StateMove] = []
+    num_bytes = 0
+    for move in moves:
+        batch.append(move)
+        num_bytes += _num_bytes(move.part, kinds)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if num_bytes:
+        yield batch
+
+
+def _exchange(
+    control: ControlStream,
+    batch: Sequence[StateMove],
+    kinds: Mapping[str, Mapping[str, Any]],
+    source: PeerState,
+    label: str,
+) -> Iterator[HeldState]:
+    """Send and receive one batch; yield what has come, as views of the memory that it came in."""
+    going, coming = defaultdict[int, list[StatePart]](list), defaultdict[int, list[StatePart]](list)
+    for move in batch:
+        if move.source == control.rank:
+            going[move.destination].append(move.part)
+        elif move.destination == control.rank:
+            coming[move.source].append(move.part)
+    outgoing = {peer: _packed(parts, kinds) for peer, parts in going.items()}
+    incoming = {peer: _packed(parts, kinds) for peer, parts in coming.items()}
+    for peer, parts in going.items():
+        for part, arrays in _unpacked(outgoing[peer], parts, kinds):
+            for key, array in arrays.items():
+                source.copy(part, key, array)
+    work = control.exchange(
+        tuple((peer, bytes_of(memory)) for peer, memory in sorted(outgoing.items()) if len(memory)),
+        tuple((peer, bytes_of(memory)) for peer, memory in sorted(incoming.items()) if len(memory)),
+        label,
+    )
+    work.wait()
+    for peer, parts in coming.items():
+        for part, arrays in _unpacked(incoming[peer], parts, kinds):
+            yield HeldState(part=part, divided=arrays)
+
+
+def _packed(parts: Iterable[StatePart], kinds: Mapping[str, Mapping[str, Any]]) -> torch.Tensor:
+    sizes = ((part.stop - part.start) * dtype.itemsize for part in parts for _, dtype in _divided(part, kinds))
+    return torch.empty(sum(map(aligned, sizes)), dtype=torch.uint8)
+
+
+def _unpacked(
+    memory: torch.Tensor, parts: Iterable[StatePart], kinds: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[StatePart, dict[str, torch.Tensor]]]:
+    """Yield each part with the places of its arrays in packed memory."""
+    start = 0
+    for part in parts:
+        arrays = {}
+        for key, dtype in _divided(part, kinds):
+            num_bytes = (part.stop - part.start) * dtype.itemsize
+            arrays[key] = memory[start : start + num_bytes].view(dtype)
+            start += aligned(num_bytes)
+        yield part, arrays
