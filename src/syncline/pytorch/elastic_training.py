@@ -20,7 +20,7 @@ from syncline.elastic.reports import ElasticReports
 from syncline.elastic.settings import Elastic
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Updater, UpdateRule
+from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.membership import describe_ranks
@@ -254,6 +254,22 @@ class ElasticTraining:
             stream.forget(before=commit)
 
 
+def _check_keeps_state(rule: UpdateRule) -> None:
+    """Raise :class:`UpdateError` for a rule whose state is lost with a rank."""
+    if isinstance(rule, Sharded) and rule.step_in_backward:
+        raise UpdateError(
+            "elastic= does not go with Sharded(step_in_backward=True), which steps before a pass is committed; leave "
+            "out one of them"
+        )
+    keeps_state = isinstance(rule, AllReduce) or (isinstance(rule, Sharded) and (rule.spares or rule.replicate))
+    if not keeps_state:
+        raise UpdateError(
+            "elastic= goes with AllReduce(), Sharded(spares=1), Overlapped() and Clustered(); the state of "
+            f"{type(rule).__name__}() as it is would be lost with a rank: take one of these, or leave elastic= out and "
+            "start again from checkpoints"
+        )
+
+
 def begin_elastic(
     fleet: Fleet, rule: UpdateRule, settings: Elastic | None, plan: Callable[[int], tuple[BucketSchedule, ...]]
 ) -> ElasticTraining | None:
@@ -273,11 +289,7 @@ def begin_elastic(
         if settings.min_ranks > 1:
             raise UpdateError(f"{type(rule).__name__} has a quorum of its own; leave out Elastic(min_ranks=...)")
         return None
-    if not isinstance(rule, AllReduce):
-        raise UpdateError(
-            f"elastic= goes with AllReduce(), Overlapped() and Clustered(), not with {type(rule).__name__}(), whose "
-            "state is lost with a rank; take one of these, or leave it out and start again from checkpoints"
-        )
+    _check_keeps_state(rule)
     if fleet.topology.helpers:
         raise UpdateError(
             f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the "

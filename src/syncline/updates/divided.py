@@ -9,7 +9,7 @@ applied when the shards are stepped.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +20,13 @@ from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import every_rank
+from syncline.updates.peer_state import BESIDE, PeerState
 from syncline.updates.report import PendingReport
 from syncline.updates.shard import Shard
+from syncline.updates.shard_view import Segment
+
+GRADIENT, SET_ASIDE = f"{BESIDE}gradient", f"{BESIDE}set aside"
+"""What moves with optimizer state when other ranks come to own it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +138,7 @@ class DividedGradients:
         if self._report is None and self._reductions:
             return  # of a pass that broke: the next one tells
         if self._report is not None and not self._is_handed_over:
-            self._wait_reductions()
+            self.wait_reductions()
         self._reductions, self._report, self._is_inspected = {}, None, False
         self._set_aside = self._carried = None
 
@@ -143,12 +148,46 @@ class DividedGradients:
             raise UpdateError("There are no combined gradients: norms, clipping and scaling come after backward()")
         if self._is_inspected:
             return
-        self._wait_reductions()
+        self.wait_reductions()
         for bucket in self._buckets:
             bucket.unstage_gradients()
         self._scales = [self._report.result().correction] * len(self._scales)
         self._norms.clear()
         self._is_inspected = True
+
+    def beside(self) -> Iterator[tuple[Segment, dict[str, torch.Tensor]]]:
+        """Yield for each segment a copy of its combined gradient and what was set aside, as far as there are any."""
+        places = Counter[int]()
+        for shard in self._shards:
+            for segment, gradient in shard.gradients():
+                position, held = segment.slot.position, dict[str, torch.Tensor]()
+                if self.is_combined:
+                    held[GRADIENT] = gradient.clone()
+                if self._set_aside is not None and position in self._set_aside:
+                    held[SET_ASIDE] = self._set_aside[position][places[position]]
+                places[position] += 1
+                yield segment, held
+
+    def move(self, shards: Sequence[Shard], source: PeerState) -> None:
+        """Go on with other shards, whose gradients ``source`` has as far as there are any."""
+        self._shards, self._parts = tuple(shards), defaultdict(list)
+        aside: dict[int, list[torch.Tensor]] = {position: [] for position in self._set_aside or ()}
+        for shard in self._shards:
+            for segment, gradient in shard.gradients():
+                position = segment.slot.position
+                self._parts[position].append(gradient)
+                if self.is_combined:
+                    source.copy(segment.part, GRADIENT, gradient)
+                if position in aside:
+                    aside[position].append(torch.empty_like(gradient))
+                    source.copy(segment.part, SET_ASIDE, aside[position][-1])
+        self._set_aside = None if self._set_aside is None else aside
+        self._norms.clear()
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether gradients are there, and were waited for."""
+        return self._report is not None and self._is_inspected
 
     def drop(self, positions: Iterable[int]) -> None:
         """Leave these out of the steps on the gradients that are there."""
@@ -222,7 +261,8 @@ class DividedGradients:
         )
         return any(self._control.gather_numbers(float(own), "check for infinite gradients"))
 
-    def _wait_reductions(self) -> None:
+    def wait_reductions(self) -> None:
+        """Wait until what has begun of a pass is over."""
         for work in self._reductions.values():
             self._collectives.wait(work, "backward")
 

@@ -23,6 +23,7 @@ import torch
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import Ranges
 from syncline.updates.inner import make_inner
+from syncline.updates.peer_state import HeldState
 from syncline.updates.shard_view import Segment, ShardView, merged, segments_of
 from syncline.updates.state import StateEntry, StateSource, copied, is_elementwise, num_state_bytes
 
@@ -125,6 +126,21 @@ class Shard:
             assert self._inner is not None, "views have an optimizer"
             for key, value in self._inner.state.get(view.tensor, {}).items():
                 yield from _entries(view, key, value)
+
+    def held(self) -> Iterator[HeldState]:
+        """Yield all that this rank keeps, a range of a parameter at a time; single values with each of them."""
+        for view in self._views:
+            assert self._inner is not None, "views have an optimizer"
+            state = self._inner.state.get(view.tensor, {})
+            divided = {
+                key: [values for _, values in view.elements(value)]
+                for key, value in state.items()
+                if is_elementwise(key, value, view.tensor.shape)
+            }
+            single = {key: value for key, value in state.items() if key not in divided}
+            for place, segment in enumerate(view.segments):
+                values = {key: parts[place] for key, parts in divided.items()}
+                yield HeldState(part=segment.part, divided=values, single=single)
 
     def load_state(self, source: StateSource) -> None:
         """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""

@@ -10,6 +10,7 @@ import torch
 
 from syncline.updates.bucket import Bucket, Slot
 from syncline.updates.bucket_schedule import Ranges
+from syncline.updates.redistribution import StatePart
 from syncline.updates.state import StateSource, copied, is_elementwise
 
 
@@ -27,6 +28,11 @@ class Segment:
     def num_elements(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+    @property
+    def part(self) -> StatePart:
+        """The same elements, counted from the beginning of the parameter."""
+        return StatePart(self.slot.name, self.start - self.slot.start, self.stop - self.slot.start)
 
 
 def segments_of(slots: Sequence[Slot], owned: Ranges, *, is_spare: bool = False) -> tuple[Segment, ...]:

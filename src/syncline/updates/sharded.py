@@ -12,6 +12,7 @@ from syncline.errors import ConfigurationError
 from syncline.schedule.replicas import Replicate
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.host_portions import Portions, check_portions
 from syncline.updates.in_backward import InBackwardUpdater
 from syncline.updates.inner import check_divisible
@@ -138,6 +139,8 @@ class Sharded:
 
     def start(self, setting: Setting) -> ShardedUpdater:
         """Begin to work on a model, and start the update thread; every rank calls it."""
+        if setting.recover is not None:
+            return ElasticShardedUpdater(setting, whole_parameters=self.whole_parameters, portions=self.portions)
         kind = InBackwardUpdater if self.step_in_backward else ShardedUpdater
         return kind(
             setting,

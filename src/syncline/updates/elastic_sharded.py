@@ -1,0 +1,235 @@
+"""The sharded update in a job that outlives the loss of ranks: state goes on with owners, spares or replicas.
+
+A pass is committed at its end: until then this rank keeps its own gradients, and reductions that were cut off begin
+again from them. A step begins when all ranks have agreed to it in one small sum; who knows that they have steps what it
+owns and what it is the spare of, without anybody's help. So after a loss all that are left are at the same step, and
+what is divided (state, combined gradients that were not stepped on yet, parameters that were not gathered everywhere)
+moves to the owners of the new epoch before anything else goes on. Nothing that was moved is dropped before all ranks
+have it, so that a loss meanwhile finds it still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.errors import DeadlineError, PeerLostError, UpdateError
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
+from syncline.updates.host_portions import Portions
+from syncline.updates.peer_state import BESIDE, HeldState, redistribute
+from syncline.updates.redistribution import StatePart
+from syncline.updates.report import PendingReport
+from syncline.updates.rule import Setting
+from syncline.updates.shard import Shard
+from syncline.updates.shard_view import segments_of
+from syncline.updates.sharded_statistics import ShardedStatistics
+from syncline.updates.sharded_updater import ShardedUpdater
+
+_VALUE = f"{BESIDE}value"
+
+
+@dataclass(slots=True, kw_only=True)
+class _UpdateUnderWay:
+    """A step from its beginning until all parameters are gathered."""
+
+    options: tuple[dict[str, Any], ...]
+    """Hyper-parameters of each group."""
+    agreed: Work
+    is_applied: bool = False
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether every rank has come to this step."""
+        return self.agreed.done() and self.agreed.exception() is None
+
+
+class ElasticShardedUpdater(ShardedUpdater):
+    """The sharded update at work on one model of an elastic job; parameters are final when ``step()`` returns."""
+
+    def __init__(self, setting: Setting, *, whole_parameters: bool, portions: Portions) -> None:
+        super().__init__(
+            setting, whole_parameters=whole_parameters, overlap_forward=False, portions=portions, has_meter=False
+        )
+        assert setting.recover is not None, "the job is elastic"
+        self._recover = setting.recover
+        self._whole_parameters, self._portions = whole_parameters, portions
+        self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]
+        self._begun: set[int] = set()
+        """Buckets whose reductions began in the pass that is not committed."""
+        self._report: PendingReport | None = None
+        self._update_under_way: _UpdateUnderWay | None = None
+        self._gathers: dict[int, Work] = {}
+        self._fresh: dict[int, list[tuple[int, int]]] = {}
+        """The ranges whose parameters are new, of each bucket that is not gathered."""
+        self._former: list[HeldState] = []
+        """What this rank had before state moved, until all ranks have what was moved."""
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket, and keep its gradients."""
+        bucket.stage_gradients()
+        self._kept[bucket.index].copy_(bucket.wire_gradients)
+        self._begun.add(bucket.index)
+        self._reduce(bucket)
+
+    def finish_backward(self, report: PendingReport) -> None:
+        """Wait for the combined gradients, until all ranks have them; go on without those that are lost meanwhile."""
+        self._report = report
+        while not report.is_done:
+            try:
+                self._gradients.wait_reductions()
+                report.commit()
+            except (PeerLostError, DeadlineError) as error:
+                self._recover(error)
+        self._end_pass()
+
+    def step(self) -> None:
+        """Step the shard once all ranks have come to it, and gather the parameters."""
+        under_way = _UpdateUnderWay(
+            options=self._hyperparameters(),
+            agreed=self.collectives.control.start_sum(torch.zeros(1), "begin of a step"),
+        )
+        self._update_under_way = under_way
+        under_way.agreed.wait()
+        if not under_way.is_applied:
+            self._apply(under_way, gathers=True)
+        while self._fresh:
+            try:
+                for index, work in tuple(self._gathers.items()):
+                    self.collectives.wait(work, "step")
+                    self._take_gathered(index)
+            except (PeerLostError, DeadlineError) as error:
+                self._recover(error)
+        self._update_under_way = None
+
+    def wait_parameters(self, buckets: Iterable[int]) -> None:
+        """Parameters are final when ``step()`` returns."""
+
+    def synchronize(self) -> None:
+        """Parameters are final when ``step()`` returns."""
+
+    def resume(self) -> None:
+        """Bring all that was agreed on to its end, divide state among the ranks of the new epoch, and begin again."""
+        if self._report is not None and self._report.is_done:
+            self._end_pass()
+        under_way = self._update_under_way
+        if under_way is not None and under_way.is_agreed and not under_way.is_applied:
+            self._apply(under_way, gathers=False)
+        self._gathers.clear()
+        self._move()
+        for index in sorted(self._begun):
+            bucket = self.buckets[index]
+            bucket.wire_gradients.copy_(self._kept[index])
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
+
+    def _end_pass(self) -> None:
+        """Take the combined gradients of a pass that is committed."""
+        if self._report is None:
+            return
+        report, self._report = self._report, None
+        self._begun.clear()
+        self._gradients.end_pass(report)
+        self._gradients.inspect()
+
+    def _apply(self, under_way: _UpdateUnderWay, *, gathers: bool) -> None:
+        """Step what this rank keeps; ``gathers``: let the all-gathers follow."""
+        gradients = self._gradients.hand_over()
+        present, factors = gradients.present(), gradients.factors()
+        under_way.is_applied = True
+        for bucket in self.buckets:
+            self._step_shard(bucket, self.step_number, under_way.options, present=present, factors=factors)
+            self._fresh[bucket.index] = [
+                (segment.start, segment.stop) for segment in self.shards[bucket.index].segments
+            ]
+            if gathers:
+                self._gather(bucket)
+        self.step_number += 1
+
+    def _gather(self, bucket: Bucket) -> None:
+        self._gathers[bucket.index] = self.collectives.start(bucket, Collective.ALL_GATHER, self.step_number)
+
+    def _take_gathered(self, index: int) -> None:
+        self.buckets[index].unstage_parameters()
+        del self._fresh[index], self._gathers[index]
+
+    def _move(self) -> None:
+        """Divide what the ranks keep as the schedules of the new epoch say; a collective, which may be cut off."""
+        schedules = self.collectives.bucket_schedules
+        control = ControlStream(
+            self.collectives.communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s
+        )
+        steps = control.gather_numbers(self.step_number, "steps that were made")
+        if len(set(steps)) > 1:
+            raise UpdateError(f"Ranks are at different steps after a loss: {steps}; restart from a checkpoint")
+        self._former += self._held()
+        source = redistribute(control, self._former, self._wanted(self.buckets))
+        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
+        for shard in self.shards:
+            shard.load_state(source)
+        self._gradients.move(self.shards, source)
+        self.replicas = schedules[0].replicas
+        self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
+        self._statistics = ShardedStatistics.of(schedules, self._portions)
+        self._gather_anew(control)
+        control.sum(torch.zeros(1), "all have what was moved")
+        self._former.clear()
+
+    def _new_shard(self, bucket: Bucket) -> Shard:
+        schedule = self.collectives.bucket_schedules[bucket.index]
+        whole = self._whole_parameters
+        return Shard(bucket, schedule.owned, self.optimizer, whole_parameters=whole, spared=schedule.spared)
+
+    def _held(self) -> list[HeldState]:
+        """Return all that is divided, but for parameters."""
+        held = [one for shard in self.shards for one in shard.held()]
+        beside = (
+            HeldState(part=segment.part, divided=values) for segment, values in self._gradients.beside() if values
+        )
+        return [*held, *beside]
+
+    def _wanted(self, buckets: Sequence[Bucket]) -> list[list[StatePart]]:
+        """Return what each rank is to have."""
+        schedules = self.collectives.bucket_schedules
+        return [
+            [
+                segment.part
+                for bucket in buckets
+                for segment in segments_of(bucket.plan.slots, schedules[bucket.index].held_by(rank))
+            ]
+            for rank in range(self.collectives.world_size)
+        ]
+
+    def _gather_anew(self, control: ControlStream) -> None:
+        """Let all ranks have the parameters that any of them lacks."""
+        lacking = torch.tensor([float(bucket.index in self._fresh) for bucket in self.buckets])
+        counts = control.sum(lacking, "buckets that are not gathered").tolist()
+        buckets = [bucket for bucket, count in zip(self.buckets, counts, strict=True) if count]
+        if not buckets:
+            return
+        values = [
+            HeldState(part=segment.part, divided={_VALUE: bucket.stepped[segment.start : segment.stop]})
+            for bucket in buckets
+            for segment in segments_of(
+                bucket.plan.slots, tuple(self._fresh.get(bucket.index, [(0, bucket.plan.num_elements)]))
+            )
+        ]
+        source = redistribute(control, values, self._wanted(buckets), label="redistribution of parameters")
+        for bucket in buckets:
+            for segment in self.shards[bucket.index].segments:
+                source.copy(segment.part, _VALUE, bucket.stepped[segment.start : segment.stop])
+                if bucket.index in self._fresh:
+                    self._fresh[bucket.index].append((segment.start, segment.stop))
+            bucket.stage_parameters()
+            self._gather(bucket)
+        for bucket in buckets:
+            self._gathers.pop(bucket.index).wait()
+            bucket.unstage_parameters()
+            self._fresh.pop(bucket.index, None)

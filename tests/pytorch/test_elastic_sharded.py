@@ -1,0 +1,173 @@
+"""Sharded with spares in an elastic job: whoever is lost and whenever, the others go on, to the bit as in a replay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle_models import CASES, copies, loss_of
+
+from syncline.errors import SynclineError
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.topology import Topology
+from syncline.updates import Sharded
+
+FLAT = Topology.flat(4)
+CASE = CASES["sometimes_unused"]
+RULES = {
+    "element": Sharded(bucket_bytes=2000, slice_bytes=700, spares=1),
+    "whole_parameters": Sharded(align="parameter", bucket_bytes=3000, spares=1),
+}
+NUM_STEPS = 5
+
+
+class KilledError(Exception):
+    """Ends a rank where it is."""
+
+
+def kill(fleet: Fleet) -> None:
+    fleet.communicator.abort()
+    raise KilledError
+
+
+def make_optimizer(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class Job:
+    """Some ranks that train; ``victims`` says at which step and phase a rank ends."""
+
+    def __init__(self, topology: Topology, rule: Sharded, victims: dict[int, tuple[int, str]], *, clips: bool) -> None:
+        self.topology, self.rule, self.victims, self.clips = topology, rule, victims, clips
+        self.models = copies(CASE.make(), topology.num_ranks)
+        self.batches = CASE.batches(NUM_STEPS, 24)
+        self.changes: list[Any] = []
+
+    def run(self, fleet: Fleet) -> list[Any]:
+        number = fleet.rank
+        model = self.models[number]
+        model, optimizer = distribute(model, make_optimizer(model), self.rule, fleet=fleet, elastic=True, check_every=1)
+        if number == fleet.world_size - 1 or number not in self.victims:
+            optimizer.on_membership_change(self.changes.append)
+        step, phase = self.victims.get(number, (NUM_STEPS, ""))
+        for place, (inputs, targets) in enumerate(self.batches):
+            is_victim = place == step
+            if is_victim:
+                self.prepare(fleet, optimizer, phase)
+            loss = loss_of(model, inputs[number :: self.topology.num_ranks], targets[number :: self.topology.num_ranks])
+            loss.backward()
+            if is_victim and phase == "committed":
+                kill(fleet)
+            if self.clips:
+                optimizer.clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"]
+        return [[parameter.detach().clone() for parameter in model.parameters()], state, fleet.epoch]
+
+    def prepare(self, fleet: Fleet, optimizer: Any, phase: str) -> None:
+        updater = optimizer.training.updater
+        if phase == "forward":
+            kill(fleet)
+        elif phase == "backward":
+            number = len(updater.buckets)
+
+            def reduce(bucket: Any, original: Callable[[Any], None] = updater.reduce) -> None:
+                nonlocal number
+                number -= 1
+                original(bucket)
+                if number == 1:
+                    kill(fleet)
+
+            updater.reduce = reduce
+        elif phase == "agreed":
+            updater._apply = lambda *_, **__: kill(fleet)
+        elif phase == "gather":
+            original = updater._gather
+
+            def gather(bucket: Any) -> None:
+                original(bucket)
+                if bucket.index == 1:
+                    kill(fleet)
+
+            updater._gather = gather
+
+
+def expect_total(optimizer: Any, total: float) -> None:
+    """Let the first pass be weighted as after one of this weight."""
+    reports = optimizer.training._collector._reports
+    original, totals = reports.expected_total, [total]
+    reports.expected_total = lambda weight: totals.pop() if totals else original(weight)
+
+
+def replay(
+    rule: Sharded, steps: list[tuple[tuple[int, ...], int]], run_fleets: Any, folder: Any, *, clips: bool
+) -> Any:
+    """Train with the ranks that there are in each part of the steps, from checkpoint to checkpoint."""
+    batches, start, results = CASE.batches(NUM_STEPS, 24), 0, None
+    for part, (members, stop) in enumerate(steps):
+        models = copies(CASE.make(), len(members))
+
+        def body(
+            fleet: Fleet, part: int = part, members: Any = members, models: Any = models, span: Any = (start, stop)
+        ) -> Any:
+            model = models[fleet.rank]
+            model, optimizer = distribute(model, make_optimizer(model), rule, fleet=fleet)
+            if part:
+                load_checkpoint(folder / str(part - 1), model, optimizer)
+                expect_total(optimizer, 4.0)  # the survivors weight their next pass by the last one's, too
+            number = members[fleet.rank]
+            for inputs, targets in batches[slice(*span)]:
+                loss_of(model, inputs[number::4], targets[number::4]).backward()
+                if clips:
+                    optimizer.clip_grad_norm_(0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            save_checkpoint(folder / str(part), model, optimizer)
+            return [[parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]]
+
+        results = run_fleets(FLAT.restricted(members), body)
+        start = stop
+    assert results is not None
+    return results[0]
+
+
+def check_same(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert torch.equal(ours, theirs)
+    assert found[1].keys() == expected[1].keys()
+    for number, state in expected[1].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(found[1][number][key]), torch.as_tensor(value)), (number, key)
+
+
+@pytest.mark.parametrize(
+    ("rule", "victim", "phase", "last_whole"),
+    [
+        ("element", 3, "forward", 2),
+        ("element", 0, "backward", 2),
+        ("whole_parameters", 2, "backward", 2),
+        ("element", 1, "committed", 3),
+        ("whole_parameters", 0, "agreed", 3),
+        ("element", 2, "agreed", 3),
+        ("element", 3, "gather", 3),
+    ],
+)
+def test_a_loss_in_any_phase_ends_as_the_replay(
+    rule: str, victim: int, phase: str, last_whole: int, run_fleets: Any, tmp_path: Any
+) -> None:
+    job = Job(FLAT, RULES[rule], {victim: (2, phase)}, clips=phase in {"committed", "agreed"})
+    results = run_fleets(FLAT, job.run, accept=KilledError)
+    left = tuple(rank for rank in range(4) if rank != victim)
+    expected = replay(
+        RULES[rule], [((0, 1, 2, 3), last_whole), (left, NUM_STEPS)], run_fleets, tmp_path, clips=job.clips
+    )
+    for rank in left:
+        assert results[rank][2].members == left
+        check_same(results[rank], expected)
