@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import Sharded
+from syncline.updates.redistribution import StateLostError
 
 FLAT = Topology.flat(4)
 CASE = CASES["sometimes_unused"]
@@ -31,7 +32,7 @@ class KilledError(Exception):
 
 
 def kill(fleet: Fleet) -> None:
-    fleet.communicator.abort()
+    fleet.base.abort()
     raise KilledError
 
 
@@ -46,13 +47,15 @@ class Job:
         self.topology, self.rule, self.victims, self.clips = topology, rule, victims, clips
         self.models = copies(CASE.make(), topology.num_ranks)
         self.batches = CASE.batches(NUM_STEPS, 24)
+        self.is_committed_first = any(phase == "committed" for _, phase in victims.values())
+        self.committed = threading.Barrier(topology.num_ranks)
         self.changes: list[Any] = []
 
     def run(self, fleet: Fleet) -> list[Any]:
         number = fleet.rank
         model = self.models[number]
         model, optimizer = distribute(model, make_optimizer(model), self.rule, fleet=fleet, elastic=True, check_every=1)
-        if number == fleet.world_size - 1 or number not in self.victims:
+        if number == 0:
             optimizer.on_membership_change(self.changes.append)
         step, phase = self.victims.get(number, (NUM_STEPS, ""))
         for place, (inputs, targets) in enumerate(self.batches):
@@ -61,8 +64,10 @@ class Job:
                 self.prepare(fleet, optimizer, phase)
             loss = loss_of(model, inputs[number :: self.topology.num_ranks], targets[number :: self.topology.num_ranks])
             loss.backward()
-            if is_victim and phase == "committed":
-                kill(fleet)
+            if self.is_committed_first and place == min(step for step, _ in self.victims.values()):
+                self.committed.wait(60)
+                if is_victim:
+                    kill(fleet)
             if self.clips:
                 optimizer.clip_grad_norm_(0.05)
             optimizer.step()
@@ -162,7 +167,7 @@ def check_same(found: Any, expected: Any) -> None:
 def test_a_loss_in_any_phase_ends_as_the_replay(
     rule: str, victim: int, phase: str, last_whole: int, run_fleets: Any, tmp_path: Any
 ) -> None:
-    job = Job(FLAT, RULES[rule], {victim: (2, phase)}, clips=phase in {"committed", "agreed"})
+    job = Job(FLAT, RULES[rule], {victim: (2, phase)}, clips=phase == "agreed")
     results = run_fleets(FLAT, job.run, accept=KilledError)
     left = tuple(rank for rank in range(4) if rank != victim)
     expected = replay(
@@ -171,3 +176,23 @@ def test_a_loss_in_any_phase_ends_as_the_replay(
     for rank in left:
         assert results[rank][2].members == left
         check_same(results[rank], expected)
+
+
+def test_spares_are_made_anew_after_each_loss(run_fleets: Any, tmp_path: Any) -> None:
+    """Down to one rank, which has no spare."""
+    rule = RULES["element"]
+    job = Job(FLAT, rule, {3: (1, "gather"), 1: (2, "forward"), 2: (4, "agreed")}, clips=False)
+    results = run_fleets(FLAT, job.run, accept=KilledError)
+    assert results[0][2].members == (0,)
+    assert [change.lost for change in job.changes] == [(3,), (1,), (2,)]
+    check_same(results[0], replay(rule, [((0, 1, 2, 3), 2), ((0, 2), 5)], run_fleets, tmp_path, clips=False))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_owner_and_spare_lost_at_once_are_named(rule: str, run_fleets: Any) -> None:
+    job = Job(FLAT, RULES[rule], {1: (2, "committed"), 3: (2, "committed")}, clips=False)
+    results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError))
+    for rank in (0, 2):
+        assert isinstance(results[rank], StateLostError)
+        assert "No rank that is left has the optimizer state of elements" in str(results[rank])
+        assert results[rank].parts == results[0].parts
