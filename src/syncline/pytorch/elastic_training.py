@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from syncline.elastic.agreement import Go
 from syncline.elastic.calls import LOSSES, ElasticCall, ElasticControlStream, Positions
 from syncline.elastic.epoch import Epoch, MembershipChange
@@ -197,7 +199,12 @@ class ElasticTraining:
 
     def extend(self, setting: Setting) -> Setting:
         """Return what a rule is given to work with in an elastic job."""
-        return replace(setting, recover=self.recover, reports=ElasticReports(self._streams[0], self._forget))
+        return replace(
+            setting,
+            recover=self.recover,
+            reports=ElasticReports(self._streams[0], self._forget),
+            start_commit=lambda label: self._streams[0].start_commit(lambda: torch.zeros(1), label),
+        )
 
     def begin(self, updater: Updater) -> None:
         """Take part from now on."""

@@ -25,7 +25,7 @@ from syncline.updates.host_portions import Portions
 from syncline.updates.peer_state import BESIDE, HeldState, redistribute
 from syncline.updates.redistribution import StatePart
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting
+from syncline.updates.rule import Commit, Setting
 from syncline.updates.shard import Shard
 from syncline.updates.shard_view import segments_of
 from syncline.updates.sharded_statistics import ShardedStatistics
@@ -40,13 +40,13 @@ class _UpdateUnderWay:
 
     options: tuple[dict[str, Any], ...]
     """Hyper-parameters of each group."""
-    agreed: Work
+    commit: Commit | None = None
     is_applied: bool = False
 
     @property
     def is_agreed(self) -> bool:
         """Whether every rank has come to this step."""
-        return self.agreed.done() and self.agreed.exception() is None
+        return self.commit is not None and self.commit.is_complete
 
 
 class ElasticShardedUpdater(ShardedUpdater):
@@ -56,8 +56,8 @@ class ElasticShardedUpdater(ShardedUpdater):
         super().__init__(
             setting, whole_parameters=whole_parameters, overlap_forward=False, portions=portions, has_meter=False
         )
-        assert setting.recover is not None, "the job is elastic"
-        self._recover = setting.recover
+        assert setting.recover is not None and setting.start_commit is not None, "the job is elastic"  # noqa: PT018
+        self._recover, self._start_commit = setting.recover, setting.start_commit
         self._whole_parameters, self._portions = whole_parameters, portions
         self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]
         self._begun: set[int] = set()
@@ -90,12 +90,13 @@ class ElasticShardedUpdater(ShardedUpdater):
 
     def step(self) -> None:
         """Step the shard once all ranks have come to it, and gather the parameters."""
-        under_way = _UpdateUnderWay(
-            options=self._hyperparameters(),
-            agreed=self.collectives.control.start_sum(torch.zeros(1), "begin of a step"),
-        )
-        self._update_under_way = under_way
-        under_way.agreed.wait()
+        self._update_under_way = under_way = _UpdateUnderWay(options=self._hyperparameters())
+        while not under_way.is_agreed:
+            try:
+                under_way.commit = self._start_commit("begin of a step")
+                under_way.commit.wait_in_epoch()
+            except (PeerLostError, DeadlineError) as error:
+                self._recover(error)
         if not under_way.is_applied:
             self._apply(under_way, gathers=True)
         while self._fresh:

@@ -35,6 +35,17 @@ rank does not go on. Else it returns in a new epoch: ``collectives`` move bucket
 :meth:`Updater.resume` was called."""
 
 
+class Commit(Protocol):
+    """A small call that all ranks make, of an elastic job: once it is complete here, every member has begun it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is over; in a later epoch also if another member had seen that."""
+
+    def wait_in_epoch(self) -> None:
+        """Wait for it; raises what it ended with if this epoch ended before it: then nobody has seen it complete."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a rule works on: the same on all ranks, but for the values in the optimizer and the tensors.
@@ -58,6 +69,8 @@ class Setting:
     """In an elastic job (``distribute(..., elastic=True)``): goes on after a loss; see :meth:`Updater.resume`."""
     reports: StepReports | None = None
     """In an elastic job: what tells the others of each pass, and commits it."""
+    start_commit: Callable[[str], Commit] | None = None
+    """In an elastic job: begins a commit of that label."""
 
 
 class Updater(ABC):
