@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 from oracle_models import CASES, copies, loss_of
 
-from syncline.errors import SynclineError
+from syncline.elastic import Elastic
+from syncline.errors import CheckpointError, SynclineError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -111,7 +113,13 @@ def expect_total(optimizer: Any, total: float) -> None:
 
 
 def replay(
-    rule: Sharded, steps: list[tuple[tuple[int, ...], int]], run_fleets: Any, folder: Any, *, clips: bool
+    rule: Sharded,
+    steps: list[tuple[tuple[int, ...], int]],
+    run_fleets: Any,
+    folder: Any,
+    *,
+    clips: bool,
+    weight: float | None = None,
 ) -> Any:
     """Train with the ranks that there are in each part of the steps, from checkpoint to checkpoint."""
     batches, start, results = CASE.batches(NUM_STEPS, 24), 0, None
@@ -125,9 +133,8 @@ def replay(
             model, optimizer = distribute(model, make_optimizer(model), rule, fleet=fleet)
             if part:
                 load_checkpoint(folder / str(part - 1), model, optimizer)
-                expect_total(
-                    optimizer, float(len(steps[part - 1][0]))
-                )  # the survivors weight their next pass by the last one's, too
+                # the survivors weight their next pass by the last one's, too
+                expect_total(optimizer, weight or float(len(steps[part - 1][0])))
             number = members[fleet.rank]
             for inputs, targets in batches[slice(*span)]:
                 loss_of(model, inputs[number::4], targets[number::4]).backward()
@@ -147,7 +154,7 @@ def replay(
 
 def check_same(found: Any, expected: Any) -> None:
     for ours, theirs in zip(found[0], expected[0], strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs), float((ours - theirs).abs().max())
     assert found[1].keys() == expected[1].keys()
     for number, state in expected[1].items():
         for key, value in state.items():
@@ -199,3 +206,84 @@ def test_owner_and_spare_lost_at_once_are_named(rule: str, run_fleets: Any) -> N
         assert isinstance(results[rank], StateLostError)
         assert "No rank that is left has the optimizer state of elements" in str(results[rank])
         assert results[rank].parts == results[0].parts
+
+
+class JobWithCheckpoints(Job):
+    """Writes a checkpoint after each second step, and goes back with its batches too."""
+
+    def __init__(self, *arguments: Any, folder: Any, elastic: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.folder, self.elastic = folder, elastic
+        self.made: list[int] = []
+
+    def run(self, fleet: Fleet) -> list[Any]:
+        number = fleet.rank
+        model = self.models[number]
+        model, optimizer = distribute(model, make_optimizer(model), self.rule, fleet=fleet, elastic=self.elastic)
+        if number == 0:
+            optimizer.on_membership_change(self.changes.append)
+        step, phase = self.victims.get(number, (NUM_STEPS, ""))
+        while (place := optimizer.iteration) < NUM_STEPS:
+            if number == 0:
+                self.made.append(place)
+            if place == step:
+                self.prepare(fleet, optimizer, phase)
+            inputs, targets = self.batches[place]
+            loss_of(model, inputs[number::4], targets[number::4]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.iteration == 2 and place == 1:
+                save_checkpoint(self.folder, model, optimizer, extra={"iteration": 2})
+        return [[parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "victims", "weight"),
+    [
+        (Sharded(bucket_bytes=2000), {3: (3, "backward")}, 3.0),
+        (Sharded(bucket_bytes=2000), {2: (3, "gather")}, 4.0),
+        (RULES["element"], {1: (3, "backward"), 3: (3, "backward")}, 2.0),
+    ],
+    ids=["backward", "gather", "owner_and_spare"],
+)
+def test_lost_state_comes_back_from_the_last_checkpoint(
+    rule: Sharded, victims: Any, weight: float, run_fleets: Any, tmp_path: Any, capsys: Any
+) -> None:
+    folder = tmp_path / "saved"
+    elastic = Elastic(checkpoint=folder)
+    job = JobWithCheckpoints(FLAT, rule, victims, clips=False, folder=folder, elastic=elastic)
+    results = run_fleets(FLAT, job.run, accept=KilledError)
+    left = tuple(rank for rank in range(4) if rank not in victims)
+    assert job.made == [0, 1, 2, 3, 2, 3, 4]
+    assert [change.iteration for change in job.changes] == [2] * len(job.changes) != []
+    assert re.search("goes back from step [45] to the checkpoint of 2", capsys.readouterr().err)
+    parts = [((0, 1, 2, 3), 2), (left, NUM_STEPS)]
+    expected = replay(rule, parts, run_fleets, tmp_path, clips=False, weight=weight)
+    for rank in left:
+        check_same(results[rank], expected)
+
+
+def test_a_missing_checkpoint_is_told(run_fleets: Any, tmp_path: Any) -> None:
+    elastic = Elastic(checkpoint=tmp_path / "nothing")
+    job = JobWithCheckpoints(
+        FLAT, Sharded(), {3: (1, "forward")}, clips=False, folder=tmp_path / "saved", elastic=elastic
+    )
+    results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError))
+    for rank in range(3):
+        assert isinstance(results[rank], CheckpointError)
+
+
+def test_what_would_lose_state_is_refused(run_fleets: Any) -> None:
+    models = copies(CASE.make(), 2)
+
+    def body(fleet: Fleet) -> list[str]:
+        messages = []
+        for rule in (Sharded(), Sharded(step_in_backward=True)):
+            with pytest.raises(UpdateError) as caught:
+                distribute(models[fleet.rank], make_optimizer(models[fleet.rank]), rule, fleet=fleet, elastic=True)
+            messages.append(str(caught.value))
+        return messages
+
+    plain, in_backward = run_fleets(2, body)[0]
+    assert "let Sharded() go back to checkpoints with elastic=Elastic(checkpoint=folder)" in plain
+    assert "does not go with Sharded(step_in_backward=True)" in in_backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from syncline.errors import ConfigurationError
 from syncline.variables import process_variables
@@ -16,6 +17,10 @@ class Elastic:
     ``min_ranks``: with fewer the job stops, with :class:`QuorumLostError` on every rank that is left. Whatever it is, a
     part of the job goes on only with more than half of the last members, or with half and the lowest of them.
 
+    ``checkpoint``: where ``save_checkpoint`` writes, a folder that all ranks see. If the state of some parameters is
+    lost (with ``Sharded()`` that of any rank, with ``Sharded(spares=1)`` that of an owner and its spare), all ranks go
+    back to the newest checkpoint there at the end of the step, and ``optimizer.iteration`` goes back too.
+
     Raises :class:`ConfigurationError` for less than 1.
 
     >>> model, optimizer = syncline.distribute(
@@ -24,6 +29,7 @@ class Elastic:
     """
 
     min_ranks: int = 1
+    checkpoint: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.min_ranks < 1:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from syncline.elastic.settings import Elastic
-from syncline.errors import UpdateError, name_ranks
+from syncline.errors import CheckpointError, UpdateError, name_ranks
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.agreement import broadcast_model, check_agreement, describe
@@ -117,7 +117,10 @@ def distribute(
     _register(training, fleet, going_on)
     if save_on_failure is not None:
         fleet.on_close(FailureSaving(fleet, _whole_state(training, Path(save_on_failure))).on_close)
-    return model, DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
+    distributed = DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
+    if going_on is not None and settings is not None and settings.checkpoint is not None:
+        going_on.load = partial(_load_newest, settings.checkpoint, model, distributed)
+    return model, distributed
 
 
 def _check_saving(updater: Updater, save_on_failure: str | Path | None) -> None:
@@ -156,6 +159,18 @@ def _whole_state(training: Training, path: Path) -> WholeState:
         iteration=lambda: updater.iteration,
         write=write,
     )
+
+
+def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    """Go back to the newest whole checkpoint on all ranks of an elastic job."""
+    from syncline.pytorch.checkpoint_group import again_if_members_change
+    from syncline.pytorch.checkpoint_resume import resume
+
+    if again_if_members_change(resume)(path, model, optimizer).path is None:
+        raise CheckpointError(
+            f"State of lost ranks is gone, and there is no checkpoint at {path} to go back to; save one now and then, "
+            "or take Sharded(spares=1)"
+        )
 
 
 def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:

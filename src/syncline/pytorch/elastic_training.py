@@ -25,6 +25,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.membership import describe_ranks
 
 Watcher = Callable[[MembershipChange], None]
@@ -117,6 +118,15 @@ class Recovery:
             for watcher in tuple(self._watchers):
                 watcher(change)
 
+    def go_back(self, before: int, iteration: int) -> None:
+        """Tell that training goes on from a checkpoint, and let watchers be told at once."""
+        self._settled = [replace(change, iteration=iteration) for change in self._settled]
+        if self._fleet.rank == 0:
+            line = (
+                f"state of lost ranks is gone; training goes back from step {before} to the checkpoint of {iteration}"
+            )
+            print(f"syncline: {line}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Take part in no further agreement."""
         self._regroup.close()
@@ -175,6 +185,8 @@ class ElasticTraining:
     def __init__(self, recovery: Recovery, plan: Callable[[int], tuple[BucketSchedule, ...]]) -> None:
         self.recovery = recovery
         self._plan = plan
+        self.load: Callable[[], None] | None = None
+        """Loads the newest checkpoint on all ranks, where the settings name a folder."""
         self._streams: list[ElasticControlStream] = []
         self._updater: Updater | None = None
 
@@ -204,6 +216,7 @@ class ElasticTraining:
             recover=self.recover,
             reports=ElasticReports(self._streams[0], self._forget),
             start_commit=lambda label: self._streams[0].start_commit(lambda: torch.zeros(1), label),
+            has_checkpoints=self.recovery.settings.checkpoint is not None,
         )
 
     def begin(self, updater: Updater) -> None:
@@ -245,11 +258,20 @@ class ElasticTraining:
 
     def end_step(self) -> None:
         """Take note that a step has ended, with the same parameters on all members."""
+        if isinstance(self._begun, ElasticShardedUpdater) and self._begun.lost_state is not None:
+            self._go_back(self._begun)
         self.recovery.end_step(self.iteration)
 
     def end(self) -> None:
         """Take part no more: the fleet closes."""
         self.recovery.remove(self)
+
+    def _go_back(self, updater: ElasticShardedUpdater) -> None:
+        """Go on from the newest checkpoint, since what the step has left is not whole."""
+        assert self.load is not None, "without checkpoints the loss of state is an error"
+        before = updater.iteration
+        updater.go_back(self.load)
+        self.recovery.go_back(before + 1, updater.iteration)
 
     @property
     def _begun(self) -> Updater:
@@ -261,19 +283,20 @@ class ElasticTraining:
             stream.forget(before=commit)
 
 
-def _check_keeps_state(rule: UpdateRule) -> None:
+def _check_keeps_state(rule: UpdateRule, settings: Elastic) -> None:
     """Raise :class:`UpdateError` for a rule whose state is lost with a rank."""
     if isinstance(rule, Sharded) and rule.step_in_backward:
         raise UpdateError(
             "elastic= does not go with Sharded(step_in_backward=True), which steps before a pass is committed; leave "
             "out one of them"
         )
-    keeps_state = isinstance(rule, AllReduce) or (isinstance(rule, Sharded) and (rule.spares or rule.replicate))
-    if not keeps_state:
+    if isinstance(rule, AllReduce):
+        return
+    if not isinstance(rule, Sharded) or not (rule.spares or rule.replicate or settings.checkpoint):
         raise UpdateError(
             "elastic= goes with AllReduce(), Sharded(spares=1), Overlapped() and Clustered(); the state of "
-            f"{type(rule).__name__}() as it is would be lost with a rank: take one of these, or leave elastic= out and "
-            "start again from checkpoints"
+            f"{type(rule).__name__}() as it is would be lost with a rank: take one of these, or let Sharded() go back "
+            "to checkpoints with elastic=Elastic(checkpoint=folder)"
         )
 
 
@@ -296,7 +319,7 @@ def begin_elastic(
         if settings.min_ranks > 1:
             raise UpdateError(f"{type(rule).__name__} has a quorum of its own; leave out Elastic(min_ranks=...)")
         return None
-    _check_keeps_state(rule)
+    _check_keeps_state(rule, settings)
     if fleet.topology.helpers:
         raise UpdateError(
             f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the "

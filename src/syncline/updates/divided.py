@@ -168,14 +168,18 @@ class DividedGradients:
                 places[position] += 1
                 yield segment, held
 
-    def move(self, shards: Sequence[Shard], source: PeerState) -> None:
-        """Go on with other shards, whose gradients ``source`` has as far as there are any."""
+    def move(self, shards: Sequence[Shard], source: PeerState | None) -> None:
+        """Go on with other shards, whose gradients ``source`` has as far as there are any; None: they are lost."""
         self._shards, self._parts = tuple(shards), defaultdict(list)
+        if source is None:
+            self._set_aside = self._carried = None
         aside: dict[int, list[torch.Tensor]] = {position: [] for position in self._set_aside or ()}
         for shard in self._shards:
             for segment, gradient in shard.gradients():
                 position = segment.slot.position
                 self._parts[position].append(gradient)
+                if source is None:
+                    continue
                 if self.is_combined:
                     source.copy(segment.part, GRADIENT, gradient)
                 if position in aside:

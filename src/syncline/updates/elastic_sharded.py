@@ -10,7 +10,7 @@ have it, so that a loss meanwhile finds it still.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 from syncline.updates.host_portions import Portions
-from syncline.updates.peer_state import BESIDE, HeldState, redistribute
-from syncline.updates.redistribution import StatePart
+from syncline.updates.peer_state import BESIDE, HeldState, PeerState, redistribute
+from syncline.updates.redistribution import StateLostError, StatePart
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Commit, Setting
 from syncline.updates.shard import Shard
@@ -32,6 +32,8 @@ from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.sharded_updater import ShardedUpdater
 
 _VALUE = f"{BESIDE}value"
+_NEW, _LOST = -1, -2
+"""What a rank tells in place of its step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +71,13 @@ class ElasticShardedUpdater(ShardedUpdater):
         """The ranges whose parameters are new, of each bucket that is not gathered."""
         self._former: list[HeldState] = []
         """What this rank had before state moved, until all ranks have what was moved."""
+        self._is_new = False
+        """Whether this rank has come to the job, and has no state yet."""
+        self._num_moves = 0
+        self._has_checkpoints = setting.has_checkpoints
+        self._went_back: Commit | None = None
+        self.lost_state: StateLostError | None = None
+        """What is missing until :meth:`go_back`; steps change nothing until then."""
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and keep its gradients."""
@@ -128,6 +137,30 @@ class ElasticShardedUpdater(ShardedUpdater):
             bucket.wire_gradients.copy_(self._kept[index])
             self._reduce(bucket)
 
+    def admit(self, *, is_new: bool) -> None:
+        """Divide state among the ranks of a larger epoch, between two steps; every rank calls it.
+
+        A rank that ``is_new`` brings nothing, and goes on from the others' step. Gradients are forgotten.
+        """
+        self.discard()
+        self._is_new = is_new
+        self._move()
+
+    def go_back(self, load: Callable[[], None]) -> None:
+        """Let ``load`` bring back parameters, state and iteration on all ranks, between two steps."""
+        while self.lost_state is not None:
+            num_moves = self._num_moves
+            load()
+            if self._num_moves != num_moves:
+                continue  # for a division that is over
+            try:
+                self._went_back = self._start_commit("return to a checkpoint")
+                self._went_back.wait_in_epoch()
+            except (PeerLostError, DeadlineError) as error:
+                self._recover(error)
+            if self._went_back is not None and self._went_back.is_complete:
+                self.lost_state = self._went_back = None
+
     def _reduce(self, bucket: Bucket) -> None:
         self._gradients.add(bucket, self.collectives.start(bucket, Collective.REDUCE_SCATTER, self.step_number))
 
@@ -143,8 +176,10 @@ class ElasticShardedUpdater(ShardedUpdater):
     def _apply(self, under_way: _UpdateUnderWay, *, gathers: bool) -> None:
         """Step what this rank keeps; ``gathers``: let the all-gathers follow."""
         gradients = self._gradients.hand_over()
-        present, factors = gradients.present(), gradients.factors()
         under_way.is_applied = True
+        if self.lost_state is not None:
+            return
+        present, factors = gradients.present(), gradients.factors()
         for bucket in self.buckets:
             self._step_shard(bucket, self.step_number, under_way.options, present=present, factors=factors)
             self._fresh[bucket.index] = [
@@ -167,21 +202,49 @@ class ElasticShardedUpdater(ShardedUpdater):
         control = ControlStream(
             self.collectives.communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s
         )
-        steps = control.gather_numbers(self.step_number, "steps that were made")
-        if len(set(steps)) > 1:
-            raise UpdateError(f"Ranks are at different steps after a loss: {steps}; restart from a checkpoint")
-        self._former += self._held()
-        source = redistribute(control, self._former, self._wanted(self.buckets))
+        self._num_moves += 1
+        self._agree_on_step(control)
+        source = self._redistribute(control)
         self.shards = [self._new_shard(bucket) for bucket in self.buckets]
-        for shard in self.shards:
-            shard.load_state(source)
+        if source is not None:
+            for shard in self.shards:
+                shard.load_state(source)
         self._gradients.move(self.shards, source)
+        self._is_new = False
         self.replicas = schedules[0].replicas
         self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
         self._statistics = ShardedStatistics.of(schedules, self._portions)
-        self._gather_anew(control)
+        if source is None:
+            self._fresh.clear()
+        else:
+            self._gather_anew(control)
         control.sum(torch.zeros(1), "all have what was moved")
         self._former.clear()
+
+    def _agree_on_step(self, control: ControlStream) -> None:
+        """See that all ranks that have state are at the same step; what is lost on one is lost on all."""
+        is_lost = self.lost_state is not None and not (self._went_back is not None and self._went_back.is_complete)
+        told = control.gather_numbers(_LOST if is_lost else _NEW if self._is_new else self.step_number, "steps made")
+        steps = {int(step) for step in told if step >= 0}
+        if len(steps) > 1:
+            raise UpdateError(f"Ranks are at different steps after a loss: {told}; restart from a checkpoint")
+        if _LOST in told:
+            self.lost_state = self.lost_state or StateLostError(())
+        elif self._is_new:
+            (self.step_number,) = steps
+
+    def _redistribute(self, control: ControlStream) -> PeerState | None:
+        """Return what this rank is to keep; None where state is lost, and a checkpoint has it."""
+        if self.lost_state is not None:
+            return None
+        self._former += [] if self._is_new else self._held()
+        try:
+            return redistribute(control, self._former, self._wanted(self.buckets))
+        except StateLostError as error:
+            if not self._has_checkpoints:
+                raise
+            self.lost_state = error
+            return None
 
     def _new_shard(self, bucket: Bucket) -> Shard:
         schedule = self.collectives.bucket_schedules[bucket.index]

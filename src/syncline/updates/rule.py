@@ -71,6 +71,8 @@ class Setting:
     """In an elastic job: what tells the others of each pass, and commits it."""
     start_commit: Callable[[str], Commit] | None = None
     """In an elastic job: begins a commit of that label."""
+    has_checkpoints: bool = False
+    """In an elastic job: whether it can go back to a checkpoint where state is lost; see :meth:`Updater.go_back`."""
 
 
 class Updater(ABC):
