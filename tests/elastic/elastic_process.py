@@ -1,6 +1,6 @@
 """One rank of an elastic job as a process of its own, which kills itself where it is told; it logs what it trained.
 
-``python elastic_process.py FOLDER STEPS [RANK:STEP:PLACE ...]``; places are the methods of :class:`Deaths`.
+``python elastic_process.py [min=N] [spares] FOLDER STEPS [RANK:STEP:PLACE ...]``; places are those of :func:`watch`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import syncline
 from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import CommitReport
 from syncline.pytorch.elastic_training import ElasticTraining
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 
 def make_model() -> nn.Sequential:
@@ -91,6 +92,9 @@ def watch(deaths: Deaths, model: nn.Sequential, optimizer: Any) -> None:
     deaths.before(ElasticTraining, "enter", "entering")
     deaths.before(ElasticTraining, "settle", "settling")
     deaths.before(optimizer.inner, "step", "step")
+    deaths.before(ElasticShardedUpdater, "_apply", "apply")
+    deaths.before(ElasticShardedUpdater, "_take_gathered", "gather")
+    deaths.before(ElasticShardedUpdater, "_gather_anew", "moving")
     deaths.before(optimizer.training._buffers, "end_step", "buffers")
 
 
@@ -105,7 +109,7 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(joined).hexdigest()
 
 
-def train(folder: Path, num_steps: int, told: list[str], elastic: Any = True) -> None:
+def train(folder: Path, num_steps: int, told: list[str], rule: Any, elastic: Any = True) -> None:
     fleet = syncline.init()
     rank = fleet.rank
     deaths = Deaths(rank, told)
@@ -113,7 +117,7 @@ def train(folder: Path, num_steps: int, told: list[str], elastic: Any = True) ->
     model, optimizer = syncline.distribute(
         model,
         make_optimizer(model),
-        syncline.AllReduce(bucket_bytes=400),
+        rule,
         samples="batch",
         elastic=elastic,
         check_every=2,
@@ -154,4 +158,8 @@ if __name__ == "__main__":
     settings: Callable[..., Any] | bool = True
     if arguments[0].startswith("min="):
         settings = syncline.Elastic(min_ranks=int(arguments.pop(0)[4:]))
-    train(Path(arguments[0]), int(arguments[1]), arguments[2:], settings)
+    rule: Any = syncline.AllReduce(bucket_bytes=400)
+    if arguments[0] == "spares":
+        rule = syncline.Sharded(bucket_bytes=400, spares=1)
+        arguments.pop(0)
+    train(Path(arguments[0]), int(arguments[1]), arguments[2:], rule, settings)
