@@ -55,7 +55,15 @@ if TYPE_CHECKING:
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
     from syncline.topology import Topology
-    from syncline.updates import AllReduce, Clustered, Nesterov, Overlapped, QuorumLostError, Sharded
+    from syncline.updates import (
+        AllReduce,
+        Clustered,
+        Nesterov,
+        Overlapped,
+        QuorumLostError,
+        Sharded,
+        StateLostError,
+    )
 
 _HOMES = {
     "init": "syncline.pytorch.init",
@@ -67,6 +75,7 @@ _HOMES = {
     "Overlapped": "syncline.updates",
     "Nesterov": "syncline.updates",
     "QuorumLostError": "syncline.updates",
+    "StateLostError": "syncline.updates",
     "Clustered": "syncline.updates",
     "Elastic": "syncline.elastic",
     "MembershipChange": "syncline.elastic",
@@ -122,6 +131,7 @@ __all__ = [
     "Overlapped",
     "Nesterov",
     "QuorumLostError",
+    "StateLostError",
     "Clustered",
     "Elastic",
     "MembershipChange",

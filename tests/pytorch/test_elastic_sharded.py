@@ -287,3 +287,31 @@ def test_what_would_lose_state_is_refused(run_fleets: Any) -> None:
     plain, in_backward = run_fleets(2, body)[0]
     assert "let Sharded() go back to checkpoints with elastic=Elastic(checkpoint=folder)" in plain
     assert "does not go with Sharded(step_in_backward=True)" in in_backward
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rank_that_is_new_gets_its_state_from_the_others(rule: str, run_fleets: Any) -> None:
+    models, batches = copies(CASE.make(), 8), CASE.batches(3, 24)
+
+    def train(fleet: Fleet, newcomers: tuple[int, ...], first: int) -> Any:
+        model = models[first + fleet.rank]
+        model, optimizer = distribute(model, make_optimizer(model), RULES[rule], fleet=fleet, elastic=True)
+        for place, (inputs, targets) in enumerate(batches):
+            loss_of(model, inputs[fleet.rank :: 4], targets[fleet.rank :: 4]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if place == 1 and newcomers:
+                updater = optimizer.training.updater
+                if fleet.rank in newcomers:
+                    updater.step_number = 0
+                    for shard in updater.shards:
+                        for state in shard.state.values():
+                            for value in state.values():
+                                value.fill_(1e9)  # nothing of it may count
+                updater.admit(is_new=fleet.rank in newcomers)
+                assert optimizer.iteration == 2
+        return [[parameter.detach().clone() for parameter in model.parameters()], optimizer.state_dict()["state"]]
+
+    expected = run_fleets(FLAT, lambda fleet: train(fleet, (), 0))[0]
+    for found in run_fleets(FLAT, lambda fleet: train(fleet, (1, 2), 4)):
+        check_same(found, expected)

@@ -6,6 +6,7 @@ from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.parameter_owners import matrix_cost
+from syncline.updates.redistribution import StateLostError
 from syncline.updates.rule import Setting, Updater, UpdateRule
 from syncline.updates.sharded import Sharded
 from syncline.updates.sharded_statistics import ShardedStatistics
@@ -18,6 +19,7 @@ __all__ = [
     "Overlapped",
     "Nesterov",
     "QuorumLostError",
+    "StateLostError",
     "Clustered",
     "UpdateRule",
     "Updater",

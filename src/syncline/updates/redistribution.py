@@ -8,7 +8,7 @@ least so far. All ranks plan from the same lists and come to the same plan. Comp
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,10 +43,13 @@ class RedistributionPlan:
 class StateLostError(UpdateError):
     """Optimizer state that is needed was kept by lost ranks alone; ``parts`` are those ranges.
 
-    >>> raise StateLostError([StatePart("weight", 0, 8), StatePart("bias", 2, 4)])
-    Traceback (most recent call last):
-    syncline.updates.redistribution.StateLostError: No rank that is left has the optimizer state of elements 0 to 8 of
-        'weight', 2 to 4 of 'bias'; ...
+    ``step()`` or ``backward()`` of an elastic job raises it on every rank, with ``Sharded``, unless the job can go back to
+    a checkpoint.
+
+    >>> from syncline.updates.redistribution import StatePart
+    >>> error = syncline.StateLostError([StatePart("weight", 0, 8), StatePart("bias", 2, 4)])
+    >>> str(error).split(";")[0]
+    "No rank that is left has the optimizer state of elements 0 to 8 of 'weight', 2 to 4 of 'bias'"
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
@@ -77,28 +80,32 @@ def plan_redistribution(
     >>> plan_redistribution(old, new).moves
     (StateMove(source=0, destination=1, part=StatePart(parameter='w', start=2, stop=4)),)
     """
+    sent = Counter[int]()
+    moves: list[StateMove] = []
+    missing: dict[StatePart, None] = {}
+    for destination, part, having in _lacking(held, wanted):
+        if not having:
+            missing[part] = None
+            continue
+        source = min(having, key=lambda rank: (distance(rank, destination) if distance else 0, sent[rank], rank))
+        sent[source] += part.stop - part.start
+        moves.append(StateMove(source, destination, part))
+    return RedistributionPlan(moves=_joined(moves), missing=tuple(missing))
+
+
+def _lacking(
+    held: Sequence[Iterable[StatePart]], wanted: Sequence[Iterable[StatePart]]
+) -> Iterator[tuple[int, StatePart, frozenset[int]]]:
+    """Yield what each rank is to have and has not, and who has it."""
     holders: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for rank, parts in enumerate(held):
         for part in parts:
             holders[part.parameter].append((part.start, part.stop, rank))
-    sent = Counter[int]()
-    moves: list[StateMove] = []
-    missing: dict[StatePart, None] = {}
-    for destination, parts in enumerate(wanted):
-        for part in sorted(set(parts)):
-            for first, last, having in _by_holders(part, holders[part.parameter]):
-                lacking = StatePart(part.parameter, first, last)
-                if destination in having:
-                    continue
-                if not having:
-                    missing[lacking] = None
-                    continue
-                source = min(
-                    having, key=lambda rank: (distance(rank, destination) if distance else 0, sent[rank], rank)
-                )
-                sent[source] += last - first
-                moves.append(StateMove(source, destination, lacking))
-    return RedistributionPlan(moves=_joined(moves), missing=tuple(missing))
+    needed = ((destination, part) for destination, parts in enumerate(wanted) for part in sorted(set(parts)))
+    for destination, part in needed:
+        for first, last, having in _by_holders(part, holders[part.parameter]):
+            if destination not in having:
+                yield destination, StatePart(part.parameter, first, last), having
 
 
 def _by_holders(part: StatePart, holders: Sequence[tuple[int, int, int]]) -> Iterable[tuple[int, int, frozenset[int]]]:
