@@ -51,3 +51,18 @@ def test_programs_can_read_the_figures():
     first = shown["planners"][0]
     assert first["time_s"] == pytest.approx(first["reduce_scatter_s"] + first["all_gather_s"])
     assert (shown["portions"], shown["winner"]) == ("fastest", first["planner"])
+
+
+def test_spares_are_shown_with_what_they_keep_and_cost():
+    console = Console(record=True, width=100, quiet=True)
+    found = plan_step(Topology.load("flat-8"), NUM_BYTES, "balanced", spares=1)
+    show_step(found, console)
+    assert found.spares.shares == pytest.approx(found.shares)
+    text = console.export_text()
+    assert "spares in another host: 245.7 ms one after the other, +0.0% of the fastest step" in text
+    assert "its ranks are spares of" in text
+    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-sites", "--collective", "sharded_step"]
+    done = subprocess.run([*command, "--spares", "1", "--json"], capture_output=True, text=True, check=True)
+    shown = json.loads(done.stdout)["spares"]
+    assert shown["apart"] == "rack"
+    assert shown["time_s"] == pytest.approx(shown["reduce_scatter_s"] + shown["all_gather_s"])

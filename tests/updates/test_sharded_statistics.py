@@ -14,7 +14,10 @@ def schedules(*owned: tuple[int, ...], num_replicas: int = 1) -> Any:
     replicas = tuple((rank,) for rank in range(num_replicas)) if num_replicas > 1 else ()
     return [
         SimpleNamespace(
-            num_owned=numbers, layout=SimpleNamespace(num_elements=sum(numbers) // num_replicas), replicas=replicas
+            num_owned=numbers,
+            layout=SimpleNamespace(num_elements=sum(numbers) // num_replicas),
+            replicas=replicas,
+            apart=None,
         )
         for numbers in owned
     ]

@@ -137,9 +137,10 @@ def _steps_of_buckets(
 ) -> Callable[[BucketPlan], ShardedStep]:
     portions = options.portions if isinstance(options.portions, str) else rank_shares(topology, options.portions)
     plan_step = partial(plan_sharded_step, topology, most=most, portions=portions, spares=options.spares)
-    largest = plan_step(1 << max(_size_class(plan.num_bytes) for plan in plans))
+    most_bits = max(_size_class(plan.num_bytes) for plan in plans)
+    largest = plan_step(1 << most_bits)
     if not options.whole_parameters:
-        step_of = cache(lambda size_class: plan_step(1 << size_class, apart=largest.apart))
+        step_of = cache(lambda bits: largest if bits == most_bits else plan_step(1 << bits, apart=largest.apart))
         return lambda plan: step_of(_size_class(plan.num_bytes))
     own = most if most is None or largest.apart is None else [limit / 2 for limit in most]
     is_balanced = portions == "balanced"

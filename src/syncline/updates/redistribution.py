@@ -43,8 +43,8 @@ class RedistributionPlan:
 class StateLostError(UpdateError):
     """Optimizer state that is needed was kept by lost ranks alone; ``parts`` are those ranges.
 
-    ``step()`` or ``backward()`` of an elastic job raises it on every rank, with ``Sharded``, unless the job can go back to
-    a checkpoint.
+    ``step()`` or ``backward()`` of an elastic job raises it on every rank, with ``Sharded``, unless the job can go back
+    to a checkpoint.
 
     >>> from syncline.updates.redistribution import StatePart
     >>> error = syncline.StateLostError([StatePart("weight", 0, 8), StatePart("bias", 2, 4)])
