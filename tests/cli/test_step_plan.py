@@ -54,7 +54,7 @@ def test_programs_can_read_the_figures():
 
 
 def test_spares_are_shown_with_what_they_keep_and_cost():
-    console = Console(record=True, width=100, quiet=True)
+    console = Console(record=True, width=100)
     found = plan_step(Topology.load("flat-8"), NUM_BYTES, "balanced", spares=1)
     show_step(found, console)
     assert found.spares.shares == pytest.approx(found.shares)
