@@ -117,10 +117,7 @@ def distribute(
     _register(training, fleet, going_on)
     if save_on_failure is not None:
         fleet.on_close(FailureSaving(fleet, _whole_state(training, Path(save_on_failure))).on_close)
-    distributed = DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
-    if going_on is not None and settings is not None and settings.checkpoint is not None:
-        going_on.load = partial(_load_newest, settings.checkpoint, model, distributed)
-    return model, distributed
+    return model, _face_of(training, going_on)
 
 
 def _check_saving(updater: Updater, save_on_failure: str | Path | None) -> None:
@@ -159,6 +156,15 @@ def _whole_state(training: Training, path: Path) -> WholeState:
         iteration=lambda: updater.iteration,
         write=write,
     )
+
+
+def _face_of(training: Training, going_on: ElasticTraining | None) -> DistributedOptimizer:
+    """Return what the user steps."""
+    face = DistributedOptimizer(training, save_as_told=_save_as_told, elastic=going_on)
+    path = going_on.recovery.settings.checkpoint if going_on is not None else None
+    if going_on is not None and path is not None:
+        going_on.load = partial(_load_newest, path, training.model, face)
+    return face
 
 
 def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
