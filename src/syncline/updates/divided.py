@@ -188,6 +188,11 @@ class DividedGradients:
         self._set_aside = None if self._set_aside is None else aside
         self._norms.clear()
 
+    def forget_stepped(self) -> None:
+        """Forget gradients that a step was made on: other ranks may have dropped them already."""
+        if self._report is not None and self._is_handed_over:
+            self.discard()
+
     @property
     def is_combined(self) -> bool:
         """Whether gradients are there, and were waited for."""

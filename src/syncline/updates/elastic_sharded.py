@@ -203,6 +203,7 @@ class ElasticShardedUpdater(ShardedUpdater):
             self.collectives.communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s
         )
         self._num_moves += 1
+        self._gradients.forget_stepped()
         self._agree_on_step(control)
         source = self._redistribute(control)
         self.shards = [self._new_shard(bucket) for bucket in self.buckets]
