@@ -56,6 +56,7 @@ class Installation:
     broadcast_buffers: bool
     check_every: int | None
     priorities: Priorities | bool | None
+    saves_on_failure: bool
     training: Training | None = None
     """None while it is taken away."""
     elastic_training: ElasticTraining | None = None
@@ -85,6 +86,7 @@ class Installation:
         setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
         updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
         try:
+            _check_saving(updater, is_asked_for=self.saves_on_failure)
             helpers = _checked_helpers(model, updater, fleet)
         except UpdateError:
             updater.close()
@@ -102,7 +104,6 @@ class Installation:
             check_every=self.check_every,
             helpers=helpers,
         )
-        updater.save_alone = lambda path: _save_alone(path, model, optimizer, iteration=updater.iteration)
         self._register(training, going_on)
         return training
 
@@ -133,11 +134,15 @@ class Installation:
         return Priorities.choose(self.priorities, self.fleet.topology.priorities)
 
     def _other_lines(self) -> list[str]:
-        return [f"check_every={self.check_every!r}", f"elastic={self.elastic!r}"]
+        return [
+            f"check_every={self.check_every!r}",
+            f"elastic={self.elastic!r}",
+            f"saves={self.saves_on_failure}",
+        ]
 
     def _register(self, training: Training, going_on: ElasticTraining | None) -> None:
         """Let functions that are given the model find its training."""
-        add_training(training)
+        add_training(training, self.fleet)
         offer_no_sync(training.model)
         self._layers = ()
         if (self.fleet.world_size > 1 or going_on is not None) and find_layers(training.model):
@@ -162,10 +167,12 @@ def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[
     return helpers
 
 
-def _save_alone(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> None:
-    from syncline.pytorch.checkpoint import save_alone  # with torch's part, a third of what a rank would load at once
-
-    save_alone(path, model, optimizer, extra={"iteration": iteration})
+def _check_saving(updater: Updater, *, is_asked_for: bool) -> None:
+    if is_asked_for and updater.divides_gradients:
+        raise UpdateError(
+            "save_on_failure= is for rules whose ranks each have the whole state; with Sharded() each has a part: save "
+            "checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()"
+        )
 
 
 def _plan_schedules(
