@@ -66,18 +66,18 @@ def test_a_job_shrinks_to_one_rank_and_grows_back_to_eight(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("who", "place", "left", "told_newcomer"),
     [
-        (3, "take", [0, 1, 2], ""),
-        (1, "meet", [0, 2], "PeerLostError: rank 1"),
-        (0, "give", [1, 2], "PeerLostError: rank 0"),
+        (4, "take", [0, 1, 2, 3], ""),
+        (1, "meet", [0, 2, 3], "PeerLostError: rank 1"),
+        (0, "give", [1, 2, 3], "PeerLostError: rank 0"),
     ],
 )
 def test_whoever_dies_in_a_switch_the_members_that_live_go_on(
     tmp_path: Path, who: int, place: str, left: list[int], told_newcomer: str
 ) -> None:
-    plan = {"members": 3, "leave": {}, "die": {str(who): place}, "come": {"3": 2}, "whole": [len(left), 3]}
-    results, told = play(tmp_path, 4, plan)
+    plan = {"members": 4, "leave": {}, "die": {str(who): place}, "come": {"4": 2}, "whole": [len(left), 3]}
+    results, told = play(tmp_path, 5, plan)
     for own, (status, output) in enumerate(results):
         assert status == (KILLED if own == who else 0 if own in left else 1), results
-        assert own != 3 or told_newcomer in output
+        assert own != 4 or told_newcomer in output
     members = check_equal([told[own] for own in left])
     assert members[max(members)] == left

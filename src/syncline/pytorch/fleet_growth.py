@@ -240,7 +240,7 @@ class FleetGrowth:
         growing.leave()
         try:
             self._switch(growing, LargerFabric(admitted=admitted, loop=entry.loop))
-        except BaseException:  # who leaves in good order does not count among those of whom more than half must be left
+        except BaseException:  # the members are told at once
             self._fleet.base.interrupt("this newcomer does not take part")
             self._fleet.base.close()
             raise
