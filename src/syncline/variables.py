@@ -97,16 +97,8 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_SILENCE", "silence_s", "seconds without a sign of life: lost (default: 10)"),
     _of_init("SYNCLINE_STALL", "stall_s", "seconds without a call: not waited for (default: as the timeout)"),
     _of_init("SYNCLINE_CONGESTION", "congestion", "TCP's congestion control, as cubic (default: see init())"),
-    EnvironmentVariable(
-        name="SYNCLINE_JOIN",
-        argument="syncline run --join",
-        meaning="host:port of members of a running job to come into, with commas",
-    ),
-    EnvironmentVariable(
-        name="SYNCLINE_JOIN_PORT",
-        argument="syncline run --join-port",
-        meaning="port where this rank listens for newcomers (default: any)",
-    ),
+    _of_init("SYNCLINE_JOIN", "join", "host:port of members of a running job to come into, with commas"),
+    _of_init("SYNCLINE_JOIN_PORT", "join_port", "port where this rank listens for newcomers (default: any)"),
     _of_init("SYNCLINE_TRACE", "trace", "file for this rank's trace; also `syncline run --trace`"),
     _of_init("SYNCLINE_NATIVE", "native", "0: Python moves messages; 1: compiled code or an error (default: if built)"),
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),

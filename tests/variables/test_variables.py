@@ -42,6 +42,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_SHARED_MEMORY": "off",
     "SYNCLINE_BIND_THREAD": "off",
     "SYNCLINE_CONGESTION": "reno",
+    "SYNCLINE_JOIN_PORT": "32",
     **SECRETS,
 }
 """Of each variable that ``init()`` reads by itself, a value that is not the default."""
@@ -63,13 +64,14 @@ GIVEN = Arguments(
     shared_memory=True,
     bind_thread=True,
     congestion="cubic",
+    join_port=33,
 )
 LAUNCHERS = {
     variable.name: "5" if "SIZE" in variable.name or "TASKS" in variable.name or "NUM" in variable.name else "4"
     for variable in VARIABLES
     if variable.argument == "init(rank=, world_size=)"
 }
-OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
+OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
 APART = {"SYNCLINE_NATIVE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
 """Those with a test of their own."""
 
@@ -136,6 +138,23 @@ def test_half_a_place_is_refused_in_place_of_half_a_launchers(given: Arguments) 
 def test_a_place_that_is_none_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigurationError, match="rank must be from 0 to world_size - 1"):
         read_environment(JOB, Arguments(rank=rank, world_size=world_size))
+
+
+def test_who_joins_has_no_place_yet_and_who_has_a_place_does_not_join() -> None:
+    said = {"SYNCLINE_JOIN": "a:31, [fd00::1]:32"}
+    assert read_environment(said).join == (("a", 31), ("fd00::1", 32))
+    assert read_environment(JOB | said, Arguments(join="b:33")).join == (("b", 33),)
+    found = read_environment(JOB | said)
+    assert (found.rank, found.world_size, found.master_address) == (0, 1, None)
+    assert read_environment(said | {"SYNCLINE_TOPOLOGY": "flat-8"}).topology is None, "the job knows its tree"
+    assert read_environment(said, Arguments(topology="flat-8")).topology == "flat-8"
+    assert read_environment(said, Arguments(rank=2, world_size=3, master="c:8")).join == ()
+    with pytest.raises(ConfigurationError, match=r"join='b:33' comes into a job that runs.*leave out rank"):
+        read_environment({}, Arguments(rank=2, world_size=3, join="b:33"))
+    with pytest.raises(ConfigurationError, match="join must be HOST:PORT"):
+        read_environment({}, Arguments(join="b"))
+    with pytest.raises(ConfigurationError, match="join_port must be from 0 to 65535, not 65536"):
+        read_environment({}, Arguments(join_port=65536))
 
 
 @pytest.mark.parametrize("said", ["0", "1", ""])

@@ -120,6 +120,9 @@ class ElasticControlStream(ControlStream):
         self._early: dict[int, torch.Tensor] = {}
         """By its number, the result of a call that others have made already, and this rank has not."""
 
+    is_alone = False
+    """Others may come, where the job grows."""
+
     @property
     def number(self) -> int:
         """The stream, in this epoch."""

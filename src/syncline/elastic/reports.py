@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncline.elastic.calls import ElasticCall, ElasticControlStream
-from syncline.updates.report import PendingReport, StepReports, encode
+from syncline.updates.report import Notes, PendingReport, StepReports, encode
+
+Flags = tuple[int, int]
+"""What the first member tells of newcomers: the attempt that is under way, and the one to which all switch now."""
+NUM_FLAGS = 2
+NO_FLAGS: Flags = (0, 0)
 
 
 class CommitReport(PendingReport):
@@ -20,13 +25,15 @@ class CommitReport(PendingReport):
         expected: float,
         *,
         on_commit: Callable[[ElasticCall], None],
+        flags: Callable[[], Flags],
     ) -> None:
         self._control = control
         self._own = own
         self._on_commit = on_commit
+        self._own_flags = flags
         self._call: ElasticCall | None = None
         self._expected = expected
-        self._num_notes = len(own[2])
+        self._num_notes = len(own[2]) + NUM_FLAGS
         self._num_noted = 0
         self._totals = torch.empty(0)
         self._result = None
@@ -43,6 +50,19 @@ class CommitReport(PendingReport):
         """Return when the pass is committed: who asks comes after that."""
         assert self.is_done, "a pass is committed before anybody reads its report"
 
+    @property
+    def notes(self) -> Notes:
+        """The notes of each rank, without the flags."""
+        return tuple(row[:-NUM_FLAGS] for row in super().notes)
+
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told beside its notes; zeros while the pass is not committed."""
+        if not self.is_done:
+            return NO_FLAGS
+        begun, decided = super().notes[0][-NUM_FLAGS:]
+        return int(begun), int(decided)
+
     def commit(self) -> None:
         """Tell it, and wait until all members have."""
         if self._call is None or self._call.is_abandoned:
@@ -53,16 +73,25 @@ class CommitReport(PendingReport):
     def _make(self) -> torch.Tensor:
         self.ranks = self._control.members
         self._num_noted = self._num_notes * len(self.ranks)
-        return encode(self._control, *self._own)
+        weight, present, notes = self._own
+        return encode(self._control, weight, present, (*notes, *self._own_flags()))
 
 
 class ElasticReports(StepReports):
     """The reports of a model's passes in an elastic job; ``on_commit`` is told of each that is committed."""
 
-    def __init__(self, control: ElasticControlStream, on_commit: Callable[[ElasticCall], None]) -> None:
+    def __init__(
+        self, control: ElasticControlStream, on_commit: Callable[[ElasticCall], None], flags: Callable[[], Flags]
+    ) -> None:
         super().__init__(control)
         self._elastic = control
         self._on_commit = on_commit
+        self._own_flags = flags
+
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told with the last pass."""
+        return self._last.flags if isinstance(self._last, CommitReport) else NO_FLAGS
 
     def start(
         self,
@@ -75,5 +104,5 @@ class ElasticReports(StepReports):
     ) -> PendingReport:
         """Make the report of a pass; :meth:`CommitReport.commit` tells it."""
         own = weight, tuple(present), tuple(notes)
-        self._last = CommitReport(self._elastic, own, expected, on_commit=self._on_commit)
+        self._last = CommitReport(self._elastic, own, expected, on_commit=self._on_commit, flags=self._own_flags)
         return self._last

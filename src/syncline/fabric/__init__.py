@@ -2,7 +2,7 @@
 
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
-from syncline.fabric.mesh import connect_tcp
+from syncline.fabric.mesh import AnyRendezvous, connect_tcp
 from syncline.fabric.news import News
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
@@ -35,6 +35,7 @@ __all__ = [
     "Progress",
     "StallHandler",
     "connect_tcp",
+    "AnyRendezvous",
     "new_event_loop",
     "TcpFabric",
     "Rendezvous",

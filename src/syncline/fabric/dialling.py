@@ -83,7 +83,7 @@ async def dial(
     while True:
         try:
             async with asyncio.timeout(options.handshake_s):
-                return await _dial_once(
+                return await dial_once(
                     options, own_address, Dialer(terms, peer=peer, connection_class=connection_class), address
                 )
         except RefusedError as refused:
@@ -103,9 +103,10 @@ async def dial(
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def _dial_once(
+async def dial_once(
     options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int]
 ) -> tuple[socket.socket, FrameKeys | None]:
+    """Connect and shake hands, once; the keys are those of the frames, if they are authenticated."""
     loop = asyncio.get_running_loop()
     sock = open_dialling_socket(own_address, options)
     try:

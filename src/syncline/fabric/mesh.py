@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
@@ -23,7 +23,7 @@ from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.rendezvous import Generation, Member, Rendezvous
+from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
@@ -33,12 +33,28 @@ from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
 
 
+class AnyRendezvous(Protocol):
+    """How ranks find each other: :class:`Rendezvous` through a store; those that join a running job ask a member."""
+
+    async def meet(self, member: Member, *, world_size: int, timeout_s: float, silence_s: float) -> Generation:
+        """Say where this rank listens, and return where all do; ``RendezvousError`` at the deadline."""
+
+    async def watch(self) -> None:
+        """After that, until cancelled: raise ``HandshakeError`` if a rank gives up, or is gone."""
+
+    async def give_up(self, reason: str) -> None:
+        """Tell the others why this rank does not connect."""
+
+    async def rest(self) -> None:
+        """Tell the others that this rank is connected to all of them."""
+
+
 async def connect_tcp(
     options: FabricOptions,
     *,
     rank: int,
     world_size: int,
-    rendezvous: Rendezvous,
+    rendezvous: AnyRendezvous,
     topology: Topology | None = None,
     trace: TraceSink | None = None,
     timeout_s: float | None = None,
@@ -96,7 +112,9 @@ async def connect_tcp(
     return fabric
 
 
-async def _connect_or_abort(fabric: TcpFabric, connecting: Coroutine[Any, Any, None], rendezvous: Rendezvous) -> None:
+async def _connect_or_abort(
+    fabric: TcpFabric, connecting: Coroutine[Any, Any, None], rendezvous: AnyRendezvous
+) -> None:
     try:
         await _unless_told(connecting, rendezvous)
     except HandshakeError as error:
@@ -107,7 +125,7 @@ async def _connect_or_abort(fabric: TcpFabric, connecting: Coroutine[Any, Any, N
         raise
 
 
-async def _unless_told(connecting: Coroutine[Any, Any, None], rendezvous: Rendezvous) -> None:
+async def _unless_told(connecting: Coroutine[Any, Any, None], rendezvous: AnyRendezvous) -> None:
     """Connect, unless some rank is gone or says that it cannot; say so to the others if it is this one."""
     watch = asyncio.create_task(rendezvous.watch())
     work = asyncio.create_task(connecting)

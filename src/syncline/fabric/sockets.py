@@ -11,7 +11,7 @@ import sys
 
 import psutil
 
-from syncline.endpoints import without_brackets
+from syncline.endpoints import format_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric.forks import close_in_children
 from syncline.fabric.options import FabricOptions
@@ -67,20 +67,24 @@ def _interface_address(name: str) -> str | None:
     return min(found)[2] if found else None
 
 
-def open_listening_socket(address: str, options: FabricOptions) -> socket.socket:
-    """Listen on ``address`` at a free port; what is accepted inherits the buffer sizes.
+def open_listening_socket(address: str, options: FabricOptions, *, port: int = 0) -> socket.socket:
+    """Listen on ``address`` at ``port`` (0: a free one); what is accepted inherits the buffer sizes.
 
     Raises :class:`ConfigurationError` also where the kernel refuses the congestion control that was asked for.
     """
     sock = _open(address, options)
     _check_congestion(sock, options)
     try:
-        sock.bind((address, 0))
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the next start need not wait for the last one
+        sock.bind((address, port))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        where = format_endpoint(address, port) if port else address
         raise ConfigurationError(
-            f"cannot listen on {address}: {error.strerror}; give an address or interface of this machine"
+            f"cannot listen on {where}: {error.strerror}; give an address or interface of this machine"
+            f"{', and a port that no other program uses' if port else ''}"
         ) from error
     return sock
 

@@ -19,6 +19,11 @@ from syncline.updates.control import ControlStream
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, priorities: object) -> list[str]:
     """Say in lines what every rank must have alike."""
+    return [*describe_model(model, optimizer, rule, priorities), *describe_hyperparameters(optimizer)]
+
+
+def describe_model(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, priorities: object) -> list[str]:
+    """Say all of it but the optimizer's hyper-parameters."""
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     lines = [
         f"update rule {rule!r}",
@@ -29,7 +34,6 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, p
         trained = f"group {groups[parameter]}" if parameter in groups else "not in the optimizer"
         frozen = "" if parameter.requires_grad else ", frozen"
         lines.append(f"parameter {name}: {tuple(parameter.shape)} of {parameter.dtype}, {trained}{frozen}")
-    lines += describe_hyperparameters(optimizer)
     lines += [f"module {name}: SyncBatchNorm" for name in find_layers(model)]
     lines += [f"buffer {name}: {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in model.named_buffers()]
     return lines

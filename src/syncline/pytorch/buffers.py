@@ -25,7 +25,7 @@ class BufferBroadcast:
     def __init__(self, model: nn.Module, control: ControlStream, *, is_enabled: bool, root: int = 0) -> None:
         self._model = model
         self._control = control
-        self._is_enabled = is_enabled and control.world_size > 1
+        self._is_enabled = is_enabled and not control.is_alone
         self._first_root = control.members[root]
         self._last: torch.Tensor | None = None
         """What rank 0 has sent last."""

@@ -26,6 +26,8 @@ def choose_fabric_options(environment: Environment) -> FabricOptions:
     address, limits = environment.interface, environment.limits
     if address is None and environment.world_size > 1:
         address = own_address(environment.master_address)
+    elif address is None and environment.join:
+        address = own_address(environment.join[0][0])
     options = FabricOptions(
         job_id=environment.job_id,
         secret=environment.secret,

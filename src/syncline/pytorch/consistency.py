@@ -57,7 +57,7 @@ class Consistency:
 
     def __init__(self, updater: Updater, *, every: int | None) -> None:
         self._updater = updater
-        has_equal_ranks = updater.is_synchronous and updater.collectives.control.world_size > 1
+        has_equal_ranks = updater.is_synchronous and not updater.collectives.control.is_alone
         self._every = (every or 0) if has_equal_ranks else 0
         self._num_passes = 0
 

@@ -7,6 +7,7 @@ for rank, world size and members. So a loss may be met anywhere in a step, also 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,9 +19,9 @@ from syncline.elastic.agreement import Go
 from syncline.elastic.calls import LOSSES, ElasticCall, ElasticControlStream, Positions
 from syncline.elastic.epoch import Epoch, MembershipChange
 from syncline.elastic.regroup import Regroup
-from syncline.elastic.reports import ElasticReports
+from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
 from syncline.elastic.settings import Elastic
-from syncline.errors import MismatchError, UpdateError, name_ranks
+from syncline.errors import FabricClosedError, MismatchError, UpdateError, name_ranks
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
@@ -65,16 +66,11 @@ class Recovery:
         self._watchers: list[Watcher] = []
         self._unsettled: list[MembershipChange] = []
         self._settled: list[MembershipChange] = []
-        (stream,) = fleet.reserve_streams(1)
+        self.num_steps = 0
+        """Steps that were made, while no training is in place."""
         self._confirming = range(0)
         """The stream of the first calls in this epoch."""
-        self._regroup = Regroup(
-            fleet.communicator,
-            fleet.epoch,
-            stream=stream,
-            min_ranks=settings.min_ranks,
-            timeout_s=fleet.timeout_s,
-        )
+        self._regroup = self._open_regroup()
 
     @property
     def epoch(self) -> Epoch:
@@ -127,18 +123,55 @@ class Recovery:
             )
             print(f"syncline: {line}", file=sys.stderr, flush=True)
 
+    def enter_fabric(self) -> Regroup:
+        """Agree on the fleet's new fabric from now on; return who agreed on the one before, for its owner to close."""
+        self._confirming = range(0)  # streams of another fabric
+        before, self._regroup = self._regroup, self._open_regroup()
+        return before
+
+    def return_to(self, regroup: Regroup) -> None:
+        """Go back to the fabric before."""
+        self._regroup.close()
+        self._regroup = regroup
+
+    def tell_joined(self, joined: tuple[int, ...], iteration: int) -> None:
+        """Tell watchers that ranks have come in, at the end of a step."""
+        fleet = self._fleet
+        change = MembershipChange(
+            epoch=fleet.epoch.number, members=fleet.members, lost=(), joined=joined, iteration=iteration
+        )
+        for watcher in tuple(self._watchers):
+            watcher(change)
+
+    def flags(self) -> Flags:
+        """Return what this rank tells of newcomers in a commit."""
+        return NO_FLAGS if self._fleet.growth is None else self._fleet.growth.flags()
+
     def close(self) -> None:
         """Take part in no further agreement."""
-        self._regroup.close()
+        with contextlib.suppress(FabricClosedError):  # a newcomer that was not let in has left already
+            self._regroup.close()
+
+    def _open_regroup(self) -> Regroup:
+        fleet = self._fleet
+        (stream,) = fleet.reserve_streams(1)
+        return Regroup(
+            fleet.communicator,
+            fleet.epoch,
+            stream=stream,
+            min_ranks=self.settings.min_ranks,
+            timeout_s=fleet.timeout_s,
+        )
 
     def _agree(self, cause: BaseException) -> Go:
         fleet = self._fleet
         accused = fleet.communicator.accused
         fleet.communicator.interrupt(str(cause), lost=accused)
         go = self._regroup.agree([] if accused is None else [accused], first_free=fleet.next_stream)
-        lost = tuple(sorted(set(fleet.members).difference(go.epoch.members)))
+        lost = tuple(sorted(set(fleet.epoch.members).difference(go.epoch.members)))
         self._tell(go, lost, cause)
-        change = MembershipChange(epoch=go.epoch.number, members=go.epoch.members, lost=lost, joined=(), iteration=0)
+        members, lost = fleet.numbers_of(go.epoch.members), fleet.numbers_of(lost)
+        change = MembershipChange(epoch=go.epoch.number, members=members, lost=lost, joined=(), iteration=0)
         self._unsettled.append(change)
         return go
 
@@ -147,6 +180,8 @@ class Recovery:
         fleet = self._fleet
         user = fleet.communicator.user_stream
         over = [range(user, user + 1), self._confirming, *(streams for part in self._parts for streams in part.streams)]
+        if fleet.growth is not None:
+            fleet.growth.regroup(go.epoch)
         fleet.enter_epoch(go.epoch, first_stream=go.first_stream)
         self._regroup.enter(fleet.communicator, over=over)
         self._confirming = fleet.reserve_streams(1)
@@ -159,14 +194,15 @@ class Recovery:
         for place, part in enumerate(self._parts):
             part.enter(fleet)
             part.settle([parts[place][1] for _, parts in told], control)
-        iteration = 1 + max((parts[0][0] for _, parts in told if parts), default=0)
+        iteration = 1 + max((parts[0][0] for _, parts in told if parts), default=self.num_steps)
         self._settled += [replace(change, iteration=iteration) for change in self._unsettled]
         self._unsettled.clear()
 
     def _tell(self, go: Go, lost: Sequence[int], cause: BaseException) -> None:
         """Write the change into the trace, and from one rank into the log."""
         fleet = self._fleet
-        names = describe_ranks(lost, self._regroup.describe)
+        hosts = fleet.base.topology
+        names = describe_ranks(lost, lambda rank: f"rank {fleet.numbers[rank]} (host {hosts.host_of(rank).name})")
         fleet.trace.instant(
             f"epoch {go.epoch.number}", "communication", members=list(go.epoch.members), cause=str(cause)
         )
@@ -189,6 +225,7 @@ class ElasticTraining:
         """Loads the newest checkpoint on all ranks, where the settings name a folder."""
         self._streams: list[ElasticControlStream] = []
         self._updater: Updater | None = None
+        self._reports: ElasticReports | None = None
 
     def recover(self, error: BaseException) -> None:
         """Go on after a loss; before the training has begun it is an error, as in any job."""
@@ -211,10 +248,11 @@ class ElasticTraining:
 
     def extend(self, setting: Setting) -> Setting:
         """Return what a rule is given to work with in an elastic job."""
+        self._reports = ElasticReports(self._streams[0], self._forget, self.recovery.flags)
         return replace(
             setting,
             recover=self.recover,
-            reports=ElasticReports(self._streams[0], self._forget),
+            reports=self._reports,
             start_commit=lambda label: self._streams[0].start_commit(lambda: torch.zeros(1), label),
             has_checkpoints=self.recovery.settings.checkpoint is not None,
         )
@@ -261,6 +299,11 @@ class ElasticTraining:
         if isinstance(self._begun, ElasticShardedUpdater) and self._begun.lost_state is not None:
             self._go_back(self._begun)
         self.recovery.end_step(self.iteration)
+
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told of newcomers with the last pass."""
+        return self._reports.flags if self._reports is not None else NO_FLAGS
 
     def end(self) -> None:
         """Take part no more: the fleet closes."""

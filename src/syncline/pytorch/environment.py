@@ -44,6 +44,8 @@ class Arguments(TypedDict, total=False):
     shared_memory: bool | None
     bind_thread: bool | None
     congestion: str | None
+    join: str | None
+    join_port: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,10 @@ class Environment:
     """TCP's congestion control; None leaves it to the fabric."""
     uses_shared_memory: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
+    join: tuple[tuple[str, int], ...]
+    """Where members of the running job listen that this process is to come into; empty: it is there at the start."""
+    join_port: int | None
+    """Where this rank listens for newcomers; 0 is a free port, and None one that is opened when it is needed."""
     authenticates_frames: bool
     """Whether every frame carries a code that only who knows the secret can make."""
     limits: Limits
@@ -93,8 +99,9 @@ def read_environment(
     """
     values = process_variables() if variables is None else variables
     said: Arguments = given or {}
-    place = _choose_place(values, said, group)
-    address, port = (None, None) if has_store else _choose_master(values, said, place, group)
+    join = _choose_join(values, said, group)
+    place = Place(rank=0, world_size=1, source="join") if join else _choose_place(values, said, group)
+    address, port = (None, None) if has_store or join else _choose_master(values, said, place, group)
     topology, trace = said.get("topology"), said.get("trace") or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
@@ -103,7 +110,8 @@ def read_environment(
         master_port=port,
         uses_agent_store=not said.get("master") and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         job_id=said.get("job_id") or values.get("TORCHELASTIC_RUN_ID") or "syncline",
-        topology=topology if topology is not None else values.get("SYNCLINE_TOPOLOGY") or None,
+        # the variable tells of the job at its start, and a newcomer's job knows its tree by itself
+        topology=topology if topology is not None or join else values.get("SYNCLINE_TOPOLOGY") or None,
         interface=said.get("interface") or values.get("SYNCLINE_INTERFACE") or None,
         host=said.get("host") or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
         secret=_choose_secret(values, said),
@@ -113,6 +121,8 @@ def read_environment(
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.get("bind_thread")),
         congestion=said.get("congestion") or values.get("SYNCLINE_CONGESTION") or None,
         uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.get("shared_memory")),
+        join=join,
+        join_port=_choose_join_port(values, said),
         authenticates_frames=_switch(
             values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"
         ),
@@ -160,6 +170,30 @@ def _choose_master(
     if place.world_size > 1 and not 0 < port <= MAX_PORT:
         raise ConfigurationError(f"MASTER_PORT must be from 1 to {MAX_PORT}, not {port}")
     return address, port or None
+
+
+def _choose_join(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> tuple[tuple[str, int], ...]:
+    """Return the members to ask; a newcomer has no rank yet, whatever a launcher says."""
+    has_place = group is not None or said.get("rank") is not None or said.get("world_size") is not None
+    text = said.get("join") or ("" if has_place else values.get("SYNCLINE_JOIN"))
+    if not text:
+        return ()
+    if has_place:
+        raise ConfigurationError(
+            f"join={text!r} comes into a job that runs, which gives this process its rank: leave out rank and "
+            "world_size, and make no process group"
+        )
+    return tuple(parse_endpoint(each.strip(), default_port=0, what="join") for each in text.split(","))
+
+
+def _choose_join_port(values: Mapping[str, str], said: Arguments) -> int | None:
+    given = said.get("join_port")
+    if given is None and not values.get("SYNCLINE_JOIN_PORT"):
+        return None
+    port = whole_number(values, "SYNCLINE_JOIN_PORT", 0) if given is None else given
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigurationError(f"join_port must be from 0 to {MAX_PORT}, not {port}")
+    return port
 
 
 def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
+from syncline.pytorch.fabric_place import FabricPlace
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.runtime.tags import NUM_STREAMS
@@ -48,6 +49,10 @@ class Fleet:
         self.communicator = communicator
         """That of the current epoch."""
         self.epoch = Epoch(number=0, members=communicator.members)
+        self.numbers = communicator.members
+        """By rank of :attr:`base`, what ``members`` calls it: who comes later has the next number."""
+        self.growth: Any = None
+        """The FleetGrowth that lets newcomers in, or brings this rank into a running job; None without one."""
         self.recovery: Any = None
         """The Recovery that takes the job from epoch to epoch, if its models are elastic."""
         self.is_elastic: bool | None = None
@@ -88,12 +93,28 @@ class Fleet:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is in the job now, by the numbers at its start; this rank is ``members[rank]``.
+        """Who is in the job now, by the numbers at its start; this is ``members[rank]``. Who comes has the next number.
 
         >>> fleet.members
         (0,)
         """
-        return self.epoch.members
+        return self.numbers_of(self.epoch.members)
+
+    @property
+    def join_address(self) -> str | None:
+        """Where this rank lets newcomers in (``init(join="host:port")``); None as long as it does not.
+
+        It does from ``distribute(..., elastic=True)`` on, or from ``init(join_port=)``.
+
+        >>> with syncline.init(join_port=0) as fleet:
+        ...     fleet.join_address.startswith("127.0.0.1:")
+        True
+        """
+        return self.growth.join_address if self.growth is not None else None
+
+    def numbers_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return what the job calls these ranks of :attr:`base`."""
+        return tuple(self.numbers[rank] for rank in ranks)
 
     @property
     def topology(self) -> Topology:
@@ -264,6 +285,20 @@ class Fleet:
         self._make_collectives()
         if before is not self.base:
             before.close()
+
+    def enter_fabric(self, place: FabricPlace) -> FabricPlace:
+        """Go on with the communicator of another fabric; return where the fleet was, which stays open."""
+        before = FabricPlace(
+            base=self.base,
+            communicator=self.communicator,
+            epoch=self.epoch,
+            numbers=self.numbers,
+            next_stream=self.next_stream,
+        )
+        self.base, self.communicator, self.epoch = place.base, place.communicator, place.epoch
+        self.numbers, self.next_stream = place.numbers, place.next_stream
+        self._make_collectives()
+        return before
 
     def _make_collectives(self) -> None:
         self._collectives = TensorCollectives(self.communicator)

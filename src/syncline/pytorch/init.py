@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.machines import choose_interface
 from syncline.pytorch.stores import open_store, store_of_group
+from syncline.pytorch.ways_in import Ways
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
 
@@ -37,6 +39,8 @@ def init(
     shared_memory: bool | None = None,
     bind_thread: bool | None = None,
     congestion: str | None = None,
+    join: str | None = None,
+    join_port: int | None = None,
 ) -> Fleet:
     """Join the job, and return its fleet when all ranks are connected; every rank calls it once.
 
@@ -67,6 +71,11 @@ def init(
     whether the communication thread may be bound to cores. ``congestion`` (``SYNCLINE_CONGESTION``): TCP's congestion
     control, as ``"bbr"``; default: cubic within a machine and where the topology has rates, else the system's.
 
+    ``join`` (``SYNCLINE_JOIN``): come into an elastic job that runs, by ``"host:port"`` of any member's
+    :attr:`Fleet.join_address` (several: with commas). This process is a job of one rank then, until its
+    ``distribute(..., elastic=True)`` has brought it in. ``join_port`` (``SYNCLINE_JOIN_PORT``): where this rank listens
+    for newcomers, at this port or the first free one of the next 63 (0: any; default: any, from ``distribute()`` on).
+
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
 
@@ -95,6 +104,8 @@ def init(
         shared_memory=shared_memory,
         bind_thread=bind_thread,
         congestion=congestion,
+        join=join,
+        join_port=join_port,
     )
     return _open_fleet(read_environment(given=given, group=find_group()))
 
@@ -104,15 +115,17 @@ def _open_fleet(environment: Environment) -> Fleet:
         # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
         environment = choose_interface(environment, store_of_group(), default_store())
     options = choose_fabric_options(environment)
-    assert options.address is not None, "resolved when the options were made"
-    communicator = connect(environment, options, partial(open_store, environment, options, address=options.address))
-    fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
-    try:
+    with ExitStack() as stack:
+        ways = Ways.open(environment, options, stack)
+        environment, options = ways.environment, ways.options
+        assert options.address is not None, "resolved when the options were made"
+        communicator = connect(environment, options, partial(open_store, environment, options, address=options.address))
+        fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
+        stack.callback(fleet.close, is_failing=True)
+        fleet.growth = ways.growth_of(fleet)
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         enter_fleet(fleet)
-    except BaseException:
-        fleet.close(is_failing=True)
-        raise
+        stack.pop_all()
     fleet.close_at_exit()
     return fleet

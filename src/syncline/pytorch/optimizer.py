@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,18 @@ from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
 from syncline.pytorch.training import Training
 from syncline.updates.private_torch import note_step, state_hooks
+
+
+class Growing(Protocol):
+    """What lets newcomers in between two steps."""
+
+    extra: Any
+    """What this rank was given when it came in itself."""
+    offer: Callable[[], Any] | None
+    """Returns what newcomers are given."""
+
+    def end_step(self) -> None:
+        """Take in who is connected; every member comes here at the end of the same step."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -43,6 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.training = training
         self._elastic = elastic
+        self._growing: Growing | None = None
         self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
         self.inner = training.updater.optimizer
         self._is_complete = False
@@ -105,7 +119,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
         note_step(self.inner)
         if self._elastic is not None:
             self._elastic.end_step()
+            if self._growing is not None:
+                self._growing.end_step()
         return loss
+
+    def go_on(self, training: Training, elastic: ElasticTraining | None) -> None:
+        """Step another training of the same model from now on: that on a larger fleet."""
+        self.training, self._elastic = training, elastic
+
+    def grow_with(self, growing: Growing) -> None:
+        """Tell ``growing`` of the end of every step, and of what is offered to newcomers."""
+        self._growing = growing
+
+    @property
+    def extra(self) -> Any:
+        """What the members offered when this rank came into a running job (:meth:`offer_extra`); None if it did not.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True)
+        >>> optimizer.extra is None  # it was there at the start
+        True
+        """
+        return None if self._growing is None else self._growing.extra
+
+    def offer_extra(self, function: Callable[[], Any]) -> None:
+        """Give newcomers what ``function`` returns, which JSON can say: the state of scheduler, scaler, sampler ...
+
+        It is called on the training thread of one member, within the ``step()`` at whose end they come in. Newcomers
+        find it in :attr:`extra` when their ``distribute()`` returns; they are where the members are when ``step()``
+        returns, so what follows it in the loop, as ``scheduler.step()``, they do once before their first batch. It is
+        called once at once too: :class:`UpdateError` if JSON cannot say what it returns, or the job is not elastic.
+
+        >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True)
+        >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        >>> optimizer.offer_extra(lambda: {"scheduler": scheduler.state_dict()})
+        >>> if optimizer.extra is not None:
+        ...     scheduler.load_state_dict(optimizer.extra["scheduler"])
+        ...     scheduler.step()
+        """
+        if self._elastic is None:
+            raise UpdateError("Newcomers come only into an elastic job: distribute(..., AllReduce(), elastic=True)")
+        try:
+            json.dumps(function())
+        except (TypeError, ValueError) as error:
+            raise UpdateError(f"What is offered to newcomers must be what JSON can say, but {error}") from error
+        if self._growing is not None:
+            self._growing.offer = function
 
     def on_membership_change(self, function: Callable[[MembershipChange], None]) -> None:
         """Call ``function`` with a :class:`MembershipChange` when ranks have been lost, or have joined.

@@ -135,6 +135,11 @@ class Training:
         return self._bucketed
 
     @property
+    def is_joining(self) -> bool:
+        """Whether it is within :meth:`join`."""
+        return self._joining is not None
+
+    @property
     def loss_weight(self) -> float:
         """Weight of this rank in the mean over ranks of the pass that is under way, as far as it is known."""
         return self._samples.so_far

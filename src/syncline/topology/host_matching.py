@@ -30,7 +30,7 @@ def match_ranks(hosts: Sequence[Host], names: Sequence[str], *, label: str) -> l
     its ranks in ascending order. ``label`` names the topology in errors, which are :class:`TopologyError`.
     """
     ranks_on = ranks_by_host(names)
-    found = {name: _same_host(name, hosts) for name in ranks_on}
+    found = {name: same_host(name, hosts) for name in ranks_on}
     if len(ranks_on) == 1 and not any(found.values()):
         return list(range(len(names)))
     problems = _describe_problems(found, ranks_on)
@@ -70,7 +70,7 @@ def flat_root(names: Sequence[str]) -> Switch:
     return Switch(name=next(name for name in _switch_names() if name not in taken), link=None, children=hosts)
 
 
-def _same_host(name: str, hosts: Sequence[Host]) -> list[Host]:
+def same_host(name: str, hosts: Sequence[Host]) -> list[Host]:
     """Return the host of that name; else all that are called alike up to the first dot."""
     exact = [host for host in hosts if host.name == name]
     return exact or [host for host in hosts if _first_part(host.name) == _first_part(name)]
@@ -111,18 +111,20 @@ def _count(number: int) -> str:
 
 
 def _plain_names(names: Sequence[str]) -> list[str]:
-    firsts = [_first_part(name) for name in names]
-    if len(set(firsts)) == len(names) and all(_is_name(first) for first in firsts):
+    firsts = [plain_name(name) for name in names]
+    if len(set(firsts)) == len(names) and all(firsts):
         return firsts
     return [f"h{place}" for place in range(len(names))]
 
 
-def _is_name(text: str) -> bool:
+def plain_name(name: str) -> str:
+    """Return the first part of a machine's name, if a host can be called so; else nothing."""
+    first = _first_part(name)
     try:
-        check_name(text, "host")
+        check_name(first, "host")
     except TopologyError:
-        return False
-    return True
+        return ""
+    return first
 
 
 def _switch_names() -> Iterator[str]:

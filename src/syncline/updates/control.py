@@ -49,6 +49,11 @@ class ControlStream:
         """The job's numbers of the ranks."""
         return self._communicator.members
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and none will come."""
+        return self.world_size == 1
+
     def start_sum(self, values: torch.Tensor, label: str, *, step: int | None = None) -> Work:
         """Begin to replace ``values`` (contiguous, in host memory) by their sum over all ranks."""
         return self._submit(Collective.ALL_REDUCE, values, label, root=0, step=step)

@@ -1,0 +1,222 @@
+"""A model in training on a fleet: how it is put there, and taken away; anew when the fleet has become larger.
+
+Between two steps nothing of a training is needed but the model, the optimizer and what the user asked for. So a
+training on a larger fleet is made by the code that made the first one, on old members and newcomers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from syncline.elastic.settings import Elastic
+from syncline.errors import UpdateError, name_ranks
+from syncline.priorities.terms import Priorities
+from syncline.priorities.tuner import ClassTuner
+from syncline.pytorch.agreement import broadcast_model, check_agreement, describe, describe_model
+from syncline.pytorch.buffers import BufferBroadcast
+from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
+from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
+from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.optimizer_state import divide_existing_state
+from syncline.pytorch.registry import add_training, check_untrained, remove_training
+from syncline.pytorch.samples import SampleCount
+from syncline.pytorch.sync_batch_norm import (
+    check_joinable,
+    check_layers,
+    find_layers,
+    restore_layers,
+    synchronise_layers,
+)
+from syncline.pytorch.training import Training
+from syncline.updates import Setting, Updater, UpdateRule
+from syncline.updates.bucket import Bucket, BucketPlan
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
+from syncline.updates.control import ControlStream
+from syncline.updates.host_portions import most_shares
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Installation:
+    """What ``distribute()`` was given, checked, and what it made of it last."""
+
+    fleet: Fleet
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    """The user's own."""
+    rule: UpdateRule
+    count: SampleCount
+    elastic: Elastic | None
+    broadcast_buffers: bool
+    check_every: int | None
+    priorities: Priorities | bool | None
+    saves_on_failure: bool
+    training: Training | None = None
+    """None while it is taken away."""
+    elastic_training: ElasticTraining | None = None
+    """How it goes on after losses, if it does."""
+    _layers: tuple[nn.SyncBatchNorm, ...] = ()
+
+    def install(self, *, has_values: bool = False) -> Training:
+        """Put the model into training on the fleet; every rank calls it alike.
+
+        All go on from rank 0's parameters and buffers; with ``has_values`` they are equal already.
+        """
+        fleet, model, optimizer, rule = self.fleet, self.model, self.optimizer, self.rule
+        named = _checked_parameters(model, optimizer, rule)
+        plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
+        plan = partial(_plan_schedules, fleet, plans, rule, optimizer)
+        going_on = begin_elastic(fleet, rule, self.elastic, plan)
+        control, buffer_control, join_control = _open_control_streams(fleet, 3, going_on)
+        chosen = self._chosen_priorities()
+        check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
+        schedules = plan(fleet.reserve_streams(len(plans)).start)
+        collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
+        buckets = flatten(named, plans)
+        if not has_values:
+            broadcast_model(model, buckets, control)
+        is_asked = self.priorities is not True or fleet.topology.priorities is not None
+        tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked)
+        setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
+        updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
+        try:
+            _check_saving(updater, is_asked_for=self.saves_on_failure)
+            helpers = _checked_helpers(model, updater, fleet)
+        except UpdateError:
+            updater.close()
+            raise
+        first = next(rank for rank in range(fleet.world_size) if rank not in helpers)
+        is_enabled = self.broadcast_buffers and updater.is_synchronous
+        buffers = BufferBroadcast(model, buffer_control, is_enabled=is_enabled, root=first)
+        training = Training(
+            model,
+            updater,
+            self.count,
+            tuner,
+            buffers,
+            joins=join_control,
+            check_every=self.check_every,
+            helpers=helpers,
+        )
+        self._register(training, going_on)
+        return training
+
+    def describe(self) -> list[str]:
+        """Say in lines what a newcomer must have alike: all but the hyper-parameters, which it is given."""
+        return [
+            *describe_model(self.model, self.optimizer, self.rule, self._chosen_priorities()),
+            *self._other_lines(),
+        ]
+
+    def end(self, is_failing: bool) -> None:
+        """Finish the last step, unless something failed; then the model is a plain one."""
+        training, self.training = self.training, None
+        if training is None:
+            return
+        try:
+            if not is_failing:
+                training.finish()
+        finally:
+            remove_training(training)
+            training.close()
+            withdraw_no_sync(training.model)
+            if self.elastic_training is not None:
+                self.elastic_training.end()
+            restore_layers(self._layers)
+
+    def _chosen_priorities(self) -> Priorities:
+        return Priorities.choose(self.priorities, self.fleet.topology.priorities)
+
+    def _other_lines(self) -> list[str]:
+        return [
+            f"check_every={self.check_every!r}",
+            f"elastic={self.elastic!r}",
+            f"saves={self.saves_on_failure}",
+        ]
+
+    def _register(self, training: Training, going_on: ElasticTraining | None) -> None:
+        """Let functions that are given the model find its training."""
+        add_training(training, self.fleet)
+        offer_no_sync(training.model)
+        self._layers = ()
+        if (self.fleet.world_size > 1 or going_on is not None) and find_layers(training.model):
+            (control,) = _open_control_streams(self.fleet, 1, going_on)
+            self._layers = synchronise_layers(training.model, control, lambda: training.loss_weight)
+        if going_on is not None:
+            going_on.begin(training.updater)
+        self.training, self.elastic_training = training, going_on
+
+
+def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[int, ...]:
+    """Return the ranks without data, if the rule and the model can do with them."""
+    helpers = fleet.topology.helpers
+    if not helpers:
+        return ()
+    if not updater.is_synchronous:
+        raise UpdateError(
+            f"The topology has helpers ({name_ranks(helpers)}), which need a rule in which every rank makes every "
+            "step; take AllReduce() or Sharded(), or write 'gateway: one' in the topology"
+        )
+    check_joinable(model)
+    return helpers
+
+
+def _check_saving(updater: Updater, *, is_asked_for: bool) -> None:
+    if is_asked_for and updater.divides_gradients:
+        raise UpdateError(
+            "save_on_failure= is for rules whose ranks each have the whole state; with Sharded() each has a part: save "
+            "checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()"
+        )
+
+
+def _plan_schedules(
+    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, optimizer: torch.optim.Optimizer, first_stream: int
+) -> tuple[BucketSchedule, ...]:
+    options, most = rule.schedule_options, None
+    if options.is_divided:
+        most = most_shares(
+            fleet.topology,
+            plans,
+            optimizer,
+            num_copies=options.num_copies,
+            num_owners=1 + options.spares,
+            tells=fleet.rank == 0,
+        )
+    return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
+
+
+def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining | None) -> list[ControlStream]:
+    if going_on is not None:
+        return [going_on.open_stream(fleet) for _ in range(number)]
+    return [
+        ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
+        for stream in fleet.reserve_streams(number)
+    ]
+
+
+def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:
+    updater = rule.start(setting)
+    if updater.divides_gradients:
+        divide_existing_state(updater)
+    for tensor in _tensors(setting.buckets):
+        tensor.grad = None
+    return updater
+
+
+def _checked_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Named:
+    """Return what is to be trained, if it can be."""
+    check_layers(model, rule)
+    named = trained_parameters(model, optimizer)
+    check_parameters(named)
+    check_untrained(model, named)
+    return named
+
+
+def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:
+    return [tensor for bucket in buckets for tensor in bucket.tensors]

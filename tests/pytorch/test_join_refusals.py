@@ -1,0 +1,70 @@
+"""What a process that is to come into a running job is told when it cannot, and how long it is a job of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import syncline
+from syncline.errors import HandshakeError, UpdateError
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a job that makes no step, in a process of its own as far as names go."""
+    fleet = syncline.init(rank=0, world_size=1, join_port=0, secret="s" * 32)
+    model = nn.Linear(2, 2)
+    syncline.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), syncline.AllReduce(), elastic=True, fleet=fleet
+    )
+    assert fleet.join_address is not None
+    monkeypatch.setattr("syncline.pytorch.fleet._current", None)  # so that this process may be a second rank too
+    yield fleet.join_address
+    monkeypatch.undo()
+    fleet.close()
+
+
+def test_another_secret_is_told_when_init_asks(job: str) -> None:
+    with pytest.raises(HandshakeError, match="the shared secrets differ"):
+        syncline.init(join=job, secret="t" * 32)
+
+
+def test_nobody_there_is_told_with_what_to_check() -> None:
+    with pytest.raises(HandshakeError, match=r"No member of the job answers at 127.0.0.1:9 .*fleet\.join_address"):
+        syncline.init(join="127.0.0.1:9", connect_timeout_s=0.5)
+
+
+def test_until_distribute_a_newcomer_is_a_job_of_one_rank_and_takes_over_the_jobs_limits(job: str) -> None:
+    with syncline.init(join=job, secret="s" * 32, timeout_s=7) as fleet:
+        assert (fleet.rank, fleet.world_size, fleet.timeout_s) == (0, 1, 300.0)
+
+
+def test_another_model_or_rule_is_refused_and_the_job_goes_on(job: str) -> None:
+    with syncline.init(join=job, secret="s" * 32) as fleet:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(
+            HandshakeError, match=r"its training is another one: the job has 'parameter weight: \(2, 2\)"
+        ):
+            syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True, fleet=fleet)
+
+
+def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
+    with syncline.init(join=job, secret="s" * 32) as fleet:
+        model = nn.Linear(2, 2)
+        with pytest.raises(UpdateError, match=r"\(join=\).*its only training is distribute\(\.\.\., AllReduce\(\)"):
+            syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet=fleet)
+
+
+def test_what_json_cannot_say_is_not_offered_to_newcomers() -> None:
+    with syncline.init(rank=0, world_size=1) as fleet:
+        model = nn.Linear(2, 2)
+        model, optimizer = syncline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), syncline.AllReduce(), elastic=True, fleet=fleet
+        )
+        with pytest.raises(UpdateError, match="must be what JSON can say, but Object of type Tensor"):
+            optimizer.offer_extra(lambda: {"scale": torch.ones(1)})
+        assert optimizer.extra is None
