@@ -51,13 +51,13 @@ def test_two_ranks_of_a_job_agree(connection_class):
     finish = one.finish(reply)
     assert (len(hello), len(reply), len(finish)) == (HELLO_BYTES, REPLY_BYTES, FINISH_BYTES)
     assert max(HELLO_BYTES, REPLY_BYTES, FINISH_BYTES) <= 256
-    assert other.finish(finish) == (3, connection_class, None)
+    assert other.finish(finish) == (3, connection_class, None, one.connection_id, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (3, 4)}, Refusal.VERSION),
+        ({"versions": (4, 5)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),
@@ -82,7 +82,7 @@ def test_versions_that_overlap_agree_on_the_newest_common_one():
     one, other = dialer(versions=(1, 5)), greeter(versions=(3, 4))
     reply = other.reply(one.hello())
     assert reply[8:10] == (4).to_bytes(2, "little")
-    assert other.finish(one.finish(reply)) == (3, 0, None)
+    assert other.finish(one.finish(reply))[:3] == (3, 0, None)
 
 
 def test_a_rank_that_is_connected_already_is_refused():
