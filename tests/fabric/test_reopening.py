@@ -7,12 +7,13 @@ import socket
 
 import loops
 import pytest
-from bit_flipping_proxy import ProxyStore
-from breaking_proxy import BREAKS, BreakingProxy
 from fabric_scenarios import Mail, Recorder, connect_all, gather, run_over_tcp, sockets_of
 
+from breaking_proxy import BREAKS, BreakingProxy
+from meeting_stores import DictStore, ProxyStore
 from syncline.errors import PeerLostError
-from syncline.fabric import FabricOptions
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric.protocol import PeerLeftError
 from syncline.fabric.transport_sets import VARIABLE
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -114,3 +115,150 @@ def test_connections_that_break_again_and_again_move_the_same_bytes(kind, seed):
 def test_frames_that_are_authenticated_are_sent_again_too(kind, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     breaks_cost_nothing(7, [kind], **AUTHENTICATED)
+
+
+def cut(fabric, peer, which):
+    """End one of the sockets to a peer, unless it is being opened again."""
+    with contextlib.suppress(OSError):
+        sockets_of(fabric, peer)[which].shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_with_cancellations_while_sockets_end(seed):
+    async def scenario(fabrics, recorders, mail):
+        generator = random.Random(seed)
+        kept, cancelled = [], []
+        for tag in range(120):
+            source, target = generator.sample(range(3), 2)
+            payload = generator.randbytes(generator.choice([0, 1, 3000, 20_000, 90_000]))
+            settings = {"urgency": generator.randrange(3)}
+            if generator.random() < 0.5:
+                mail.send(source, target, tag, payload, connection_class=tag % 2, **settings)
+                kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
+            else:
+                kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
+                mail.send(source, target, tag, payload, connection_class=tag % 2, **settings)
+            chosen = generator.choice(kept)
+            if generator.random() < 0.3 and not chosen[-1].done():
+                kept.remove(chosen)
+                fabrics[chosen[1]].cancel(chosen[0], chosen[2])
+                cancelled.append(chosen[-1])
+            if generator.random() < 0.5:
+                await asyncio.sleep(0)
+            if generator.random() < 0.3:
+                cut(fabrics[source], target, generator.randrange(3))
+        await unless_lost(gather(*(future for *_, future in kept)), recorders)
+        assert all(future.result() == payload for *_, payload, future in kept)
+        assert sum(counted(fabric, "reconnects") for fabric in fabrics) > 5
+        await gather(*(fabric.close() for fabric in fabrics), deadline_s=60.0)
+        assert not any(future.done() for future in cancelled)
+        assert not any(
+            isinstance(error, PeerLostError) and not isinstance(error, PeerLeftError) for error in losses(recorders)
+        )
+
+    run_over_tcp(
+        3, scenario, num_classes=2, credit_bytes=20_000, grant_window_bytes=50_000, chunk_bytes=16_384, close_s=0.3
+    )
+
+
+def losses(recorders):
+    return [error for recorder in recorders for error in recorder.lost.values()]
+
+
+@pytest.mark.usefixtures("transport")
+def test_all_sockets_of_a_peer_may_end_at_once_and_idle_ones_too():
+    async def scenario(fabrics, recorders, mail):
+        for round_number in range(3):
+            for which in range(3):
+                cut(fabrics[round_number % 2], 1 - round_number % 2, which)
+            received = mail.receive(0, 1, round_number, 9)
+            mail.send(1, 0, round_number, b"come what", connection_class=1)
+            fabrics[0].send_control(1, b"may %d" % round_number)
+            await unless_lost(gather(received), recorders)
+            assert received.result() == b"come what"
+            await recorders[1].wait_until(lambda n=round_number: len(recorders[1].controls) > n)
+        assert recorders[1].controls == [(0, b"may %d" % number) for number in range(3)]
+        assert not losses(recorders)
+
+    run_over_tcp(2, scenario, num_classes=2)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_peer_that_cannot_be_dialled_is_lost_and_the_error_says_why():
+    """The proxy resets whatever comes: rank 1, which dials, gives up rank 0 and tells it so."""
+
+    async def scenario(fabrics, recorders, mail):
+        proxy.is_open = False
+        cut(fabrics[1], 0, 1)
+        for recorder in recorders:
+            await recorder.wait_until(lambda recorder=recorder: recorder.lost)
+        assert "closed the connection without saying goodbye" in str(recorders[1].lost[0])
+        assert isinstance(recorders[0].lost[1], PeerLostError)
+
+    proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
+    through_proxy(scenario, proxy)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_connection_that_breaks_again_and_again_without_anything_new_is_a_loss():
+    """No connection lives for long enough to move one chunk."""
+
+    async def scenario(fabrics, recorders, mail):
+        proxy.most_bytes = 100_000
+        mail.receive(0, 1, 7, MIB)
+        mail.send(1, 0, 7, bytes(MIB))
+        for recorder in recorders:
+            await recorder.wait_until(lambda recorder=recorder: recorder.lost)
+        texts = [str(error) for error in losses(recorders)]
+        assert any("its connection 0 broke 5 times with nothing new in between" in text for text in texts), texts
+        reconnects = [counted(fabric, "reconnects") for fabric in fabrics]
+        assert 4 <= max(reconnects) <= 5, reconnects
+
+    proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
+    through_proxy(scenario, proxy)
+
+
+class Tracer:
+    """Keeps what a fabric traces."""
+
+    def __init__(self):
+        self.instants = []
+
+    def instant(self, name, category, **args):
+        self.instants.append((name, args))
+
+
+@pytest.mark.usefixtures("transport")
+def test_the_trace_and_one_line_of_the_log_say_what_was_opened_again(caplog):
+    async def main():
+        store, tracer = DictStore(), Tracer()
+        fabrics = await asyncio.gather(
+            *(
+                connect_tcp(
+                    FabricOptions(shares_memory=False),
+                    rank=rank,
+                    world_size=2,
+                    rendezvous=Rendezvous(store, job_id="syncline"),
+                    trace=tracer if rank else None,
+                )
+                for rank in range(2)
+            )
+        )
+        try:
+            mail = Mail(fabrics)
+            for tag in range(3):
+                cut(fabrics[1], 0, 1)
+                await gather(mail.receive(0, 1, tag, 9), mail.send(1, 0, tag, b"come what"))
+        finally:
+            for fabric in fabrics:
+                fabric.abort()
+        return tracer.instants
+
+    instants = loops.run(main())
+    reopened = [args for name, args in instants if name == "connection was opened again"]
+    assert len(reopened) == 3
+    assert reopened[0]["peer"] == reopened[0]["connection_class"] == 0
+    assert "the connection" in reopened[0]["reason"]
+    lines = [record.getMessage() for record in caplog.records if "was opened again" in record.getMessage()]
+    assert len([line for line in lines if line.startswith("rank 1: connection 0 to rank 0")]) == 1

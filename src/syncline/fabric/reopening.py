@@ -168,15 +168,16 @@ class Reopener:
             line.number += 1
             position = peer.transport.received_position(connection_class)
             try:
-                sock, theirs = await dial_again(
-                    self._terms,
-                    self._options,
-                    own_address=self._own_address,
-                    peer=peer.rank,
-                    address=self._addresses[peer.rank],
-                    connection_class=connection_class,
-                    resumption=Resumption(line.number, line.connection_id, position),
-                )
+                async with asyncio.timeout(self._limit_s / 2):
+                    sock, theirs = await dial_again(
+                        self._terms,
+                        self._options,
+                        own_address=self._own_address,
+                        peer=peer.rank,
+                        address=self._addresses[peer.rank],
+                        connection_class=connection_class,
+                        resumption=Resumption(line.number, line.connection_id, position),
+                    )
             except ConnectionRefusedError:
                 raise _GoneError from None
             except RefusedError as refused:

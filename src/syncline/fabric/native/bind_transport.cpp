@@ -113,6 +113,25 @@ void bind_connections(TransportClass& bound) {
                 self.peer(peer).use(eager_bytes, chunk_bytes);
             },
             "peer"_a, py::kw_only(), "eager_bytes"_a, "chunk_bytes"_a)
+        .def("end", asking(&PeerTransport::end), "peer"_a)
+        .def("close_peer", asking(&PeerTransport::close), "peer"_a)
+        .def(
+            "take_heard", [](NativeTransport& self, int peer) { return self.peer(peer).take_heard(); }, "peer"_a)
+        .def(
+            "let_read_us", [](NativeTransport& self, int peer) { self.peer(peer).sender.reads_us = true; }, "peer"_a)
+        .def(
+            "let_be_read", [](NativeTransport& self, int peer, int pid) { self.peer(peer).receiver.pid = pid; },
+            "peer"_a, "pid"_a)
+        .def(
+            "keep_beating",
+            [](NativeTransport& self, double interval_s, double limit_s) {
+                self.state().heartbeat.start(interval_s, limit_s);
+            },
+            py::kw_only(), "interval_s"_a, "limit_s"_a);
+}
+
+void bind_broken_connections(TransportClass& bound) {
+    bound
         .def(
             "suspend",
             [](NativeTransport& self, int peer, int connection_class) { self.peer(peer).suspend(connection_class); },
@@ -130,22 +149,7 @@ void bind_connections(TransportClass& bound) {
                 return self.peer(peer).connections.of_class(connection_class).received_bytes_of_stream;
             },
             "peer"_a, "connection_class"_a)
-        .def("resume", &resume, "peer"_a, "connection_class"_a, "fd"_a, py::kw_only(), "position"_a)
-        .def("end", asking(&PeerTransport::end), "peer"_a)
-        .def("close_peer", asking(&PeerTransport::close), "peer"_a)
-        .def(
-            "take_heard", [](NativeTransport& self, int peer) { return self.peer(peer).take_heard(); }, "peer"_a)
-        .def(
-            "let_read_us", [](NativeTransport& self, int peer) { self.peer(peer).sender.reads_us = true; }, "peer"_a)
-        .def(
-            "let_be_read", [](NativeTransport& self, int peer, int pid) { self.peer(peer).receiver.pid = pid; },
-            "peer"_a, "pid"_a)
-        .def(
-            "keep_beating",
-            [](NativeTransport& self, double interval_s, double limit_s) {
-                self.state().heartbeat.start(interval_s, limit_s);
-            },
-            py::kw_only(), "interval_s"_a, "limit_s"_a);
+        .def("resume", &resume, "peer"_a, "connection_class"_a, "fd"_a, py::kw_only(), "position"_a);
 }
 
 void bind_messages(TransportClass& bound) {
@@ -223,6 +227,7 @@ void bind_transport(py::module_& module) {
              })
         .def("next_event", &event_of);
     bind_connections(bound);
+    bind_broken_connections(bound);
     bind_messages(bound);
     bind_counters(bound);
     module.def("wait", &wait_unlocked, "epoll_fd"_a, "timeout_s"_a, "native_transports"_a);

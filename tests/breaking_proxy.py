@@ -1,4 +1,4 @@
-"""A proxy between two ranks that breaks their connections as networks do: resets, ends and changed bits, in mid-frame."""
+"""A proxy between two ranks that breaks connections as networks do: resets, ends and changed bits, in mid-frame."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,15 @@ class BreakingProxy:
     def __init__(self, seed, *, kinds=BREAKS, num_breaks, between_bytes):
         self._random = random.Random(seed)
         self._kinds = kinds
-        self._left = num_breaks
+        self.num_left = num_breaks
         self._between_bytes = between_bytes
         self._rest = self._next()
         self._tasks = set()
         self.num_done = 0
         self.is_open = True
         """Whether new connections are relayed; else they are reset."""
+        self.most_bytes = float("inf")
+        """What each connection moves in one direction, before it is reset."""
 
     def _next(self):
         return self._random.randrange(1, 2 * self._between_bytes)
@@ -85,9 +87,12 @@ class BreakingProxy:
                 sock.close()
 
     async def _copy(self, source, sink):
-        loop = asyncio.get_running_loop()
+        loop, num_bytes = asyncio.get_running_loop(), 0
         while data := bytearray(await loop.sock_recv(source, 1 << 16)):
-            if len(data) < self._rest or not self._left:
+            num_bytes += len(data)
+            if num_bytes > self.most_bytes:
+                raise _ResetError
+            if len(data) < self._rest or not self.num_left:
                 self._rest -= min(len(data), self._rest)
                 await loop.sock_sendall(sink, data)
                 continue
@@ -99,7 +104,7 @@ class BreakingProxy:
         """Do something at one byte."""
         loop = asyncio.get_running_loop()
         kind = self._random.choice(self._kinds)
-        self._left -= 1
+        self.num_left -= 1
         self.num_done += 1
         if kind == "flip":
             data[place] ^= 1 << self._random.randrange(8)
