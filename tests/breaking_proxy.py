@@ -32,9 +32,12 @@ class BreakingProxy:
         self._between_bytes = between_bytes
         self._rest = self._next()
         self._tasks = set()
+        self._held = []
         self.num_done = 0
         self.is_open = True
         """Whether new connections are relayed; else they are reset."""
+        self.is_deaf = False
+        """Whether new connections are accepted and not relayed."""
         self.most_bytes = float("inf")
         """What each connection moves in one direction, before it is reset."""
 
@@ -54,7 +57,8 @@ class BreakingProxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(self._accepting, *self._tasks, return_exceptions=True)
-        self._listening.close()
+        for sock in (*self._held, self._listening):
+            sock.close()
 
     async def _accept(self):
         loop = asyncio.get_running_loop()
@@ -62,6 +66,9 @@ class BreakingProxy:
             sock, _ = await loop.sock_accept(self._listening)
             if not self.is_open:
                 reset(sock)
+                continue
+            if self.is_deaf:
+                self._held.append(sock)
                 continue
             task = asyncio.create_task(self._relay(sock))
             self._tasks.add(task)

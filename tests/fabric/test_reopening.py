@@ -111,6 +111,22 @@ def test_connections_that_break_again_and_again_move_the_same_bytes(kind, seed):
     breaks_cost_nothing(seed, [kind])
 
 
+def test_too_many_frames_whose_codes_do_not_fit_are_a_loss_though_there_is_progress(monkeypatch):
+    async def scenario(fabrics, recorders, mail):
+        work = asyncio.ensure_future(Traffic(mail, 5).run(200))
+        await asyncio.wait(
+            {work, *(asyncio.ensure_future(recorder.wait_until(lambda r=recorder: r.lost)) for recorder in recorders)},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        work.cancel()
+        assert any("the authentication code does not fit" in str(error) for error in losses(recorders))
+        assert 8 < proxy.num_done <= 20
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    proxy = BreakingProxy(5, kinds=["flip"], num_breaks=1000, between_bytes=600_000)
+    through_proxy(scenario, proxy, chunk_bytes=32 * KIB, **AUTHENTICATED)
+
+
 @pytest.mark.parametrize("kind", BREAKS)
 def test_frames_that_are_authenticated_are_sent_again_too(kind, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -198,6 +214,20 @@ def test_a_peer_that_cannot_be_dialled_is_lost_and_the_error_says_why():
 
     proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
     through_proxy(scenario, proxy)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_peer_that_does_not_answer_a_dialler_is_lost_in_half_the_time_of_a_silence():
+    async def scenario(fabrics, recorders, mail):
+        proxy.is_deaf = True
+        cut(fabrics[1], 0, 1)
+        for recorder in recorders:
+            await recorder.wait_until(lambda recorder=recorder: recorder.lost)
+        texts = [str(error) for error in losses(recorders)]
+        assert any("its connection 0 could not be opened again in 0.6 s" in text for text in texts), texts
+
+    proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
+    through_proxy(scenario, proxy, heartbeat_s=0.2, suspect_s=1.0, dead_s=1.2)
 
 
 @pytest.mark.usefixtures("transport")

@@ -3,8 +3,34 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <utility>
+#include <vector>
 
 namespace syncline {
+
+namespace {
+
+using Bytes = std::unique_ptr<uint8_t[]>;
+
+constexpr size_t MAX_SPARES = 32;       // of each size and thread
+constexpr uint32_t PIECE_BYTES = 8192;  // is read once, and checked and copied while it is at hand
+
+// Blocks that no stream of this thread uses, by their size: new ones cost the kernel more than the copies into them.
+std::vector<Bytes>& spares(size_t num_bytes) {
+    thread_local std::map<size_t, std::vector<Bytes>> found;
+    return found[num_bytes];
+}
+
+Bytes take_block(size_t num_bytes) {
+    std::vector<Bytes>& left = spares(num_bytes);
+    if (left.empty()) return Bytes(new uint8_t[num_bytes]);
+    Bytes bytes = std::move(left.back());
+    left.pop_back();
+    return bytes;
+}
+
+}  // namespace
 
 uint8_t* SendStream::append(size_t num_bytes) {
     if (start_ == end_ && !blocks_.empty()) {  // nobody needs what is here: begin where the cache is warm
@@ -12,8 +38,7 @@ uint8_t* SendStream::append(size_t num_bytes) {
         blocks_.front().num_bytes = 0;
     }
     if (blocks_.empty() || blocks_.back().num_bytes + num_bytes > block_bytes_) {
-        auto bytes = spare_ ? std::move(spare_) : std::unique_ptr<uint8_t[]>(new uint8_t[block_bytes_]);
-        blocks_.push_back({std::move(bytes), end_, 0});
+        blocks_.push_back({take_block(block_bytes_), end_, 0});
     }
     Block& block = blocks_.back();
     uint8_t* const place = block.bytes.get() + block.num_bytes;
@@ -38,17 +63,18 @@ SendStream::Gathered SendStream::gather() const {
 bool SendStream::acknowledge(uint64_t position) {
     if (position > sent_) return false;
     start_ = std::max(start_, position);
-    while (blocks_.size() > 1 && blocks_.front().start + blocks_.front().num_bytes <= start_) {
-        spare_ = std::move(blocks_.front().bytes);
-        blocks_.pop_front();
-    }
-    if (start_ == end_) spare_.reset();
+    while (blocks_.size() > 1 && blocks_.front().start + blocks_.front().num_bytes <= start_) drop_first();
     return true;
 }
 
+void SendStream::drop_first() {
+    std::vector<Bytes>& left = spares(block_bytes_);
+    if (left.size() < MAX_SPARES) left.push_back(std::move(blocks_.front().bytes));
+    blocks_.pop_front();
+}
+
 void SendStream::clear() {
-    blocks_.clear();
-    spare_.reset();
+    while (!blocks_.empty()) drop_first();
     start_ = sent_ = end_;
 }
 
@@ -59,11 +85,18 @@ bool SendStream::rewind(uint64_t position) {
     return acknowledge(position);
 }
 
-void append_frame(SendStream& stream, const Header& header, const void* payload, uint32_t num_bytes) {
-    const EncodedHeader encoded = seal(header, payload, num_bytes);
+void append_frame(SendStream& stream, Header header, const void* payload, uint32_t num_bytes) {
     uint8_t* const place = stream.append(HEADER_BYTES + num_bytes);
+    const auto* const from = static_cast<const uint8_t*>(payload);
+    header.chunk_bytes = num_bytes;
+    header.payload_crc = 0;
+    for (uint32_t start = 0; start < num_bytes; start += PIECE_BYTES) {
+        const size_t rest = std::min(PIECE_BYTES, num_bytes - start);
+        header.payload_crc = crc32(from + start, rest, header.payload_crc);
+        std::memcpy(place + HEADER_BYTES + start, from + start, rest);
+    }
+    const EncodedHeader encoded = encode_header(header);
     std::memcpy(place, encoded.data(), HEADER_BYTES);
-    if (num_bytes) std::memcpy(place + HEADER_BYTES, payload, num_bytes);
 }
 
 }  // namespace syncline

@@ -48,11 +48,12 @@ class SendStream {
     };
     size_t block_bytes_;
     std::deque<Block> blocks_;
-    std::unique_ptr<uint8_t[]> spare_;
     uint64_t start_ = 0, sent_ = 0, end_ = 0;
+
+    void drop_first();
 };
 
 // Send a frame; its payload is copied, as whoever sends it may change it before the peer has it.
-void append_frame(SendStream& stream, const Header& header, const void* payload, uint32_t num_bytes);
+void append_frame(SendStream& stream, Header header, const void* payload, uint32_t num_bytes);
 
 }  // namespace syncline
