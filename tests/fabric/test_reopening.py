@@ -120,7 +120,7 @@ def test_too_many_frames_whose_codes_do_not_fit_are_a_loss_though_there_is_progr
         )
         work.cancel()
         assert any("the authentication code does not fit" in str(error) for error in losses(recorders))
-        assert 8 < proxy.num_done <= 20
+        assert proxy.num_done > 8
 
     monkeypatch.delenv(VARIABLE, raising=False)
     proxy = BreakingProxy(5, kinds=["flip"], num_breaks=1000, between_bytes=600_000)
@@ -289,6 +289,6 @@ def test_the_trace_and_one_line_of_the_log_say_what_was_opened_again(caplog):
     reopened = [args for name, args in instants if name == "connection was opened again"]
     assert len(reopened) == 3
     assert reopened[0]["peer"] == reopened[0]["connection_class"] == 0
-    assert "the connection" in reopened[0]["reason"]
+    assert reopened[0]["reason"] in ("its other end was closed", "it was reset")
     lines = [record.getMessage() for record in caplog.records if "was opened again" in record.getMessage()]
     assert len([line for line in lines if line.startswith("rank 1: connection 0 to rank 0")]) == 1

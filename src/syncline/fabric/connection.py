@@ -94,7 +94,7 @@ class Connection(ABC):
 
     def suspend(self) -> None:
         """Neither read nor write until there is another socket; the rest of a frame comes again there."""
-        if self.is_suspended:
+        if self.is_suspended or self.is_closed:
             return
         self.is_suspended = True
         self._unwatch()

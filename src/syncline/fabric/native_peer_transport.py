@@ -122,7 +122,6 @@ class NativePeerTransport:
         self.end = partial(self._native_transport.end, peer)
         self.take_heard = partial(self._native_transport.take_heard, peer)
         self.let_read_us = partial(self._native_transport.let_read_us, peer)
-        self.suspend = partial(self._native_transport.suspend, peer)
         self.received_position = partial(self._native_transport.received_position, peer)
 
     def __repr__(self) -> str:
@@ -151,6 +150,11 @@ class NativePeerTransport:
             else:
                 self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
             self._native_transport.start(self._peer, connection_class)
+
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+        self._native_transport.suspend(self._peer, connection_class)
+        return self._native_transport.is_suspended(self._peer, connection_class)
 
     def forget_socket(self, connection_class: int) -> None:
         """Close the socket of a suspended connection."""

@@ -160,7 +160,7 @@ class Peer:
             what = "is lost, as a frame was damaged" if isinstance(error, DamagedFrameError) else "broke the protocol"
             self._events.on_broken(self, f"{what}: {error}{more}", must_tell=True)
         elif not self.is_gone:
-            seen = f"{DIED} ({describe_break(error)})" if self._has_ended() else describe_break(error)
+            seen = f"{DIED} ({_describe(error)})" if self._has_ended() else _describe(error)
             self._events.on_broken(self, f"is lost: {seen}{more}", must_tell=bool(more))
 
     def on_suspended(self, connection_class: int, error: Exception) -> None:
@@ -241,12 +241,10 @@ class Peer:
         self._events.on_farewell(self)
 
 
-def describe_break(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Say what was seen; why it is so is known only where the peer's process is known to have ended."""
     if isinstance(error, EOFError):
         return "its side closed the connection without saying goodbye; look there for how its process ended"
-    if isinstance(error, DamagedFrameError):
-        return "a frame was damaged"
     if isinstance(error, ConnectionResetError | BrokenPipeError | ConnectionAbortedError):
         return "the connection was reset by its side, or between the hosts; look there for how its process ended"
     if isinstance(error, TimeoutError):

@@ -66,8 +66,8 @@ class PeerTransport(Protocol):
         Only the transport in Python can do that.
         """
 
-    def suspend(self, connection_class: int) -> None:
-        """Neither read nor write a connection until it goes on with another socket."""
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
 
     def forget_socket(self, connection_class: int) -> None:
         """Close the socket of a suspended connection."""

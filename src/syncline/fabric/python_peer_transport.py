@@ -128,9 +128,11 @@ class PythonPeerTransport:
             else:
                 self._attach_data(sock, keys)
 
-    def suspend(self, connection_class: int) -> None:
-        """Neither read nor write a connection until it goes on with another socket."""
-        self._connection(connection_class).suspend()
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+        connection = self._connection(connection_class)
+        connection.suspend()
+        return not connection.is_closed
 
     def forget_socket(self, connection_class: int) -> None:
         """Close the socket of a suspended connection."""

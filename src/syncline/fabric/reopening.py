@@ -20,7 +20,7 @@ from syncline.fabric.dialling import ask, dial_again
 from syncline.fabric.frames import DamagedFrameError, FrameError
 from syncline.fabric.handshake import Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.peer import Peer, describe_break
+from syncline.fabric.peer import Peer
 from syncline.fabric.sockets import prepare_connected
 
 LIMIT_S = 5.0
@@ -125,8 +125,9 @@ class Reopener:
             return None  # it waits for others, and nothing was read from it yet
         if not hmac.compare_digest(resumption.connection_id, line.connection_id):
             return None
+        if not peer.transport.suspend(connection_class):
+            return None  # the peer had said that nothing more comes, and is about to leave
         line.number = resumption.number
-        peer.transport.suspend(connection_class)
         self.reopen(peer, connection_class, EOFError())  # unless it waits already: this attempt may fail too
         return peer.transport.received_position(connection_class)
 
@@ -242,7 +243,7 @@ class Reopener:
             sock.close()
             peer.on_broken(error)
             return
-        self._tell(peer, connection_class, describe_break(line.error), resent_bytes)
+        self._tell(peer, connection_class, _reason(line.error), resent_bytes)
 
     def _tell(self, peer: Peer, connection_class: int, reason: str, resent_bytes: int) -> None:
         if self._trace is not None:
@@ -263,6 +264,12 @@ class Reopener:
             self._num_unlogged,
         )
         self._num_unlogged = 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DamagedFrameError):
+        return "a frame was damaged"
+    return "its other end was closed" if isinstance(error, EOFError) else "it was reset"
 
 
 def _name(connection_class: int) -> str:
