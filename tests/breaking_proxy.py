@@ -73,6 +73,7 @@ class BreakingProxy:
             task = asyncio.create_task(self._relay(sock))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _, sock=sock: sock.close())  # also where it was cancelled before it began
 
     async def _relay(self, near):
         far = socket.socket()

@@ -134,7 +134,7 @@ class Reopener:
     def accept(self, peer: Peer, connection_class: int, resumption: Resumption, sock: socket.socket) -> None:
         """Go on with a socket on which the peer has dialled again, unless it has done so once more."""
         line = self._lines[peer.rank, connection_class]
-        if peer.is_gone or line.number != resumption.number:
+        if line.number != resumption.number:
             sock.close()
             return
         waiting = line.task
@@ -219,6 +219,9 @@ class Reopener:
 
     def _go_on(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> bool:
         """Use a new socket, unless that broke already."""
+        if peer.is_gone:
+            sock.close()
+            return True
         try:
             prepare_connected(sock, connection_class, peer.options)
         except OSError:
