@@ -2,19 +2,17 @@
 
 import asyncio
 import contextlib
-import json
-
-from meeting_stores import DictStore
 
 
 class BitFlippingProxy:
     """Relays every connection to a port; flips one bit of the byte at ``place`` of what the dialer sends.
 
-    Only connections that send so much have such a byte.
+    Only connections that send so much have such a byte; ``num_flips`` of them are changed.
     """
 
-    def __init__(self, place):
+    def __init__(self, place, num_flips):
         self.place = place
+        self.num_flips = num_flips
         self.num_flipped = 0
         self._tasks = []
 
@@ -32,7 +30,8 @@ class BitFlippingProxy:
         position = 0
         try:
             while data := bytearray(await reader.read(1 << 16)):
-                if place is not None and position <= place < position + len(data):
+                is_here = place is not None and position <= place < position + len(data)
+                if is_here and self.num_flipped < self.num_flips:
                     data[place - position] ^= 4
                     self.num_flipped += 1
                 position += len(data)
@@ -44,18 +43,3 @@ class BitFlippingProxy:
     async def close(self):
         self._server.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class ProxyStore(DictStore):
-    """A store that sends everyone who looks for rank 0 to the proxy."""
-
-    def __init__(self, proxy, port):
-        super().__init__()
-        self.proxy, self.port = proxy, port
-
-    def set(self, key, value):
-        if key.endswith("hello/0"):
-            hello = json.loads(value)
-            self.proxy.target, hello["port"] = hello["port"], self.port
-            value = json.dumps(hello).encode()
-        super().set(key, value)

@@ -110,6 +110,10 @@ class Victim:
             raise RuleBrokenError(f"the rank failed by itself: {error}")
         self.end(type(error).__name__)
 
+    def on_suspended(self, connection_class: int, error: Exception) -> None:
+        """Drop the peer: it does not dial again."""
+        self.on_broken(error)
+
     def on_unreadable(self, error: OSError) -> None:
         """Drop the peer."""
         self.end(f"unreadable: {error.errno}")

@@ -265,6 +265,8 @@ def test_the_loss_of_a_peer_with_several_connections_is_told_once():
         for tag in range(8):
             mail.send(0, 1, tag, bytes(MIB), connection_class=tag % 4)
             mail.receive(1, 0, tag, MIB)
+        for fabric in fabrics:
+            fabric._mesh.acceptor.close()  # nobody is there to open them again
         for sock in sockets_of(fabrics[0], 1):
             sock.shutdown(socket.SHUT_RDWR)
         for rank in (0, 1):

@@ -116,7 +116,7 @@ def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection() -> No
         connection.start()
         connection.push(outgoing(tag=1, num_bytes=16 * MIB, urgency=9))
         await read_on(theirs, transport, 5 * MIB)
-        waiting_bytes = sum(map(len, connection._buffers))
+        waiting_bytes = sum(map(len, connection.stream.unsent))
         num_begun = -(-connection.sent_bytes // MAX_CHUNK_BYTES)
         connection.push(outgoing(tag=2, num_bytes=MIB, urgency=0))
         await read_on(theirs, transport, 17 * MIB)

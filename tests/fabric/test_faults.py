@@ -93,6 +93,18 @@ def test_a_killed_rank_is_reported_by_all_others_without_a_wait_for_its_silence(
         assert "its process died or was killed" in record["text"]
 
 
+def test_a_killed_rank_is_reported_at_once_where_no_memory_is_shared_too(start):
+    """Its address refuses connections: nobody waits for it to dial again."""
+    ranks = start("traffic", 3, TRAFFIC, dead_s=600.0, shares_memory=False)
+    for rank in ranks:
+        rank.wait_for(event="ready")
+    ranks[1].signal(signal.SIGKILL)
+    for rank in (ranks[0], ranks[2]):
+        record = rank.wait_for(event="lost", peer=1)
+        assert re.search("closed the connection without saying goodbye|was reset by its side", record["text"])
+        assert "could not be opened again" not in record["text"]
+
+
 def silence_s(record):
     """Return the seconds of silence that a record tells."""
     return float(re.search(r"sent nothing for (\d+\.\d+) s", record["text"])[1])

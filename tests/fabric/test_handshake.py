@@ -11,10 +11,12 @@ from syncline.fabric.handshake import (
     HELLO_BYTES,
     MAGIC,
     REPLY_BYTES,
+    WELCOME_BYTES,
     Dialer,
     Greeter,
     Refusal,
     RefusedError,
+    Resumption,
     Terms,
     derive_key,
 )
@@ -51,13 +53,13 @@ def test_two_ranks_of_a_job_agree(connection_class):
     finish = one.finish(reply)
     assert (len(hello), len(reply), len(finish)) == (HELLO_BYTES, REPLY_BYTES, FINISH_BYTES)
     assert max(HELLO_BYTES, REPLY_BYTES, FINISH_BYTES) <= 256
-    assert other.finish(finish) == (3, connection_class, None)
+    assert other.finish(finish) == (3, connection_class, None, one.connection_id, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (3, 4)}, Refusal.VERSION),
+        ({"versions": (4, 5)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),
@@ -82,7 +84,7 @@ def test_versions_that_overlap_agree_on_the_newest_common_one():
     one, other = dialer(versions=(1, 5)), greeter(versions=(3, 4))
     reply = other.reply(one.hello())
     assert reply[8:10] == (4).to_bytes(2, "little")
-    assert other.finish(one.finish(reply)) == (3, 0, None)
+    assert other.finish(one.finish(reply))[:3] == (3, 0, None)
 
 
 def test_a_rank_that_is_connected_already_is_refused():
@@ -186,3 +188,66 @@ def test_a_changed_finish_is_refused(place):
 def test_keys_differ_by_job_and_secret():
     keys = {derive_key(secret, job_id=job) for secret in (b"a" * 32, b"b" * 32) for job in ("one", "two")}
     assert len(keys) == 4
+
+
+def again(one, number=1, position=500, **changes):
+    """Return who dials the connection of ``one`` again."""
+    resumption = Resumption(number, changes.pop("connection_id", one.connection_id), position)
+    nonces = itertools.count(50_000 + number)
+    changes = {"nonce": lambda num_bytes: next(nonces).to_bytes(num_bytes, "big")} | changes
+    return Dialer(terms(3, **changes), peer=1, connection_class=0, resumption=resumption)
+
+
+def opened():
+    """Return a dialer whose connection was let in."""
+    one, other = dialer(), greeter()
+    admission = other.finish(one.finish(other.reply(one.hello())))
+    assert admission.connection_id == one.connection_id != bytes(16)
+    return one
+
+
+def test_a_connection_that_is_opened_again_says_what_has_arrived_at_both_ends():
+    asked = []
+
+    def resume(*identity):
+        asked.append(identity)
+        return 77_000
+
+    one = again(opened(), number=4, position=123_456)
+    other = Greeter(terms(1), is_taken=lambda *_: True, resume=resume)  # it is there, so the first handshake is refused
+    admission = other.finish(one.finish(other.reply(one.hello())))
+    assert asked == [(3, 0, Resumption(4, one.connection_id, 123_456))]
+    assert admission.resumption == asked[0][2]
+    assert admission.frame_keys is None
+    assert one.resume(other.welcome) == 77_000
+    assert len(other.welcome) == WELCOME_BYTES
+
+
+def test_a_connection_that_is_not_known_is_not_opened_again_and_the_dialer_learns_why():
+    one, other = again(opened()), greeter()
+    finish = one.finish(other.reply(one.hello()))
+    refused = refusal(other.finish, finish)
+    assert refused.refusal is Refusal.GONE
+    assert "given up this rank" in str(refusal(one.resume, refused.answer))
+
+
+def test_nobody_without_the_key_can_have_a_socket_given_up():
+    asked = []
+    one = again(opened(), key=derive_key(b"x" * 32, job_id="job"))
+    settings = {"is_taken": lambda *_: False, "resume": lambda *identity: asked.append(identity)}
+    other = Greeter(terms(1, nonce=b"fresh".ljust), **settings)
+    refused = refusal(one.finish, other.reply(one.hello()))
+    refusal(other.finish, refused.answer)
+    replayed = again(opened())
+    finish = replayed.finish(greeter().reply(replayed.hello()))
+    assert refusal(other.finish, finish).refusal is Refusal.SECRET
+    assert not asked
+
+
+@given(place=st.integers(0, WELCOME_BYTES * 8 - 1))
+def test_a_changed_welcome_is_refused(place):
+    one, other = again(opened()), Greeter(terms(1), is_taken=lambda *_: False, resume=lambda *_: 9)
+    other.finish(one.finish(other.reply(one.hello())))
+    changed = bytearray(other.welcome)
+    changed[place // 8] ^= 1 << place % 8
+    refusal(one.resume, bytes(changed))

@@ -80,7 +80,7 @@ if "native" in TRANSPORTS:
         num_bytes, num_bursts, burst = 16_000, 40, 5
 
         def num_beats(frames):
-            return (receiver.counters(1)[0][-2] - len(frames) * (HEADER_BYTES + num_bytes)) // HEADER_BYTES
+            return (receiver.counters(1)[0][5] - len(frames) * (HEADER_BYTES + num_bytes)) // HEADER_BYTES
 
         frames = []
         for _ in range(num_bursts):

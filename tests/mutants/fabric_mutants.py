@@ -84,13 +84,13 @@ FABRIC_MUTANTS = (
             ),
             Change(
                 file="fabric/handshake.py",
-                before='_mac(self._terms.key, b"C", self._hello, self._reply)):',
-                after='_mac(self._terms.key, b"C")):',
+                before='_mac(terms.key, b"C", transcript, message[:-_MAC_BYTES])',
+                after='_mac(terms.key, b"C", message[:-_MAC_BYTES])',
             ),
             Change(
                 file="fabric/handshake.py",
-                before='_mac(self._terms.key, b"C", self._hello, reply))\n',
-                after='_mac(self._terms.key, b"C"))\n',
+                before='_mac(key, b"C", transcript, body)',
+                after='_mac(key, b"C", body)',
             ),
         ),
         found_by=NamedTest(file=_HANDSHAKES, name="test_replayed_messages_are_refused"),
@@ -101,8 +101,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/handshake.py",
-                before='if not hmac.compare_digest(mac, _mac(self._terms.key, b"C", self._hello, self._reply)):',
-                after="if not mac:",
+                before="if not hmac.compare_digest(message[-_MAC_BYTES:], ",
+                after="if not message and hmac.compare_digest(message, ",
             ),
         ),
         found_by=NamedTest(file=_HANDSHAKES, name="test_a_dialer_that_lies_about_the_secret_is_refused"),

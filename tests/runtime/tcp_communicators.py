@@ -7,8 +7,8 @@ from syncline.fabric import FabricOptions
 from syncline.runtime import Communicator
 
 
-def connect_all(topology, *, options=None, **settings):
-    store = DictStore()
+def connect_all(topology, *, options=None, store=None, **settings):
+    store = store or DictStore()
 
     def connect(rank):
         return Communicator.connect(

@@ -146,11 +146,12 @@ async def _dial(address: Address, options: FabricOptions, own_address: str) -> J
     dialer = Dialer(join_terms(options, is_member=False), peer=_MEMBER, connection_class=0)
     try:
         async with asyncio.timeout(options.handshake_s):
-            sock, keys = await dial_once(options, own_address, dialer, address)
+            sock, _ = await dial_once(options, own_address, dialer, address)
     except RefusedError as refused:
         raise HandshakeError(
             f"The member at {format_endpoint(*address)} refuses this process: {_reason(refused.refusal)}"
         ) from refused
+    keys = dialer.frame_keys
     assert keys is not None, "these handshakes always ask for keys"
     prepare_connected(sock, 0, options)
     return JoinConnection(sock, keys)

@@ -129,7 +129,9 @@ class JoinServer:
 
     # --- who asks -----------------------------------------------------------------------------------------------
 
-    def _on_connection(self, _rank: int, _class: int, keys: FrameKeys | None, sock: socket.socket) -> None:
+    def _on_connection(
+        self, _rank: int, _class: int, keys: FrameKeys | None, _name: bytes, _resumption: object, sock: socket.socket
+    ) -> None:
         assert keys is not None, "these handshakes always ask for keys"
         with contextlib.suppress(OSError):
             prepare_connected(sock, 0, self._options)

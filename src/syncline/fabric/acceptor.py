@@ -13,10 +13,10 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from syncline.fabric.dialling import greet
+from syncline.fabric.dialling import AskedError, greet
 from syncline.fabric.forks import close_in_children
 from syncline.fabric.frame_checks import FrameKeys
-from syncline.fabric.handshake import Admission, Refusal, RefusedError, Terms
+from syncline.fabric.handshake import Admission, Refusal, RefusedError, Resume, Resumption, Terms
 
 MAX_UNAUTHENTICATED = 64
 MAX_ACCEPTS_AT_ONCE = 16
@@ -28,7 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts connections and hands the authenticated ones to ``on_connection(rank, class, frame keys, socket)``."""
+    """Accepts connections and hands the authenticated ones to ``on_connection(*admission, socket)``.
+
+    ``resume`` and ``holds`` are asked for connections that are opened again (:mod:`syncline.fabric.reopening`).
+    """
 
     def __init__(
         self,
@@ -37,13 +40,17 @@ class Acceptor:
         *,
         handshake_s: float,
         is_taken: Callable[[int, int], bool],
-        on_connection: Callable[[int, int, FrameKeys | None, socket.socket], None],
+        on_connection: Callable[[int, int, FrameKeys | None, bytes, Resumption | None, socket.socket], None],
+        resume: Resume = lambda *_: None,
+        holds: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._socket = sock
         self._terms = terms
         self._handshake_s = handshake_s
         self._is_taken = is_taken
         self._on_connection = on_connection
+        self._resume_connection = resume
+        self._holds = holds
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[Admission], float] = {}
         self._resume: asyncio.TimerHandle | None = None
@@ -108,7 +115,7 @@ class Acceptor:
 
     async def _greet(self, sock: socket.socket) -> Admission:
         async with asyncio.timeout(self._handshake_s):
-            return await greet(sock, self._terms, self._is_taken)
+            return await greet(sock, self._terms, self._is_taken, self._resume_connection, self._holds)
 
     def _finish(self, sock: socket.socket, address: str, task: asyncio.Task[Admission]) -> None:
         """Hand the socket over, or close and count it."""
@@ -118,6 +125,8 @@ class Acceptor:
             self._on_connection(*task.result(), sock)
             return
         sock.close()
+        if isinstance(error, AskedError):
+            return
         self.num_refused += 1
         self.last_refusal = error.refusal.name if isinstance(error, RefusedError) else type(error).__name__
         if isinstance(error, RefusedError) and error.refusal is not Refusal.GARBAGE:

@@ -34,6 +34,9 @@ MAX_FRAMES_AT_ONCE = 512
 class ControlConnection(Connection):
     """Sends and receives control frames; ``on_frame`` takes each that arrives, with its payload."""
 
+    acknowledged_bytes = 16 << 10
+    beat_bytes = 4 << 10  # or each acknowledgement would be answered by another
+
     def __init__(
         self,
         sock: socket.socket,
@@ -41,9 +44,10 @@ class ControlConnection(Connection):
         *,
         on_frame: Callable[[Frame, bytes], None],
         on_broken: Callable[[Exception], None],
+        on_acknowledge: Callable[[int, int], None] = lambda _class, _position: None,
         keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, tick_end, on_broken=on_broken, keys=keys)
+        super().__init__(sock, tick_end, on_broken=on_broken, on_acknowledge=on_acknowledge, keys=keys)
         self._on_frame = on_frame
         self._queue: list[bytes] = []
         self._inbox = memoryview(bytearray(INBOX_BYTES))
@@ -80,13 +84,17 @@ class ControlConnection(Connection):
     def _refill(self) -> bool:
         if not self._queue:
             return False
-        self._buffers = list(self._queue[:MAX_FRAMES_AT_ONCE])
+        for part in self._queue[:MAX_FRAMES_AT_ONCE]:
+            self.stream.append(part)
+            self.overhead_bytes += len(part)
         del self._queue[:MAX_FRAMES_AT_ONCE]
-        self.overhead_bytes += sum(map(len, self._buffers))
         return True
 
     def _on_refill_sent(self) -> None:
         pass
+
+    def _interrupt(self) -> None:
+        self._num_inbox_bytes = 0
 
     def _read(self) -> None:
         num_bytes = self._socket.recv_into(self._inbox[self._num_inbox_bytes :])
@@ -111,6 +119,8 @@ class ControlConnection(Connection):
             payload = bytes(inbox[start + HEADER_BYTES : end])
             check_payload(frame, payload, self._receiving)
             start = end
+            if frame.type != FrameType.HEARTBEAT or not frame.signature:
+                self.received_position += HEADER_BYTES + frame.chunk_bytes
             self._on_frame(frame, payload)
             if self.is_closed:
                 return

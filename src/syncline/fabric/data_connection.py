@@ -1,8 +1,8 @@
 """A data connection to a peer: messages in chunks, the most urgent first, straight from and into their memory.
 
 Sending: a heap of messages by (urgency, sequence) is looked at again for each chunk, so an urgent
-message waits for no more than that. Receiving: a header, and then its payload straight into its destination; no byte is
-copied in Python.
+message waits for no more than that. Receiving: a header, and then its payload straight into its destination. A chunk
+that breaks off with its socket comes again, from its first byte, to the same destination.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from syncline.fabric.options import MAX_CHUNK_BYTES, FabricOptions
 from syncline.fabric.protocol import BULK, BULK_BYTES
 from syncline.fabric.sockets import resent_segments
 from syncline.fabric.tick import TickEnd
+
+MAX_KEPT_BYTES = 64 << 20
+"""What a connection keeps at most for a peer that does not acknowledge: more than kernels hold, at both ends."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,9 +83,10 @@ class DataConnection(Connection):
         on_message_sent: Callable[[Outgoing], None],
         on_end: Callable[[], None],
         on_broken: Callable[[Exception], None],
+        on_acknowledge: Callable[[int, int], None] = lambda _class, _position: None,
         keys: FrameKeys | None = None,
     ) -> None:
-        super().__init__(sock, tick_end, on_broken=on_broken, keys=keys)
+        super().__init__(sock, tick_end, on_broken=on_broken, on_acknowledge=on_acknowledge, keys=keys)
         self.connection_class = connection_class
         self._chunk_bytes = chunk_bytes
         self._receiver = receiver
@@ -94,6 +98,10 @@ class DataConnection(Connection):
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._frame: Frame | None = None
         """Of the payload that is arriving; None while its header is."""
+        self._chunk: memoryview | None = None
+        """Where the whole of that payload goes; None: it is for nobody, or no longer."""
+        self._interrupted: tuple[Frame, memoryview | None] | None = None
+        """The frame that comes again, and where it goes."""
         self._target = self._header
         self._num_filled = 0
         self._scratch: memoryview | None = None
@@ -122,20 +130,25 @@ class DataConnection(Connection):
 
     def redirect(self, tag: int) -> None:
         """Let the rest of a chunk of ``tag`` that is arriving go to waste; its destination is not touched again."""
+        if self._interrupted is not None and self._interrupted[0].tag == tag:
+            self._interrupted = self._interrupted[0], None
         frame = self._frame
         if frame is None or frame.tag != tag:
             return
+        self._chunk = None
         self._receiving.add(self._target[: self._num_filled])
         self._target = self._waste(len(self._target) - self._num_filled)
         self._num_filled = 0
 
     def _refill(self) -> bool:
+        if self.stream.kept_bytes >= MAX_KEPT_BYTES:
+            return False  # until the peer says that it has some of it
         if self._heap:
             self._fill_chunk(self._heap[0])
             return True
         if self._wants_end:
             self._wants_end = False
-            self._buffers = [encode_header(FrameType.END, self.connection_class, checks=self._sending)]
+            self.stream.append(encode_header(FrameType.END, self.connection_class, checks=self._sending))
             return True
         return False
 
@@ -144,7 +157,9 @@ class DataConnection(Connection):
         room = max(self._chunk_bytes, BULK_BYTES) if message.urgency >= BULK else self._chunk_bytes
         stop = message.limit_bytes if message.is_eager else min(message.limit_bytes, message.sent_bytes + room)
         chunk = message.payload[message.sent_bytes : stop]
-        self._buffers = [self._header_of(message, chunk), chunk] if chunk else [self._header_of(message, chunk)]
+        self.stream.append(self._header_of(message, chunk))
+        if chunk:
+            self.stream.append(bytes(chunk))
         message.sent_bytes = stop
         self.sent_bytes += len(chunk)
         self.overhead_bytes += HEADER_BYTES
@@ -182,9 +197,24 @@ class DataConnection(Connection):
             self.sent_messages += 1
         self._on_message_sent(message)
 
+    def resume(self, sock: socket.socket, position: int) -> bool:
+        """Go on with another socket, whose lost segments are counted anew."""
+        self._most_resent = 0
+        return super().resume(sock, position)
+
+    def _interrupt(self) -> None:
+        if self._frame is not None:
+            self._interrupted = self._frame, self._chunk
+        self._await_header()
+
+    def _await_header(self) -> None:
+        self._frame = self._chunk = None
+        self._target = self._header
+        self._num_filled = 0
+
     def _read(self) -> None:
         budget = BUDGET_BYTES
-        while budget > 0 and not self.is_closed:
+        while budget > 0 and not self.is_closed and not self.is_suspended:
             rest = self._target[self._num_filled :]
             num_bytes = self._socket.recv_into(rest)
             if not num_bytes:
@@ -212,16 +242,25 @@ class DataConnection(Connection):
             self._target = self._header[:0]
             self.has_ended = True
         else:
-            chunk = self._receiver.begin_chunk(frame)
-            self._target = self._waste(frame.chunk_bytes) if chunk is None else chunk
+            self._chunk = self._destination(frame)
+            self._target = self._waste(frame.chunk_bytes) if self._chunk is None else self._chunk
         if not frame.chunk_bytes:
             self._end_chunk(frame)
 
+    def _destination(self, frame: Frame) -> memoryview | None:
+        """Ask where a chunk goes, unless it comes again: then its receiver was asked before."""
+        if self._interrupted is None:
+            return self._receiver.begin_chunk(frame)
+        before, chunk = self._interrupted
+        if frame != before:
+            raise FrameError(f"message {before.tag:#x} goes on with another frame than before its connection broke")
+        self._interrupted = None
+        return chunk
+
     def _end_chunk(self, frame: Frame) -> None:
         check_payload(frame, self._target, self._receiving)
-        self._frame = None
-        self._target = self._header
-        self._num_filled = 0
+        self._await_header()
+        self.received_position += HEADER_BYTES + frame.chunk_bytes
         if frame.type == FrameType.END:
             self._on_end()
             return

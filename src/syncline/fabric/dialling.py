@@ -1,10 +1,17 @@
-"""Opening connections: the handshake over a socket, from both sides, and dialling until a deadline."""
+"""Opening connections: the handshake over a socket, from both sides, and dialling until a deadline.
+
+Whoever waits to be dialled again may ask first whether the peer is still there: a *question* is one small message, and
+its answer one byte. Neither is authenticated: who could forge the answer could as well cut all connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
+import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
@@ -15,11 +22,14 @@ from syncline.fabric.handshake import (
     MAGIC,
     REASONS,
     REPLY_BYTES,
+    WELCOME_BYTES,
     Admission,
     Dialer,
     Greeter,
     Refusal,
     RefusedError,
+    Resume,
+    Resumption,
     Terms,
 )
 from syncline.fabric.options import FabricOptions
@@ -27,6 +37,21 @@ from syncline.fabric.sockets import open_dialling_socket
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+_QUESTION_MAGIC = b"SYNCASKS"
+_QUESTION = struct.Struct("<8s32sQII")
+_YES, _NO = b"Y", b"N"
+
+
+class AskedError(Exception):
+    """The other side only asked whether this rank is still connected to it, and was answered."""
+
+
+class Dialled(NamedTuple):
+    """A connection that was opened."""
+
+    sock: socket.socket
+    frame_keys: FrameKeys | None
+    connection_id: bytes
 
 
 async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -42,22 +67,55 @@ async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-async def greet(sock: socket.socket, terms: Terms, is_taken: Callable[[int, int], bool]) -> Admission:
-    """Shake hands on an accepted socket; return who the dialer is."""
+async def greet(
+    sock: socket.socket,
+    terms: Terms,
+    is_taken: Callable[[int, int], bool],
+    resume: Resume = lambda *_: None,
+    holds: Callable[[int], bool] = lambda _: False,
+) -> Admission:
+    """Shake hands on an accepted socket; return who the dialer is.
+
+    ``holds`` says whether a rank is still connected, as far as is known here; :class:`AskedError` if that was all.
+    """
     loop = asyncio.get_running_loop()
-    greeter = Greeter(terms, is_taken=is_taken)
+    greeter = Greeter(terms, is_taken=is_taken, resume=resume)
     try:
-        await loop.sock_sendall(sock, greeter.reply(await _read_hello(sock)))
-        return greeter.finish(await read_exactly(sock, FINISH_BYTES))
+        magic = await read_exactly(sock, len(MAGIC))
+        if magic == _QUESTION_MAGIC:
+            question = magic + await read_exactly(sock, _QUESTION.size - len(MAGIC))
+            await loop.sock_sendall(sock, _answer(question, terms, holds))
+            raise AskedError
+        await loop.sock_sendall(sock, greeter.reply(await _read_hello(sock, magic)))
+        admission = greeter.finish(await read_exactly(sock, FINISH_BYTES))
     except RefusedError as refused:
         if refused.answer:
             await loop.sock_sendall(sock, refused.answer)
         raise
+    if greeter.welcome:
+        await loop.sock_sendall(sock, greeter.welcome)
+    return admission
 
 
-async def _read_hello(sock: socket.socket) -> bytes:
+def _answer(question: bytes, terms: Terms, holds: Callable[[int], bool]) -> bytes:
+    _, job, epoch, source, target = _QUESTION.unpack(question)
+    is_ours = hmac.compare_digest(job, terms.job) and (epoch, target) == (terms.epoch, terms.rank)
+    is_peer = source < terms.world_size and source != terms.rank
+    return _YES if is_ours and is_peer and holds(source) else _NO
+
+
+async def ask(terms: Terms, options: FabricOptions, *, own_address: str, peer: int, address: tuple[str, int]) -> bool:
+    """Return whether ``peer`` is connected to this rank, as far as it knows; OSError, EOFError if nobody answers."""
+    loop = asyncio.get_running_loop()
+    with open_dialling_socket(own_address, options) as sock:
+        await loop.sock_connect(sock, address)
+        question = _QUESTION.pack(_QUESTION_MAGIC, terms.job, terms.epoch, terms.rank, peer)
+        await loop.sock_sendall(sock, question)
+        return await read_exactly(sock, len(_YES)) == _YES
+
+
+async def _read_hello(sock: socket.socket, magic: bytes) -> bytes:
     """Read a hello; whoever does not begin with our magic is refused at once, not at the deadline."""
-    magic = await read_exactly(sock, len(MAGIC))
     if magic != MAGIC:
         raise RefusedError(Refusal.GARBAGE)
     return magic + await read_exactly(sock, HELLO_BYTES - len(MAGIC))
@@ -72,7 +130,7 @@ async def dial(
     peer_name: str,
     address: tuple[str, int],
     connection_class: int,
-) -> tuple[socket.socket, FrameKeys | None]:
+) -> Dialled:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
 
     The keys are those of the connection's frames, if they are authenticated.
@@ -83,9 +141,9 @@ async def dial(
     while True:
         try:
             async with asyncio.timeout(options.handshake_s):
-                return await dial_once(
-                    options, own_address, Dialer(terms, peer=peer, connection_class=connection_class), address
-                )
+                dialer = Dialer(terms, peer=peer, connection_class=connection_class)
+                sock, _ = await dial_once(options, own_address, dialer, address)
+                return Dialled(sock, dialer.frame_keys, dialer.connection_id)
         except RefusedError as refused:
             raise HandshakeError(
                 f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
@@ -103,12 +161,31 @@ async def dial(
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+async def dial_again(
+    terms: Terms,
+    options: FabricOptions,
+    *,
+    own_address: str,
+    peer: int,
+    address: tuple[str, int],
+    connection_class: int,
+    resumption: Resumption,
+) -> tuple[socket.socket, int]:
+    """Open a connection again that broke; return how much of it has arrived at the peer. It is tried once.
+
+    Raises RefusedError, OSError or EOFError.
+    """
+    dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
+    return await dial_once(options, own_address, dialer, address, is_resumed=True)
+
+
 async def dial_once(
-    options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int]
-) -> tuple[socket.socket, FrameKeys | None]:
-    """Connect and shake hands, once; the keys are those of the frames, if they are authenticated."""
+    options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int], *, is_resumed: bool = False
+) -> tuple[socket.socket, int]:
+    """Connect and shake hands, once; with ``is_resumed`` return how much has arrived at the peer, else 0."""
     loop = asyncio.get_running_loop()
     sock = open_dialling_socket(own_address, options)
+    position = 0
     try:
         await loop.sock_connect(sock, address)
         await loop.sock_sendall(sock, dialer.hello())
@@ -119,7 +196,9 @@ async def dial_once(
                 await loop.sock_sendall(sock, refused.answer)
             raise
         await loop.sock_sendall(sock, finish)
+        if is_resumed:
+            position = dialer.resume(await read_exactly(sock, WELCOME_BYTES))
     except BaseException:
         sock.close()
         raise
-    return sock, dialer.frame_keys
+    return sock, position

@@ -4,7 +4,8 @@ With ``authenticate_frames`` each connection has two keys, one for each directio
 transcript (both nonces, the ranks, the class). A field is a BLAKE2b keyed hash of four bytes (RFC 7693): the payload's
 is over the number of the frame and the payload, the header's over the number and the header, in which the payload's
 stands. Frames are numbered on each connection and direction and the number is not sent, so a frame that is replayed,
-left out or moved fails too. The first that fails ends the peer: a forger has one guess in 2**32 per connection.
+left out or moved fails too. A connection that goes on with another socket keeps its keys and its numbers, and what is
+sent again is the same bytes. Some few that fail end the peer: a forger has so many guesses in 2**32.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class FrameChecks(Protocol):
     def next_frame(self) -> None:
         """Go on to the next frame: this one was made, or found to be sound."""
 
+    def restart(self) -> None:
+        """Forget what was added: this frame comes again from its first byte."""
+
 
 class CrcChecks:
     """CRC-32s: they find damage, and anyone can make them."""
@@ -70,6 +74,10 @@ class CrcChecks:
 
     def next_frame(self) -> None:
         """Nothing: a CRC-32 is of its frame alone."""
+
+    def restart(self) -> None:
+        """Forget what was added."""
+        self._crc = 0
 
 
 class KeyedChecks:
@@ -104,6 +112,10 @@ class KeyedChecks:
     def next_frame(self) -> None:
         """Count on."""
         self._number += 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was added; the number stays."""
         self._payload = self._start(self._payload_start)
 
     def _start(self, keyed: blake2b) -> blake2b:

@@ -16,7 +16,7 @@ from syncline.fabric.frame_checks import CrcChecks, FrameChecks
 from syncline.fabric.options import MAX_CHUNK_BYTES
 
 MAGIC = 0x4C53
-VERSION = 2
+VERSION = 3
 MAX_FLAGS = 0xFFFF
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
@@ -58,7 +58,8 @@ class FrameType(IntEnum):
     CONTROL = 8
     """A message of the layer above."""
     HEARTBEAT = 9
-    """The sender's loop runs."""
+    """The sender's loop runs; or it does not, and its process lives. Then its signature is not 0, and it stands beside
+    the connection's stream: it is not counted, and never sent again."""
     FAREWELL = 10
     """The END of every connection has been seen: all that was sent has been read."""
     LOST = 11
@@ -73,6 +74,8 @@ class FrameType(IntEnum):
     """The sender opens further connection classes; the payload says which, for people and for comparing."""
     OPENED = 16
     """The sender has all connections of classes 0 to ``tag`` - 1 to this peer."""
+    ACKNOWLEDGED = 17
+    """The sender has the first ``message_bytes`` of what this peer sends on the connection of class ``tag`` - 1."""
 
 
 HEARSAY = 1 << 32
@@ -132,9 +135,12 @@ def encode_header(
 def decode_header(buffer: memoryview, checks: FrameChecks = _CRCS) -> Frame:
     """Read a header from the first bytes of ``buffer``; raise :class:`FrameError` if it is none."""
     frame = Frame._make(_HEADER.unpack_from(buffer))
+    is_sound = frame.header_crc == checks.header_field(buffer[:BODY_BYTES])
     if frame.magic != MAGIC or frame.version != VERSION:
-        raise FrameError(f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours")
-    if frame.header_crc != checks.header_field(buffer[:BODY_BYTES]):
+        raise (FrameError if is_sound else DamagedFrameError)(
+            f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours"
+        )
+    if not is_sound:
         raise DamagedFrameError(f"a frame header failed its checksum: {checks.blame}")
     if (
         frame.type not in _TYPES

@@ -7,6 +7,12 @@
                                                        <-      REPLY  version, nonce, HMAC(K, "S" + HELLO + REPLY)
     FINISH HMAC(K, "C" + HELLO + REPLY)                ->
 
+A connection that broke is opened again by the same messages. HELLO then says which one (an identity that both ends have
+from its first handshake) and for which time, FINISH how much of it has arrived at the dialer. The greeter,
+who knows now that it is the same process, gives up the old socket and says how much has arrived there::
+
+                                                       <-      WELCOME position, HMAC(K, "W" + HELLO + REPLY + FINISH)
+
 The labels stop reflection, the nonces replay; ranks, class and epoch are bound by the MACs. K comes from the shared
 secret, or from the job's nonce where there is none (then it stops accidents, not attackers). Only the opening is
 authenticated: whoever can change packets on the way can still change frames, unless ``authenticate_frames`` keys them
@@ -35,11 +41,13 @@ VERSIONS = (frames.VERSION, frames.VERSION)
 NONCE_BYTES = 32
 _NO_MAC = bytes(32)
 
-_HELLO = struct.Struct("<8sHH32sQIIhBB32s")
+CONNECTION_ID_BYTES = 16
+_HELLO = struct.Struct("<8sHH32sQIIhBBI16s32s")
 _REPLY = struct.Struct("<8sHH32s32s")
-_FINISH = struct.Struct("<8sHH32s")
+_FINISH = struct.Struct("<8sHHQ32s")
+_WELCOME = struct.Struct("<8sHQ32s")
 _MAC_BYTES = 32
-HELLO_BYTES, REPLY_BYTES, FINISH_BYTES = _HELLO.size, _REPLY.size, _FINISH.size
+HELLO_BYTES, REPLY_BYTES, FINISH_BYTES, WELCOME_BYTES = _HELLO.size, _REPLY.size, _FINISH.size, _WELCOME.size
 
 
 class Refusal(IntEnum):
@@ -55,6 +63,7 @@ class Refusal(IntEnum):
     CLASSES = 7
     SECRET = 8
     FRAMES = 9
+    GONE = 10
 
 
 REASONS = {
@@ -69,6 +78,7 @@ REASONS = {
     Refusal.SECRET: "the shared secrets differ; give all ranks the same secret file",
     Refusal.FRAMES: "one of the two authenticates its frames and the other does not; give all ranks the same "
     "authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES)",
+    Refusal.GONE: "it has given up this rank, or is another process; look there for why",
 }
 
 
@@ -101,6 +111,16 @@ class Terms:
         return hashlib.sha256(self.job_id.encode()).digest()
 
 
+class Resumption(NamedTuple):
+    """A connection that is opened again."""
+
+    number: int
+    """Which attempt this is, from 1 on."""
+    connection_id: bytes
+    position: int
+    """How many bytes of the stream have arrived at the dialer, in whole frames."""
+
+
 class Admission(NamedTuple):
     """Who was let in, and for what."""
 
@@ -108,6 +128,13 @@ class Admission(NamedTuple):
     connection_class: int
     frame_keys: FrameKeys | None
     """What authenticates the frames of this connection, if something does."""
+    connection_id: bytes
+    resumption: Resumption | None
+    """Where the dialer goes on, if the connection is opened again."""
+
+
+Resume = Callable[[int, int, Resumption], int | None]
+"""Give up the old socket of a rank's connection class; return how much has arrived, None if there is none to resume."""
 
 
 def derive_key(secret: bytes, *, job_id: str) -> bytes:
@@ -123,8 +150,12 @@ def derive_offer_key(key: bytes, *, epoch: int) -> bytes:
 class Dialer:
     """The side that connects."""
 
-    def __init__(self, terms: Terms, *, peer: int, connection_class: int) -> None:
+    def __init__(self, terms: Terms, *, peer: int, connection_class: int, resumption: Resumption | None = None) -> None:
         self._terms = terms
+        self._resumption = resumption
+        self._transcript = b""
+        self.connection_id = resumption.connection_id if resumption else b""
+        """Known when the handshake is finished."""
         self.frame_keys: FrameKeys | None = None
         """What authenticates the frames, if something does; known when the handshake is finished."""
         self._hello = _HELLO.pack(
@@ -137,6 +168,8 @@ class Dialer:
             connection_class,
             terms.num_classes,
             terms.authenticates_frames,
+            resumption.number if resumption else 0,
+            self.connection_id,
             terms.nonce(NONCE_BYTES),
         )
 
@@ -157,16 +190,36 @@ class Dialer:
         expected = _mac(self._terms.key, b"S", self._hello, reply[:-_MAC_BYTES])
         if not hmac.compare_digest(mac, expected):
             raise RefusedError(Refusal.SECRET, _finish_message(version, Refusal.SECRET))
-        self.frame_keys = _frame_keys(self._terms, self._hello + reply, is_dialer=True)
-        return _finish_message(version, Refusal.NONE, _mac(self._terms.key, b"C", self._hello, reply))
+        position = self._resumption.position if self._resumption else 0
+        finish = _finish_message(version, Refusal.NONE, self._terms.key, self._hello + reply, position)
+        self._transcript = self._hello + reply + finish
+        if self._resumption is None:
+            self.frame_keys = _frame_keys(self._terms, self._hello + reply, is_dialer=True)
+            self.connection_id = _connection_id(self._terms, self._hello + reply)
+        return finish
+
+    def resume(self, welcome: bytes) -> int:
+        """Judge what the greeter says of a connection that is opened again; return how much has arrived there."""
+        magic, status, position, mac = _WELCOME.unpack(welcome)
+        if magic != MAGIC:
+            raise RefusedError(Refusal.GARBAGE)
+        if status:
+            raise RefusedError(_refusal(status))
+        if not hmac.compare_digest(mac, _mac(self._terms.key, b"W", self._transcript, welcome[:-_MAC_BYTES])):
+            raise RefusedError(Refusal.SECRET)
+        return int(position)
 
 
 class Greeter:
     """The side that was connected to. ``is_taken(rank, class)`` says whether there is such a connection already."""
 
-    def __init__(self, terms: Terms, *, is_taken: Callable[[int, int], bool]) -> None:
+    def __init__(self, terms: Terms, *, is_taken: Callable[[int, int], bool], resume: Resume = lambda *_: None) -> None:
         self._terms = terms
         self._is_taken = is_taken
+        self._resume = resume
+        self._number, self._connection_id = 0, b""
+        self.welcome = b""
+        """What the dialer of a connection that is opened again is told in the end."""
         self._hello = b""
         self._reply = b""
         self._identity = (-1, -1)
@@ -174,7 +227,7 @@ class Greeter:
     def reply(self, hello: bytes) -> bytes:
         """Judge the first message and return the second."""
         magic, oldest, newest, job, epoch, source, target, connection_class, *rest = _HELLO.unpack(hello)
-        num_classes, authenticates_frames, _ = rest
+        num_classes, authenticates_frames, number, connection_id, _ = rest
         if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
         terms = self._terms
@@ -186,34 +239,47 @@ class Greeter:
             refusal = Refusal.JOB
         elif epoch != terms.epoch:
             refusal = Refusal.EPOCH
-        elif differing := _compare_options(terms, num_classes, authenticates_frames):
+        elif differing := _compare_options(terms, terms.num_classes if number else num_classes, authenticates_frames):
             refusal = differing
         elif target != terms.rank or not terms.rank < source < terms.world_size:
             refusal = Refusal.RANK
         elif not frames.CONTROL_CLASS <= connection_class < num_classes:
             refusal = Refusal.CLASSES
-        elif self._is_taken(source, connection_class):
+        elif not number and self._is_taken(source, connection_class):
             refusal = Refusal.DUPLICATE
         if refusal:
             raise RefusedError(refusal, _REPLY.pack(MAGIC, terms.versions[1], refusal, bytes(NONCE_BYTES), _NO_MAC))
         self._hello = hello
         self._identity = (source, connection_class)
+        self._number, self._connection_id = number, connection_id
         body = _REPLY.pack(MAGIC, version, Refusal.NONE, terms.nonce(NONCE_BYTES), _NO_MAC)[:-_MAC_BYTES]
         self._reply = body + _mac(terms.key, b"S", hello, body)
         return self._reply
 
     def finish(self, message: bytes) -> Admission:
         """Judge the last message; return who the dialer is."""
-        magic, _, status, mac = _FINISH.unpack(message)
+        magic, _, status, position, _ = _FINISH.unpack(message)
         if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
         if status:
             raise RefusedError(_refusal(status))
-        if not hmac.compare_digest(mac, _mac(self._terms.key, b"C", self._hello, self._reply)):
+        terms, transcript = self._terms, self._hello + self._reply
+        if not hmac.compare_digest(message[-_MAC_BYTES:], _mac(terms.key, b"C", transcript, message[:-_MAC_BYTES])):
             raise RefusedError(Refusal.SECRET)
+        if self._number:
+            return self._finish_again(Resumption(self._number, self._connection_id, position), transcript + message)
         if self._is_taken(*self._identity):
             raise RefusedError(Refusal.DUPLICATE)
-        return Admission(*self._identity, _frame_keys(self._terms, self._hello + self._reply, is_dialer=False))
+        keys = _frame_keys(terms, transcript, is_dialer=False)
+        return Admission(*self._identity, keys, _connection_id(terms, transcript), None)
+
+    def _finish_again(self, resumption: Resumption, transcript: bytes) -> Admission:
+        position = self._resume(*self._identity, resumption)
+        if position is None:
+            raise RefusedError(Refusal.GONE, _WELCOME.pack(MAGIC, Refusal.GONE, 0, _NO_MAC))
+        body = _WELCOME.pack(MAGIC, Refusal.NONE, position, _NO_MAC)[:-_MAC_BYTES]
+        self.welcome = body + _mac(self._terms.key, b"W", transcript, body)
+        return Admission(*self._identity, None, resumption.connection_id, resumption)
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
@@ -230,8 +296,16 @@ def _frame_keys(terms: Terms, transcript: bytes, *, is_dialer: bool) -> FrameKey
     return derive_frame_keys(terms.key, transcript, is_dialer=is_dialer) if terms.authenticates_frames else None
 
 
-def _finish_message(version: int, status: Refusal, mac: bytes = _NO_MAC) -> bytes:
-    return _FINISH.pack(MAGIC, version, status, mac)
+def _connection_id(terms: Terms, transcript: bytes) -> bytes:
+    return _mac(terms.key, b"I", transcript)[:CONNECTION_ID_BYTES]
+
+
+def _finish_message(
+    version: int, status: Refusal, key: bytes = b"", transcript: bytes = b"", position: int = 0
+) -> bytes:
+    """Return the last message, with its MAC where there is a transcript to be sure of."""
+    body = _FINISH.pack(MAGIC, version, status, position, _NO_MAC)[:-_MAC_BYTES]
+    return body + (_mac(key, b"C", transcript, body) if transcript else _NO_MAC)
 
 
 def _refusal(status: int) -> Refusal:

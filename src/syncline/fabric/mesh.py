@@ -19,11 +19,12 @@ from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.dialling import dial
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
+from syncline.fabric.handshake import Resumption, Terms, derive_key, derive_offer_key
 from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import Generation, Member
+from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
@@ -107,7 +108,7 @@ async def connect_tcp(
         raise
     # Who came late must still have the time for a handshake.
     left_s = max(deadline_s - asyncio.get_running_loop().time(), options.handshake_s)
-    mesh = _Mesh(fabric, listening, generation, options, topology)
+    mesh = _Mesh(fabric, listening, generation, options, topology, trace)
     await _connect_or_abort(fabric, mesh.connect(left_s), rendezvous)
     return fabric
 
@@ -167,6 +168,7 @@ class _Mesh:
         generation: Generation,
         options: FabricOptions,
         topology: Topology | None,
+        trace: TraceSink | None,
     ) -> None:
         self._fabric = fabric
         self._options = options
@@ -192,8 +194,21 @@ class _Mesh:
             self._terms,
             handshake_s=options.handshake_s,
             is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
-            on_connection=self._attach,
+            on_connection=self._accept,
+            resume=lambda peer, connection_class, resumption: self._reopener.give_up_socket(
+                fabric.peer(peer), connection_class, resumption
+            ),
+            holds=lambda peer: not fabric.peer(peer).is_gone,
         )
+        self._reopener = Reopener(
+            self._terms,
+            options,
+            own_address=self._own_address,
+            addresses={member.rank: (member.address, member.port) for member in self._members},
+            trace=trace,
+        )
+        for peer in self._peers():
+            peer.reopen = self._reopener.reopen
         fabric.use_mesh(self)
 
     async def connect(self, timeout_s: float) -> None:
@@ -217,6 +232,7 @@ class _Mesh:
                 return
             self._terms = replace(self._terms, num_classes=self._options.num_classes)
             self.acceptor.use_terms(self._terms)
+            self._reopener.use_terms(self._terms)
             try:
                 await self._open_to_all(self._peers(), range(first, self._options.num_classes), timeout_s)
             except BaseException as error:
@@ -306,7 +322,7 @@ class _Mesh:
 
     async def _dial(self, member: Member, connection_class: int) -> None:
         async with self._places:
-            sock, keys = await dial(
+            sock, keys, connection_id = await dial(
                 self._terms,
                 self._options,
                 own_address=self._own_address,
@@ -315,9 +331,25 @@ class _Mesh:
                 address=(member.address, member.port),
                 connection_class=connection_class,
             )
-        self._attach(member.rank, connection_class, keys, sock)
+        self._attach(member.rank, connection_class, keys, connection_id, sock)
 
-    def _attach(self, peer: int, connection_class: int, keys: FrameKeys | None, sock: socket.socket) -> None:
+    def _accept(
+        self,
+        peer: int,
+        connection_class: int,
+        keys: FrameKeys | None,
+        connection_id: bytes,
+        resumption: Resumption | None,
+        sock: socket.socket,
+    ) -> None:
+        if resumption is None:
+            self._attach(peer, connection_class, keys, connection_id, sock)
+        else:
+            self._reopener.accept(self._fabric.peer(peer), connection_class, resumption, sock)
+
+    def _attach(
+        self, peer: int, connection_class: int, keys: FrameKeys | None, connection_id: bytes, sock: socket.socket
+    ) -> None:
         state = self._fabric.peer(peer)
         if state.has_connection(connection_class):
             sock.close()  # the peer was lost meanwhile
@@ -327,6 +359,7 @@ class _Mesh:
         except OSError:
             sock.close()  # it broke meanwhile, and the deadline names the peer
             return
+        self._reopener.opened(peer, connection_class, connection_id)
         state.attach(connection_class, sock, keys)
 
     def _describe_missing(self) -> str:

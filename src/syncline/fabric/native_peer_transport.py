@@ -25,9 +25,8 @@ from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import mark
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
-SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE, FAULT = range(
-    1, 13
-)
+SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
+FAULT, SUSPENDED = 12, 13
 """Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
@@ -123,6 +122,7 @@ class NativePeerTransport:
         self.end = partial(self._native_transport.end, peer)
         self.take_heard = partial(self._native_transport.take_heard, peer)
         self.let_read_us = partial(self._native_transport.let_read_us, peer)
+        self.received_position = partial(self._native_transport.received_position, peer)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{len(self._sockets)} connections"
@@ -151,12 +151,33 @@ class NativePeerTransport:
                 self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
             self._native_transport.start(self._peer, connection_class)
 
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+        self._native_transport.suspend(self._peer, connection_class)
+        return self._native_transport.is_suspended(self._peer, connection_class)
+
+    def forget_socket(self, connection_class: int) -> None:
+        """Close the socket of a suspended connection."""
+        self._native_transport.forget_socket(self._peer, connection_class)
+        self._sockets[connection_class - CONTROL_CLASS].close()
+
+    def resume(self, connection_class: int, sock: socket.socket, position: int) -> int:
+        """Let a suspended connection go on with another socket, behind the first bytes, which the peer has."""
+        self.forget_socket(connection_class)
+        sock.setblocking(False)
+        self._sockets[connection_class - CONTROL_CLASS] = sock
+        resent_bytes = self._native_transport.resume(self._peer, connection_class, sock.fileno(), position=position)
+        if resent_bytes < 0:
+            raise FrameError(f"it cannot have {position} bytes of what was sent on connection {connection_class}")
+        return resent_bytes
+
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
         self._options = options
         self._native_transport.use(self._peer, eager_bytes=options.eager_bytes, chunk_bytes=options.chunk_bytes)
         for connection_class, sock in enumerate(self._sockets, start=CONTROL_CLASS):
-            mark(sock, connection_class, options)
+            if sock.fileno() >= 0:
+                mark(sock, connection_class, options)
 
     def receive(
         self,
@@ -206,11 +227,13 @@ class NativePeerTransport:
             "received_messages",
             "overhead_bytes",
             "queued_bytes",
+            "reconnects",
+            "resent_bytes",
         )
         counters = self._native_transport.counters(self._peer)
         sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
         if num_sent or num_received:
-            counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0))
+            counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0, 0, 0))
         return PeerStatistics(
             connections=tuple(
                 ConnectionStatistics(peer=self._peer, **dict(zip(names, entry, strict=True))) for entry in counters
@@ -237,8 +260,16 @@ class NativePeerTransport:
             self._events.on_all_ended()
         elif kind == ALL_CLOSED:
             self._events.on_all_closed()
+        elif kind == SUSPENDED:
+            self._tell_suspended(tag + CONTROL_CLASS, number, is_damage=bool(other), text=text)
         else:
             self._events.on_broken(_error_of(kind, number, text))
+
+    def _tell_suspended(self, connection_class: int, number: int, *, is_damage: bool, text: bytes) -> None:
+        """Tell that a connection broke, unless it goes on already: the peer was faster."""
+        if self._native_transport.is_suspended(self._peer, connection_class):
+            error = DamagedFrameError(text.decode()) if is_damage else _error_of(BROKEN, number, b"")
+            self._events.on_suspended(connection_class, error)
 
     def _received(self, tag: int, on_received: Callable[[], None]) -> None:
         del self._mismatched[tag]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from typing import Protocol
@@ -81,6 +82,10 @@ class Peer:
         self.send_frame = self.transport.send_frame
         self.flush_control = self.transport.flush_control
         self._handlers = self._make_handlers()
+        self.reopen: Callable[[Peer, int, Exception], None] = lambda peer, _class, error: peer.on_broken(error)
+        """Opens a connection again that broke, and says so; or says that it cannot be done."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Those that open connections again, until the peer is gone."""
 
     def __repr__(self) -> str:
         state = "gone" if self.is_gone else "ready" if self.is_ready else f"{len(self._sockets)} connections"
@@ -125,6 +130,8 @@ class Peer:
         if self.is_gone:
             return
         self.is_gone = True
+        for task in self.tasks:
+            task.cancel()
         for sock, _ in self._sockets.values():
             sock.close()
         self.transport.close()
@@ -146,15 +153,22 @@ class Peer:
         if not self.is_gone and not self.has_said_farewell:
             self._events.on_farewell(self)
 
-    def on_broken(self, error: Exception) -> None:
-        """Say what became of the peer."""
+    def on_broken(self, error: Exception, more: str = "") -> None:
+        """Say what became of the peer; ``more`` is what was tried in vain, though it may be alive."""
+        more = f"; {more}" if more else ""
         if isinstance(error, FrameError):
             what = "is lost, as a frame was damaged" if isinstance(error, DamagedFrameError) else "broke the protocol"
-            self._events.on_broken(self, f"{what}: {error}", must_tell=True)
+            self._events.on_broken(self, f"{what}: {error}{more}", must_tell=True)
         elif not self.is_gone:
-            is_dead = self._pid is not None and has_ended(self._pid)
-            seen = f"{DIED} ({_describe(error)})" if is_dead else _describe(error)
-            self._events.on_broken(self, f"is lost: {seen}", must_tell=False)
+            seen = f"{DIED} ({_describe(error)})" if self._has_ended() else _describe(error)
+            self._events.on_broken(self, f"is lost: {seen}{more}", must_tell=bool(more))
+
+    def on_suspended(self, connection_class: int, error: Exception) -> None:
+        """Have the connection opened again, unless there is nobody at the other end."""
+        if self._has_ended():
+            self.on_broken(error)
+        elif not self.is_gone:
+            self.reopen(self, connection_class, error)
 
     def on_unreadable(self, error: OSError) -> None:
         """Say what became of a peer on this machine."""
@@ -164,6 +178,9 @@ class Peer:
             self._events.on_broken(self, f"is lost: {error}", must_tell=True)
 
     # --- inside ---
+
+    def _has_ended(self) -> bool:
+        return self._pid is not None and has_ended(self._pid)
 
     def _start(self) -> None:
         is_local = self.options.shares_memory and is_same_machine(self._sockets[CONTROL_CLASS][0])
@@ -228,7 +245,7 @@ def _describe(error: Exception) -> str:
     """Say what was seen; why it is so is known only where the peer's process is known to have ended."""
     if isinstance(error, EOFError):
         return "its side closed the connection without saying goodbye; look there for how its process ended"
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
+    if isinstance(error, ConnectionResetError | BrokenPipeError | ConnectionAbortedError):
         return "the connection was reset by its side, or between the hosts; look there for how its process ended"
     if isinstance(error, TimeoutError):
         return "connection timed out: nothing acknowledges what is sent; check its machine and the network between"

@@ -34,9 +34,15 @@ class PeerTransportEvents(Protocol):
         """Note that the peer closed every connection after its END."""
 
     def on_broken(self, error: Exception) -> None:
-        """End a peer whose connection broke (OSError, EOFError) or who broke the protocol (FrameError).
+        """End a peer whose connection broke for good (OSError) or who broke the protocol (FrameError).
 
         What it had said on the control connection before is told first.
+        """
+
+    def on_suspended(self, connection_class: int, error: Exception) -> None:
+        """Open a connection again that broke (OSError, EOFError), or on which bytes were changed (DamagedFrameError).
+
+        What the peer had said on the control connection before is told first.
         """
 
     def on_unreadable(self, error: OSError) -> None:
@@ -58,6 +64,22 @@ class PeerTransport(Protocol):
         """Take the next sockets, control before the data connections, with the keys that authenticate their frames.
 
         Only the transport in Python can do that.
+        """
+
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+
+    def forget_socket(self, connection_class: int) -> None:
+        """Close the socket of a suspended connection."""
+
+    def received_position(self, connection_class: int) -> int:
+        """Return how many bytes of what the peer sends on a connection are here, in whole frames."""
+
+    def resume(self, connection_class: int, sock: socket.socket, position: int) -> int:
+        """Let a suspended connection go on with another socket, behind the first bytes, which the peer has.
+
+        Returns how many bytes are sent again.
+        :class:`~syncline.fabric.frames.FrameError` if it cannot have them.
         """
 
     def use(self, options: FabricOptions) -> None:

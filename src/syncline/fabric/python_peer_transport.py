@@ -11,7 +11,7 @@ from syncline.fabric.control_connection import ControlConnection
 from syncline.fabric.data_connection import DataConnection
 from syncline.fabric.fetching import Fetcher
 from syncline.fabric.frame_checks import FrameKeys
-from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, Frame, FrameError, FrameType
+from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, Frame, FrameError, FrameType
 from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.grants import GrantScheduler
 from syncline.fabric.inbox import Inbox, InboxLinks
@@ -22,6 +22,9 @@ from syncline.fabric.sizing import GrantSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 from syncline.fabric.tick import TickEnd
+
+CAN_GO_ON = (EOFError, ConnectionResetError, BrokenPipeError, ConnectionAbortedError, DamagedFrameError)
+"""After what there may be somebody at the other end; whoever does not answer at all is judged elsewhere."""
 
 
 class PythonTransportSet:
@@ -105,6 +108,7 @@ class PythonPeerTransport:
             FrameType.CREDIT: lambda frame: self.outbox.on_credit(frame.message_bytes),
             FrameType.FETCHED: lambda frame: self.outbox.on_fetched(frame.tag),
             FrameType.HEARTBEAT: self._on_heartbeat,
+            FrameType.ACKNOWLEDGED: self._on_acknowledged,
         }
 
     def __repr__(self) -> str:
@@ -124,6 +128,28 @@ class PythonPeerTransport:
             else:
                 self._attach_data(sock, keys)
 
+    def suspend(self, connection_class: int) -> bool:
+        """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+        connection = self._connection(connection_class)
+        connection.suspend()
+        return not connection.is_closed
+
+    def forget_socket(self, connection_class: int) -> None:
+        """Close the socket of a suspended connection."""
+        self._connection(connection_class).forget_socket()
+
+    def received_position(self, connection_class: int) -> int:
+        """Return how many bytes of what the peer sends on a connection are here, in whole frames."""
+        return self._connection(connection_class).received_position
+
+    def resume(self, connection_class: int, sock: socket.socket, position: int) -> int:
+        """Let a suspended connection go on with another socket, behind the first bytes, which the peer has."""
+        connection = self._connection(connection_class)
+        before_bytes = connection.stream.resent_bytes
+        if not connection.resume(sock, position):
+            raise FrameError(f"it cannot have {position} bytes of what was sent on connection {connection_class}")
+        return connection.stream.resent_bytes - before_bytes
+
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
         self._options = options
@@ -133,13 +159,17 @@ class PythonPeerTransport:
 
     def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
         """Queue a control frame."""
-        if self._control is not None:
-            self._control.send(kind, tag=tag, message_bytes=message_bytes, payload=payload)
+        if self._control is None:
+            return
+        self._control.send(kind, tag=tag, message_bytes=message_bytes, payload=payload)
+        if kind is FrameType.HEARTBEAT:
+            for connection in self._connections():
+                connection.acknowledge(connection.beat_bytes)
 
     def flush_control(self) -> None:
         """Write queued control frames now."""
         if self._control is not None:
-            self._control.write()
+            self._control.write_last_words()
 
     def end(self) -> None:
         """Say on each connection that nothing more will come."""
@@ -197,6 +227,8 @@ class PythonPeerTransport:
             received_messages=0,
             overhead_bytes=self._control.overhead_bytes,
             queued_bytes=0,
+            reconnects=self._control.num_resumed,
+            resent_bytes=self._control.stream.resent_bytes,
         )
         data = (
             ConnectionStatistics(
@@ -208,6 +240,8 @@ class PythonPeerTransport:
                 received_messages=connection.received_messages,
                 overhead_bytes=connection.overhead_bytes,
                 queued_bytes=self.outbox.queued_bytes(connection.connection_class),
+                reconnects=connection.num_resumed,
+                resent_bytes=connection.stream.resent_bytes,
             )
             for connection in self._data
         )
@@ -215,7 +249,12 @@ class PythonPeerTransport:
 
     def _attach_control(self, sock: socket.socket, keys: FrameKeys | None) -> None:
         self._control = ControlConnection(
-            sock, self._tick_end, on_frame=self._on_frame, on_broken=self._on_control_broken, keys=keys
+            sock,
+            self._tick_end,
+            on_frame=self._on_frame,
+            on_broken=self._on_control_broken,
+            on_acknowledge=self._acknowledge,
+            keys=keys,
         )
         self.outbox.attach(self._control, self._data)
         self._control.start()
@@ -231,6 +270,7 @@ class PythonPeerTransport:
             on_message_sent=partial(self.outbox.on_message_sent, connection_class),
             on_end=self._check_ended,
             on_broken=partial(self._on_data_broken, connection_class),
+            on_acknowledge=self._acknowledge,
             keys=keys,
         )
         self._data.append(connection)
@@ -260,6 +300,24 @@ class PythonPeerTransport:
             handler(frame)
         else:
             self._events.on_frame(FrameType(frame.type), frame.tag, payload)
+
+    def _connection(self, connection_class: int) -> ControlConnection | DataConnection:
+        return self._connections()[connection_class - CONTROL_CLASS]
+
+    def _acknowledge(self, connection_class: int, position: int) -> None:
+        self.send_frame(FrameType.ACKNOWLEDGED, tag=connection_class - CONTROL_CLASS, message_bytes=position)
+
+    def _on_acknowledged(self, frame: Frame) -> None:
+        connections = self._connections()
+        if frame.tag >= len(connections):
+            raise FrameError(f"an acknowledgement of connection {frame.tag}, which is not there")
+        connection = connections[frame.tag]
+        if not connection.stream.acknowledge(frame.message_bytes):
+            raise FrameError(
+                f"an acknowledgement of byte {frame.message_bytes} of class {connection.connection_class}, which was "
+                "not sent"
+            )
+        self._tick_end.write_soon(connection)
 
     def _on_heartbeat(self, frame: Frame) -> None:
         self.progress = frame.tag
@@ -293,6 +351,12 @@ class PythonPeerTransport:
                 if all(other.has_ended for other in self._connections()):
                     self._events.on_all_closed()
                 return
-            self._control.read_last_words()
-        if not self._is_closed:
+            connection.suspend()
+            self._control.on_readable()
+        if self._is_closed:
+            return
+        if connection.has_ended or not isinstance(error, CAN_GO_ON):
             self._events.on_broken(error)
+            return
+        connection.suspend()
+        self._events.on_suspended(connection.connection_class, error)

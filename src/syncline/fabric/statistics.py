@@ -20,6 +20,10 @@ class ClassStatistics:
     """Headers and control frames, both directions."""
     queued_bytes: int
     """Payload that waits to be sent, now."""
+    reconnects: int = 0
+    """How often a connection broke and was opened again."""
+    resent_bytes: int = 0
+    """Payload and headers that were sent again then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from syncline.pytorch.checkpoint_group import CheckpointGroup
-from syncline.pytorch.optimizer_state import decode_single, describe_state, dtype_of
 from syncline.pytorch.packing import pack, unpack
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
+from syncline.updates.state_values import decode_single, describe_state, dtype_of
 
 PACKED_BYTES = 4 << 20
 """Smaller tensors go together in messages of about this size."""

@@ -174,20 +174,23 @@ class Run {
 
     void read_control() {
         ControlConnection& control = peer().connections.control;
-        const auto* sent = reinterpret_cast<const uint8_t*>(control.unsent());
-        for (size_t place = 0; place < control.unsent_bytes();) {
-            const Header frame = decode_header(sent + place);
-            place += HEADER_BYTES + frame.chunk_bytes;
-            if (frame.type == GRANT) granted_[frame.tag] = frame.message_bytes;
-            if (frame.type == REQUEST) asked_[frame.tag] = frame;
+        while (control.has_unsent()) {
+            const SendStream::Gathered gathered = control.gather();
+            for (size_t part = 0; part < gathered.num_parts; ++part)
+                for (size_t place = 0; place < gathered.parts.at(part).iov_len;) {
+                    const Header frame =
+                        decode_header(static_cast<const uint8_t*>(gathered.parts.at(part).iov_base) + place);
+                    place += HEADER_BYTES + frame.chunk_bytes;
+                    if (frame.type == GRANT) granted_[frame.tag] = frame.message_bytes;
+                    if (frame.type == REQUEST) asked_[frame.tag] = frame;
+                }
+            control.sent(gathered.num_bytes);
         }
-        control.sent(control.unsent_bytes());
     }
 
     void read_data() {
         for (auto& connection : peer().connections.data) {
-            DataConnection::Gathered gathered;
-            connection->gather(gathered);
+            const SendStream::Gathered gathered = connection->gather();
             if (!gathered.num_parts) continue;
             size_t rest = 1 + random_.below(gathered.num_bytes);
             const size_t num_taken = rest;

@@ -1,6 +1,6 @@
 // Calls of two to four ranks in one process, cut into slices; this file is the network between them, and moves what
 // each rank sends in parts of any size and any order. Some read messages out of the memory of others. Whatever order
-// that is,
+// that is, and in every third run connections break and bytes are changed on the way,
 //
 // - every call ends on every rank, and all hold the same bits: contributions added in the order of the ranks;
 // - a call that is stopped touches its buffer no more, and in the end nobody holds any of its memory;
@@ -72,7 +72,8 @@ struct Call {
 
 class Run {
    public:
-    explicit Run(uint64_t seed) : random_(seed), num_ranks_(2 + random_.below(3)) {
+    explicit Run(uint64_t seed)
+        : random_(seed), num_ranks_(2 + random_.below(3)), breaks_(~seed), break_rate_(seed % 3 ? 0.0 : 0.02) {
         const int64_t window_bytes = 500 + random_.below(20'000);
         for (int rank = 0; rank < num_ranks_; ++rank) add_rank(rank, window_bytes);
         for (int from = 0; from < num_ranks_; ++from)
@@ -109,6 +110,8 @@ class Run {
     Random random_;
     int num_ranks_;
     std::vector<Rank> ranks_;
+    Random breaks_;  // a generator of its own, so that seeds without breaks replay what they did before there were any
+    double break_rate_;  // of connections, and of bytes that are changed on the way
     std::map<Route, Wire> wires_;
     std::vector<Call> calls_;
 
@@ -196,8 +199,37 @@ class Run {
         }
         if (routes.empty()) return false;
         const Route route = random_.of(routes);
-        feed(peer(route.first.second, route.first.first), route.second, wires_[route]);
+        PeerTransport& reader = peer(route.first.second, route.first.first);
+        Wire& wire = wires_[route];
+        if (break_rate_ > 0) {
+            if (breaks_.chance(0.05)) reader.send_frame(HEARTBEAT, 0, 0, "");  // which acknowledges what has arrived
+            if (breaks_.chance(break_rate_)) {
+                break_connection(route);
+                return true;
+            }
+            if (breaks_.chance(break_rate_))
+                wire[breaks_.below(wire.size())] ^= static_cast<uint8_t>(1 << breaks_.below(8));
+        }
+        try {
+            feed(reader, route.second, wire);
+        } catch (const FrameError& error) {
+            require(error.is_damage && break_rate_ > 0, "a good peer breaks no rule");
+            break_connection(route);
+        }
         return true;
+    }
+
+    // All that is on its way is lost, in both directions; each end sends again what the other has not got.
+    void break_connection(const Route& route) {
+        const auto [ranks, connection_class] = route;
+        wires_[route].clear();
+        wires_[{{ranks.second, ranks.first}, connection_class}].clear();
+        Connection& one = peer(ranks.first, ranks.second).connections.of_class(connection_class);
+        Connection& other = peer(ranks.second, ranks.first).connections.of_class(connection_class);
+        one.interrupt();
+        other.interrupt();
+        require(one.stream.rewind(other.received_bytes_of_stream), "what did not arrive is still here");
+        require(other.stream.rewind(one.received_bytes_of_stream), "what did not arrive is still here");
     }
 
     // Let one rank copy some of a message out of another's memory; false if none lies there.
@@ -228,11 +260,16 @@ class Run {
         Connections& connections = peer(from, to).connections;
         ControlConnection& control = connections.control;
         Wire& wire = wires_[{{from, to}, CONTROL_CLASS}];
-        wire.insert(wire.end(), control.unsent(), control.unsent() + control.unsent_bytes());
-        control.sent(control.unsent_bytes());
+        while (control.has_unsent()) {
+            const SendStream::Gathered gathered = control.gather();
+            for (size_t part = 0; part < gathered.num_parts; ++part) {
+                const auto* data = static_cast<const uint8_t*>(gathered.parts.at(part).iov_base);
+                wire.insert(wire.end(), data, data + gathered.parts.at(part).iov_len);
+            }
+            control.sent(gathered.num_bytes);
+        }
         for (auto& connection : connections.data) {
-            DataConnection::Gathered gathered;
-            connection->gather(gathered);
+            const SendStream::Gathered gathered = connection->gather();
             if (!gathered.num_parts) continue;
             const size_t most = 1 + random_.below(gathered.num_bytes);
             size_t taken = 0;

@@ -62,6 +62,12 @@ py::object event_of(NativeTransport& transport) {
     return py::make_tuple(kind, event.peer, event.tag, event.number, event.other, py::bytes(event.text));
 }
 
+int64_t resume(NativeTransport& self, int peer, int connection_class, int fd, uint64_t position) {
+    const int64_t resent_bytes = self.peer(peer).resume(connection_class, fd, position);
+    settle(self);
+    return resent_bytes;
+}
+
 // A method of one peer's transport by which Python asks for something.
 template <typename... Arguments>
 auto asking(void (PeerTransport::*method)(Arguments...)) {
@@ -71,17 +77,20 @@ auto asking(void (PeerTransport::*method)(Arguments...)) {
     };
 }
 
-using Counters = std::vector<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>>;
+using Counters = std::vector<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>>;
 
 Counters counters_of(NativeTransport& transport, int rank) {
     PeerTransport& peer = transport.peer(rank);
     Counters counters;
     const ControlConnection& control = peer.connections.control;
-    if (control.is_attached()) counters.emplace_back(CONTROL_CLASS, 0, 0, 0, 0, control.overhead_bytes, 0);
+    if (control.is_attached())
+        counters.emplace_back(CONTROL_CLASS, 0, 0, 0, 0, control.overhead_bytes, 0, control.num_resumed,
+                              control.stream.resent_bytes);
     for (const auto& connection : peer.connections.data)
         counters.emplace_back(connection->connection_class, connection->sent_bytes, connection->sent_messages,
                               connection->received_bytes, connection->received_messages, connection->overhead_bytes,
-                              peer.sender.queued_bytes[static_cast<size_t>(connection->connection_class)]);
+                              peer.sender.queued_bytes[static_cast<size_t>(connection->connection_class)],
+                              connection->num_resumed, connection->stream.resent_bytes);
     return counters;
 }
 
@@ -119,6 +128,28 @@ void bind_connections(TransportClass& bound) {
                 self.state().heartbeat.start(interval_s, limit_s);
             },
             py::kw_only(), "interval_s"_a, "limit_s"_a);
+}
+
+void bind_broken_connections(TransportClass& bound) {
+    bound
+        .def(
+            "suspend",
+            [](NativeTransport& self, int peer, int connection_class) { self.peer(peer).suspend(connection_class); },
+            "peer"_a, "connection_class"_a)
+        .def(
+            "is_suspended",
+            [](NativeTransport& self, int peer, int connection_class) {
+                return self.peer(peer).connections.of_class(connection_class).is_suspended;
+            },
+            "peer"_a, "connection_class"_a)
+        .def("forget_socket", asking(&PeerTransport::forget_socket), "peer"_a, "connection_class"_a)
+        .def(
+            "received_position",
+            [](NativeTransport& self, int peer, int connection_class) {
+                return self.peer(peer).connections.of_class(connection_class).received_bytes_of_stream;
+            },
+            "peer"_a, "connection_class"_a)
+        .def("resume", &resume, "peer"_a, "connection_class"_a, "fd"_a, py::kw_only(), "position"_a);
 }
 
 void bind_messages(TransportClass& bound) {
@@ -196,6 +227,7 @@ void bind_transport(py::module_& module) {
              })
         .def("next_event", &event_of);
     bind_connections(bound);
+    bind_broken_connections(bound);
     bind_messages(bound);
     bind_counters(bound);
     module.def("wait", &wait_unlocked, "epoll_fd"_a, "timeout_s"_a, "native_transports"_a);

@@ -7,6 +7,7 @@
 
 #include "frames.hpp"
 #include "messages.hpp"
+#include "send_stream.hpp"
 
 namespace syncline {
 
@@ -38,7 +39,8 @@ class ConnectionOwner {
 
 class Connection {
    public:
-    Connection(ConnectionOwner& owner, int connection_class) : owner(owner), connection_class(connection_class) {}
+    Connection(ConnectionOwner& owner, int connection_class, size_t block_bytes)
+        : owner(owner), connection_class(connection_class), stream(block_bytes) {}
     virtual ~Connection() = default;
     Connection(const Connection&) = delete;
     Connection& operator=(const Connection&) = delete;
@@ -46,16 +48,25 @@ class Connection {
     // Both throw SocketError. `read` throws FrameError too; `write` returns whether nothing is left to write.
     virtual void read() = 0;
     virtual bool write() = 0;
+    // Forget what of a frame is here, and wait for the whole of it, on the next socket.
+    virtual void interrupt() = 0;
+    virtual void use_socket(int socket) { fd = socket; }
+
+    bool is_open() const { return !is_closed && !is_suspended; }
 
     ConnectionOwner& owner;
     int fd = -1;
     const int connection_class;
     bool is_watched = false;  // by the reactor
     bool is_watching_writer = false, is_write_scheduled = false;
-    bool is_deaf = false;    // it broke the protocol: it may be told so, but is not read any more
-    bool is_closed = false;  // nothing is read or written any more
+    bool is_deaf = false;       // it broke the protocol: it may be told so, but is not read any more
+    bool is_closed = false;     // nothing is read or written any more
+    bool is_suspended = false;  // its socket broke: nothing is read or written until there is another
     bool has_ended = false, has_spoken = false;
     int64_t overhead_bytes = 0;
+    int64_t num_resumed = 0;
+    SendStream stream;
+    uint64_t received_bytes_of_stream = 0, acknowledged_bytes = 0;  // in whole frames, of what the peer sends
 };
 
 }  // namespace syncline

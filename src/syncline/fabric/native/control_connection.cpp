@@ -12,6 +12,7 @@ namespace syncline {
 namespace {
 
 constexpr size_t INBOX_BYTES = 128 << 10;  // room for frames that arrive at once; none is larger
+constexpr size_t BLOCK_BYTES = 64 << 10;
 
 Header decode_control(const uint8_t* bytes) {
     const Header frame = decode_header(bytes);
@@ -26,15 +27,16 @@ Header decode_control(const uint8_t* bytes) {
 
 }  // namespace
 
+ControlConnection::ControlConnection(ConnectionOwner& owner, Heartbeat& heartbeat)
+    : Connection(owner, CONTROL_CLASS, BLOCK_BYTES), heartbeat_(heartbeat) {}
+
 void ControlConnection::attach(int attached_fd) {
     fd = attached_fd;
     inbox_.resize(INBOX_BYTES);
 }
 
 void ControlConnection::queue(Header header, const void* payload, uint32_t num_bytes) {
-    const EncodedHeader encoded = seal(header, payload, num_bytes);
-    queue_.append(reinterpret_cast<const char*>(encoded.data()), encoded.size());
-    if (num_bytes) queue_.append(static_cast<const char*>(payload), num_bytes);
+    append_frame(stream, header, payload, num_bytes);
 }
 
 void ControlConnection::read() {
@@ -56,6 +58,7 @@ void ControlConnection::arrived(size_t num_bytes) {
         const uint8_t* payload = inbox + start + HEADER_BYTES;
         check_payload(frame, crc32(payload, frame.chunk_bytes));
         start = end;
+        if (frame.is_counted()) received_bytes_of_stream += HEADER_BYTES + frame.chunk_bytes;
         if (frame.type == END) has_ended = true;
         owner.on_frame(frame, payload);
     }
@@ -68,7 +71,11 @@ bool ControlConnection::write() {
     if (!guard.finish_heartbeat()) return false;
     guard.leave(false);
     while (has_unsent()) {
-        const ssize_t num_bytes = check_sent(::send(fd, unsent(), unsent_bytes(), MSG_NOSIGNAL));
+        SendStream::Gathered gathered = gather();
+        msghdr message{};
+        message.msg_iov = gathered.parts.data();
+        message.msg_iovlen = gathered.num_parts;
+        const ssize_t num_bytes = check_sent(::sendmsg(fd, &message, MSG_NOSIGNAL));
         if (num_bytes < 0) return false;
         sent(static_cast<size_t>(num_bytes));
     }
@@ -78,10 +85,7 @@ bool ControlConnection::write() {
 
 void ControlConnection::sent(size_t num_bytes) {
     overhead_bytes += static_cast<int64_t>(num_bytes);
-    num_sent_ += num_bytes;
-    if (has_unsent()) return;
-    queue_.clear();
-    num_sent_ = 0;
+    stream.sent(num_bytes);
 }
 
 }  // namespace syncline

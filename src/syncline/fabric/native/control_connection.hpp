@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "connection.hpp"
@@ -13,31 +12,28 @@ namespace syncline {
 
 class ControlConnection : public Connection {
    public:
-    ControlConnection(ConnectionOwner& owner, Heartbeat& heartbeat)
-        : Connection(owner, CONTROL_CLASS), heartbeat_(heartbeat) {}
+    ControlConnection(ConnectionOwner& owner, Heartbeat& heartbeat);
 
     // Begin to use a socket; it stays the caller's.
     void attach(int fd);
-    bool is_attached() const { return fd >= 0; }
+    bool is_attached() const { return !inbox_.empty(); }
 
     void queue(Header header, const void* payload, uint32_t num_bytes);
-    bool has_unsent() const { return num_sent_ < queue_.size(); }
+    bool has_unsent() const { return stream.unsent_bytes() > 0; }
     void read() override;
     bool write() override;
+    void interrupt() override { num_inbox_bytes_ = 0; }
 
     // Where the next bytes go, and that some of them are there: every whole frame is handed over.
     uint8_t* room() { return inbox_.data() + num_inbox_bytes_; }
     size_t room_bytes() const { return inbox_.size() - num_inbox_bytes_; }
     void arrived(size_t num_bytes);
     // What waits to be sent, and that some of it was.
-    const char* unsent() const { return queue_.data() + num_sent_; }
-    size_t unsent_bytes() const { return queue_.size() - num_sent_; }
+    SendStream::Gathered gather() const { return stream.gather(); }
     void sent(size_t num_bytes);
 
    private:
     Heartbeat& heartbeat_;
-    std::string queue_;
-    size_t num_sent_ = 0;
     std::vector<uint8_t> inbox_;
     size_t num_inbox_bytes_ = 0;
 };

@@ -13,17 +13,19 @@ namespace syncline {
 namespace {
 
 constexpr int64_t WAKE_BYTES = 32 << 10;  // in the middle of a chunk, the kernel wakes us for no less
+constexpr size_t BLOCK_BYTES = MAX_CHUNK_BYTES + (8 << 10);
+constexpr int64_t MAX_KEPT_BYTES = 64 << 20;  // more than kernels hold for one connection, at both ends
 
 }  // namespace
 
 DataConnection::DataConnection(ConnectionOwner& owner, int connection_class, int attached_fd, int64_t chunk_bytes)
-    : Connection(owner, connection_class), chunk_bytes(chunk_bytes) {
+    : Connection(owner, connection_class, BLOCK_BYTES), chunk_bytes(chunk_bytes) {
     fd = attached_fd;
 }
 
 void DataConnection::drop() {
-    segments_.clear();
-    first_segment_ = 0;
+    stream.clear();
+    interrupted_.reset();
     for (auto& message : heap_) message->drop();
     for (auto& message : finishing_) message->drop();
     heap_.clear();
@@ -85,11 +87,37 @@ void DataConnection::begin_chunk() {
     overhead_bytes += HEADER_BYTES;
     crc_before_ = 0;
     num_chunk_bytes_ = 0;
+    chunk_ = frame_.type == END ? nullptr : destination();
     has_frame_ = true;
     chunk_size_ = frame_.chunk_bytes;
-    chunk_ = frame_.type == END ? nullptr : owner.begin_chunk(frame_);
-    if (!chunk_ && frame_.chunk_bytes) chunk_ = waste(frame_.chunk_bytes);
+    is_wasted_ = !chunk_;
+    if (is_wasted_ && frame_.chunk_bytes) chunk_ = waste(frame_.chunk_bytes);
     if (!frame_.chunk_bytes) end_chunk();
+}
+
+// A chunk that was interrupted comes again: whoever receives it was asked before.
+uint8_t* DataConnection::destination() {
+    if (!interrupted_) return owner.begin_chunk(frame_);
+    if (*interrupted_ != frame_)
+        throw FrameError(format("message %#llx goes on with another frame than before its connection broke",
+                                ull(interrupted_->tag)));
+    interrupted_.reset();
+    return interrupted_chunk_;
+}
+
+void DataConnection::interrupt() {
+    if (has_frame_ && frame_.type != END) {
+        interrupted_ = frame_;
+        interrupted_chunk_ = is_wasted_ ? nullptr : chunk_;
+    }
+    has_frame_ = false;
+    num_header_bytes_ = chunk_size_ = num_chunk_bytes_ = 0;
+}
+
+void DataConnection::use_socket(int socket) {
+    Connection::use_socket(socket);
+    wakes_at_bytes_ = 1;
+    most_resent_ = 0;
 }
 
 void DataConnection::end_chunk() {
@@ -97,6 +125,7 @@ void DataConnection::end_chunk() {
     check_payload(frame, crc32(chunk_, chunk_size_, crc_before_));
     has_frame_ = false;
     chunk_size_ = num_chunk_bytes_ = 0;
+    received_bytes_of_stream += HEADER_BYTES + frame.chunk_bytes;
     if (frame.type == END) {
         has_ended = true;
         owner.on_end();
@@ -122,7 +151,9 @@ uint8_t* DataConnection::waste(size_t num_bytes) {
 }
 
 void DataConnection::redirect(uint64_t tag) {
+    if (interrupted_ && interrupted_->tag == tag) interrupted_chunk_ = nullptr;
     if (!has_frame_ || frame_.tag != tag) return;
+    is_wasted_ = true;
     crc_before_ = crc32(chunk_, num_chunk_bytes_, crc_before_);
     chunk_ = waste(frame_.chunk_bytes);
     chunk_size_ -= num_chunk_bytes_;
@@ -142,8 +173,7 @@ void DataConnection::push(const OutgoingPtr& message) {
 bool DataConnection::write() {
     int64_t budget = TICK_BYTES;
     while (budget > 0) {
-        Gathered gathered;
-        gather(gathered);
+        SendStream::Gathered gathered = gather();
         if (!gathered.num_parts) return true;
         msghdr message{};
         message.msg_iov = gathered.parts.data();
@@ -157,42 +187,31 @@ bool DataConnection::write() {
     return false;
 }
 
-void DataConnection::gather(Gathered& gathered) {
-    if (first_segment_ == segments_.size()) refill();
-    for (size_t place = first_segment_; place < segments_.size(); ++place) {
-        const Segment& segment = segments_[place];
-        gathered.parts[gathered.num_parts++] = {const_cast<uint8_t*>(segment.data), segment.num_bytes};
-        gathered.num_bytes += segment.num_bytes;
-    }
+SendStream::Gathered DataConnection::gather() {
+    if (!stream.unsent_bytes()) refill();
+    return stream.gather();
 }
 
 void DataConnection::sent(size_t num_bytes) {
-    for (; first_segment_ < segments_.size() && num_bytes >= segments_[first_segment_].num_bytes; ++first_segment_)
-        num_bytes -= segments_[first_segment_].num_bytes;
-    if (first_segment_ < segments_.size()) {
-        segments_[first_segment_].data += num_bytes;
-        segments_[first_segment_].num_bytes -= num_bytes;
-        return;
-    }
-    segments_.clear();
-    first_segment_ = 0;
-    refill_sent();
+    stream.sent(num_bytes);
+    if (!stream.unsent_bytes()) refill_sent();
 }
 
 // Take the next chunk of the most urgent messages; small ones share it.
 void DataConnection::refill() {
+    if (stream.kept_bytes() >= MAX_KEPT_BYTES) return;  // until the peer says that it has some of it
     int64_t room = chunk_bytes;
     if (!heap_.empty() && heap_.front()->urgency >= BULK_URGENCY)
         room = std::max<int64_t>(room, BULK_BYTES + static_cast<int64_t>(HEADER_BYTES));
-    segments_.clear();
-    first_segment_ = num_headers_ = 0;
-    while (!heap_.empty() && room > 0 && num_headers_ < MAX_FRAMES_AT_ONCE) {
+    size_t num_frames = 0;
+    while (!heap_.empty() && room > 0 && num_frames < MAX_FRAMES_AT_ONCE) {
         Outgoing& message = *heap_.front();
         const int64_t rest = message.limit_bytes - message.sent_bytes;
-        if (num_headers_ && rest > room) break;  // a chunk of its own, rather than a crumb now
+        if (num_frames && rest > room) break;  // a chunk of its own, rather than a crumb now
         // What is sent without asking is never divided, also where chunks became smaller while it waited.
         const int64_t num_bytes = message.is_eager ? rest : std::min(rest, room);
         append_chunk(message, num_bytes);
+        ++num_frames;
         room -= num_bytes + static_cast<int64_t>(HEADER_BYTES);
         if (message.sent_bytes != message.limit_bytes) continue;
         message.is_queued = false;
@@ -201,12 +220,12 @@ void DataConnection::refill() {
         finishing_.push_back(std::move(heap_.back()));
         heap_.pop_back();
     }
-    if (!segments_.empty() || !wants_end) return;
+    if (num_frames || !wants_end) return;
     wants_end = false;
     Header end;
     end.type = END;
     end.connection_class = static_cast<int16_t>(connection_class);
-    append_frame(end, nullptr, 0);
+    append_frame(stream, end, nullptr, 0);
 }
 
 void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
@@ -218,7 +237,7 @@ void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
     header.signature = message.signature;
     header.message_bytes = static_cast<uint64_t>(message.num_bytes);
     header.offset = static_cast<uint64_t>(message.sent_bytes);
-    append_frame(header, message.payload.data + message.sent_bytes, static_cast<uint32_t>(num_bytes));
+    append_frame(stream, header, message.payload.data + message.sent_bytes, static_cast<uint32_t>(num_bytes));
     message.sent_bytes += num_bytes;
     sent_bytes += num_bytes;
     overhead_bytes += HEADER_BYTES;
@@ -229,13 +248,6 @@ uint16_t DataConnection::num_resent() {
     const int64_t before = most_resent_;
     most_resent_ = std::max(most_resent_, resent_segments(fd));
     return static_cast<uint16_t>(std::min<int64_t>(UINT16_MAX, most_resent_ - before));
-}
-
-void DataConnection::append_frame(const Header& header, const uint8_t* payload, uint32_t num_bytes) {
-    EncodedHeader& encoded = headers_[num_headers_++];
-    encoded = seal(header, payload, num_bytes);
-    segments_.push_back({encoded.data(), HEADER_BYTES});
-    if (num_bytes) segments_.push_back({payload, num_bytes});
 }
 
 void DataConnection::refill_sent() {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "connection.hpp"
@@ -24,6 +25,8 @@ class DataConnection : public Connection {
     void push(const OutgoingPtr& message);
     void read() override;
     bool write() override;
+    void interrupt() override;
+    void use_socket(int socket) override;
     // Nothing is read into any destination or sent from any payload any more.
     void drop();
     // Let the rest of a chunk of `tag` that is arriving go to waste; its destination is not touched again.
@@ -39,29 +42,16 @@ class DataConnection : public Connection {
 
     static constexpr size_t MAX_FRAMES_AT_ONCE = 64;
     // What is to be sent next: none if nothing is queued.
-    struct Gathered {
-        std::array<iovec, 2 * MAX_FRAMES_AT_ONCE> parts;
-        size_t num_parts = 0, num_bytes = 0;
-    };
-    void gather(Gathered& gathered);
+    SendStream::Gathered gather();
     void sent(size_t num_bytes);
 
    private:
     // --- outgoing ---
-    struct Segment {
-        const uint8_t* data;
-        size_t num_bytes;
-    };
     std::vector<OutgoingPtr> heap_, finishing_;
-    std::array<EncodedHeader, MAX_FRAMES_AT_ONCE> headers_;
-    size_t num_headers_ = 0;
-    std::vector<Segment> segments_;  // what the last refill gave
-    size_t first_segment_ = 0;       // and from where on it is not sent
 
     void refill();
     int64_t most_resent_ = 0;
     uint16_t num_resent();
-    void append_frame(const Header& header, const uint8_t* payload, uint32_t num_bytes);
     void append_chunk(Outgoing& message, int64_t num_bytes);
     void refill_sent();
 
@@ -73,10 +63,14 @@ class DataConnection : public Connection {
     uint8_t* chunk_ = nullptr;
     size_t chunk_size_ = 0, num_chunk_bytes_ = 0;
     uint32_t crc_before_ = 0;
+    bool is_wasted_ = false;                // the rest of the chunk is for nobody
+    std::optional<Header> interrupted_;     // of a chunk that comes again on this socket, from its first byte,
+    uint8_t* interrupted_chunk_ = nullptr;  // and where it goes (null: it is for nobody)
     int wakes_at_bytes_ = 1;
     std::vector<uint8_t> scratch_;
 
     void begin_chunk();
+    uint8_t* destination();
     void end_chunk();
     void choose_wake_up();
     uint8_t* waste(size_t num_bytes);

@@ -25,6 +25,7 @@ enum EventKind : uint8_t {
     DRAINED = 10,    // everything that was sent is with the kernel (told while `tells_drained`)
     DONE = 11,       // callback: a call's on_done
     FAULT = 12,      // text: why this rank cannot go on with a peer
+    SUSPENDED = 13,  // tag: its class, from 0 (control); number: errno, other: whether bytes were damaged, as text says
 };
 
 struct Event {

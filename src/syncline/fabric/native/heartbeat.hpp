@@ -6,7 +6,8 @@
 // too.
 //
 // Frames are never mixed. Whoever writes to a control connection holds the mutex, and the thread writes only where the
-// loop's last frame is whole; of its own frame the loop first sends what the kernel did not take.
+// loop's last frame is whole; of its own frame the loop first sends what the kernel did not take. Such a heartbeat is
+// marked by its signature: it is no part of the connection's stream, and is never sent again.
 #pragma once
 
 #include <sys/types.h>

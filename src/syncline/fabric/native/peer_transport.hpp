@@ -33,6 +33,14 @@ class PeerTransport final : public ConnectionOwner {
     void end();
     void close();
 
+    // Neither read nor write a connection until it goes on with another socket.
+    void suspend(int connection_class);
+    // Its old socket is not used even for what is said last.
+    void forget_socket(int connection_class) { connections.of_class(connection_class).fd = -1; }
+    // Go on with another socket, behind the first bytes, which the peer has; return how many bytes are sent again, or
+    // -1 if it cannot have so many.
+    int64_t resume(int connection_class, int fd, uint64_t position);
+
     void send_frame(uint8_t type, uint64_t tag, uint64_t message_bytes, const std::string& payload);
     void flush_control();
     // Return whether anything was heard since this was asked last.
@@ -52,7 +60,11 @@ class PeerTransport final : public ConnectionOwner {
     TransportState& state_;
 
     void break_off(Connection& connection, int error);
-    void read_last_frames();
+    void suspend(Connection& connection);
+    void interrupt(Connection& connection, const FrameError& error);
+    void acknowledge(Connection& connection, uint64_t least_bytes);
+    void acknowledge_all();
+    void on_acknowledged(const Header& frame);
     void mute(Connection& connection);
     void give_up(Connection& connection, const std::exception& error);
 };

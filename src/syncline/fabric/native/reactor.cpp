@@ -48,7 +48,7 @@ void Reactor::add(Connection& connection) {
 
 void Reactor::remove(Connection& connection) {
     if (!connection.is_watched) return;
-    connection.is_watched = false;
+    connection.is_watched = connection.is_watching_writer = false;
     epoll_event event{};
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd, &event);
 }
@@ -63,7 +63,7 @@ void Reactor::watch_writer(Connection& connection, bool is_watching) {
 }
 
 void Reactor::schedule_write(Connection& connection) {
-    if (connection.is_write_scheduled || connection.is_watching_writer || connection.is_closed) return;
+    if (connection.is_write_scheduled || connection.is_watching_writer || !connection.is_open()) return;
     connection.is_write_scheduled = true;
     to_write_.push_back(&connection);
 }
@@ -81,7 +81,7 @@ void Reactor::write_scheduled() {
 }
 
 void Reactor::write(Connection& connection) {
-    if (connection.is_closed) return;
+    if (!connection.is_open()) return;
     const bool is_done = connection.owner.on_writable(connection);
     if (connection.is_watching_writer == is_done) watch_writer(connection, !is_done);
 }

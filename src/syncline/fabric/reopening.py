@@ -1,0 +1,279 @@
+"""Opening a connection again that broke, so that it costs no rank: who dials, who waits, and when the peer is given up.
+
+Whoever dialled first dials again, at once; the other one asks whether the peer is still there, and waits. A peer whose
+address refuses connections is lost at once, as its process has ended; one that answers has ``LIMIT_S``, and no more
+than half of the time for which it may be silent. What both sides have received goes with the handshake, so each sends
+again what the other has not got. A connection that breaks again and again with nothing new in between is a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from syncline.fabric.dialling import ask, dial_again
+from syncline.fabric.frames import DamagedFrameError, FrameError
+from syncline.fabric.handshake import Refusal, RefusedError, Resumption, Terms
+from syncline.fabric.options import FabricOptions
+from syncline.fabric.peer import Peer
+from syncline.fabric.sockets import prepare_connected
+
+LIMIT_S = 5.0
+"""How long a connection may take to be there again."""
+ASK_AFTER_S = 0.03
+"""Most often the peer has dialled again by then."""
+PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)
+"""Between attempts to which the peer's machine answers, but not as it should."""
+MAX_FRUITLESS = 5
+"""So often in a row a connection may break before anything new has arrived on it."""
+FORGET_S = 30.0
+"""After so long a break is not one of a row any more: idle connections are cut by some firewalls, again and again."""
+MAX_FORGED = 8
+"""So many frames of a peer may fail their authentication codes."""
+LOG_INTERVAL_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class TraceSink(Protocol):
+    """What is written into a trace."""
+
+    def instant(self, name: str, category: str, **args: object) -> None:
+        """Note that something happened now."""
+
+
+class _GoneError(Exception):
+    """There is nobody at the other end, or it has given up this rank."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """A connection over all its sockets."""
+
+    connection_id: bytes
+    number: int = 0
+    """Of the last attempt to open it again."""
+    positions: tuple[int, int] = (0, 0)
+    """What had arrived at both ends when it was opened last."""
+    num_fruitless: int = 0
+    resumed_s: float = 0.0
+    error: Exception = field(default_factory=EOFError)
+    task: asyncio.Task[None] | None = None
+
+    def note_resumed(self, positions: tuple[int, int], now_s: float) -> None:
+        is_fruitless = positions == self.positions and now_s - self.resumed_s < FORGET_S
+        self.num_fruitless = self.num_fruitless + 1 if is_fruitless else 0
+        self.positions, self.resumed_s = positions, now_s
+
+
+class Reopener:
+    """Opens the broken connections of one fabric again; ``addresses`` are those at which the ranks listen."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        options: FabricOptions,
+        *,
+        own_address: str,
+        addresses: Mapping[int, tuple[str, int]],
+        trace: TraceSink | None,
+    ) -> None:
+        self._terms = terms
+        self._options = options
+        self._own_address = own_address
+        self._addresses = addresses
+        self._trace = trace
+        self._limit_s = min(LIMIT_S, options.dead_s / 2)
+        self._lines: dict[tuple[int, int], _Line] = {}
+        self._num_forged: dict[int, int] = {}
+        self._logged_s = float("-inf")
+        self._num_unlogged = 0
+
+    def __repr__(self) -> str:
+        return f"<Reopener: {len(self._lines)} connections>"
+
+    def use_terms(self, terms: Terms) -> None:
+        """Dial by these terms from now on."""
+        self._terms = terms
+
+    def opened(self, peer: int, connection_class: int, connection_id: bytes) -> None:
+        """Take note of a connection that was opened for the first time."""
+        self._lines[peer, connection_class] = _Line(connection_id=connection_id)
+
+    def reopen(self, peer: Peer, connection_class: int, error: Exception) -> None:
+        """Begin to open a connection again that broke with ``error``."""
+        line = self._lines.get((peer.rank, connection_class))
+        if line is None or self._is_forged_too_often(peer, error):
+            peer.on_broken(error)
+        elif line.task is None:
+            line.error = error
+            line.task = asyncio.create_task(self._reopen(peer, connection_class, line))
+            line.task.add_done_callback(peer.tasks.discard)
+            peer.tasks.add(line.task)
+
+    def give_up_socket(self, peer: Peer, connection_class: int, resumption: Resumption) -> int | None:
+        """Let go of the old socket, as the peer dials again; return how much has arrived, None if it is a stranger."""
+        line = self._lines.get((peer.rank, connection_class))
+        if peer.is_gone or line is None or resumption.number <= line.number:
+            return None
+        if not peer.is_ready or connection_class >= peer.num_classes:
+            return None  # it waits for others, and nothing was read from it yet
+        if not hmac.compare_digest(resumption.connection_id, line.connection_id):
+            return None
+        if not peer.transport.suspend(connection_class):
+            return None  # the peer had said that nothing more comes, and is about to leave
+        line.number = resumption.number
+        self.reopen(peer, connection_class, EOFError())  # unless it waits already: this attempt may fail too
+        return peer.transport.received_position(connection_class)
+
+    def accept(self, peer: Peer, connection_class: int, resumption: Resumption, sock: socket.socket) -> None:
+        """Go on with a socket on which the peer has dialled again, unless it has done so once more."""
+        line = self._lines[peer.rank, connection_class]
+        if line.number != resumption.number:
+            sock.close()
+            return
+        waiting = line.task
+        if self._go_on(peer, connection_class, line, sock, resumption.position) and waiting is not None:
+            waiting.cancel()
+
+    # --- inside ---
+
+    def _is_forged_too_often(self, peer: Peer, error: Exception) -> bool:
+        if not self._options.authenticate_frames or not isinstance(error, DamagedFrameError):
+            return False
+        self._num_forged[peer.rank] = self._num_forged.get(peer.rank, 0) + 1
+        return self._num_forged[peer.rank] > MAX_FORGED
+
+    async def _reopen(self, peer: Peer, connection_class: int, line: _Line) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                if peer.rank < self._terms.rank:
+                    await self._dial(peer, connection_class, line)
+                else:
+                    await self._ask(peer)
+                    peer.transport.forget_socket(connection_class)  # its end may not know
+                    await asyncio.Event().wait()  # until it is accepted
+        except _GoneError:
+            peer.on_broken(line.error)
+        except TimeoutError:
+            peer.on_broken(line.error, f"{_name(connection_class)} could not be opened again in {self._limit_s:g} s")
+
+    async def _dial(self, peer: Peer, connection_class: int, line: _Line) -> None:
+        num_refused = 0
+        for pause_s in (*PAUSES_S, None):
+            line.number += 1
+            position = peer.transport.received_position(connection_class)
+            try:
+                async with asyncio.timeout(self._limit_s / 2):
+                    sock, theirs = await dial_again(
+                        self._terms,
+                        self._options,
+                        own_address=self._own_address,
+                        peer=peer.rank,
+                        address=self._addresses[peer.rank],
+                        connection_class=connection_class,
+                        resumption=Resumption(line.number, line.connection_id, position),
+                    )
+            except ConnectionRefusedError:
+                raise _GoneError from None
+            except RefusedError as refused:
+                num_refused += refused.refusal in (Refusal.GONE, Refusal.JOB, Refusal.EPOCH, Refusal.RANK)
+                if num_refused > 1:  # one may come of a bit that was changed in the handshake
+                    raise _GoneError from None
+            except (OSError, EOFError):
+                pass
+            else:
+                if self._go_on(peer, connection_class, line, sock, theirs):
+                    return
+            if pause_s is None:
+                raise _GoneError
+            await asyncio.sleep(pause_s)
+
+    async def _ask(self, peer: Peer) -> None:
+        """Return if the peer is there, or nobody can tell."""
+        await asyncio.sleep(ASK_AFTER_S)
+        for pause_s in PAUSES_S:
+            try:
+                if await ask(
+                    self._terms,
+                    self._options,
+                    own_address=self._own_address,
+                    peer=peer.rank,
+                    address=self._addresses[peer.rank],
+                ):
+                    return
+            except ConnectionRefusedError:
+                raise _GoneError from None
+            except (ConnectionResetError, BrokenPipeError, EOFError):
+                await asyncio.sleep(pause_s)  # whoever listened there is about to end, or the network cuts this too
+            except OSError:
+                return
+            else:
+                raise _GoneError
+        raise _GoneError
+
+    def _go_on(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> bool:
+        """Use a new socket, unless that broke already."""
+        if peer.is_gone:
+            sock.close()
+            return True
+        try:
+            prepare_connected(sock, connection_class, peer.options)
+        except OSError:
+            sock.close()
+            return False
+        self._resume(peer, connection_class, line, sock, theirs)
+        return True
+
+    def _resume(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> None:
+        line.task = None
+        now_s = asyncio.get_running_loop().time()
+        line.note_resumed((peer.transport.received_position(connection_class), theirs), now_s)
+        if line.num_fruitless >= MAX_FRUITLESS:
+            sock.close()
+            peer.on_broken(
+                line.error, f"{_name(connection_class)} broke {MAX_FRUITLESS} times with nothing new in between"
+            )
+            return
+        try:
+            resent_bytes = peer.transport.resume(connection_class, sock, theirs)
+        except FrameError as error:
+            sock.close()
+            peer.on_broken(error)
+            return
+        self._tell(peer, connection_class, _reason(line.error), resent_bytes)
+
+    def _tell(self, peer: Peer, connection_class: int, reason: str, resent_bytes: int) -> None:
+        if self._trace is not None:
+            details = {"peer": peer.rank, "connection_class": connection_class, "resent_bytes": resent_bytes}
+            self._trace.instant("connection was opened again", "communication", reason=reason, **details)
+        self._num_unlogged += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s < LOG_INTERVAL_S:
+            return
+        self._logged_s = now_s
+        _log.warning(
+            "rank %d: connection %d to %s was opened again (%d bytes are sent again): %s; %d since the last such line",
+            self._terms.rank,
+            connection_class,
+            peer.name,
+            resent_bytes,
+            reason,
+            self._num_unlogged,
+        )
+        self._num_unlogged = 0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DamagedFrameError):
+        return "a frame was damaged"
+    return "its other end was closed" if isinstance(error, EOFError) else "it was reset"
+
+
+def _name(connection_class: int) -> str:
+    return f"its connection {connection_class}" if connection_class >= 0 else "its control connection"
