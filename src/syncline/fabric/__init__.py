@@ -2,7 +2,7 @@
 
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
-from syncline.fabric.mesh import AnyRendezvous, connect_tcp
+from syncline.fabric.mesh import connect_tcp
 from syncline.fabric.news import News
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
@@ -16,7 +16,7 @@ from syncline.fabric.protocol import (
     Transport,
 )
 from syncline.fabric.records import Store
-from syncline.fabric.rendezvous import Rendezvous
+from syncline.fabric.rendezvous import AnyRendezvous, Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
 from syncline.fabric.transport_sets import new_event_loop

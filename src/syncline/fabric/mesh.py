@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
@@ -23,7 +23,7 @@ from syncline.fabric.handshake import Resumption, Terms, derive_key, derive_offe
 from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.rendezvous import Generation, Member
+from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
@@ -32,22 +32,6 @@ from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.fabric.transport_sets import check_transport, open_transport_set
 from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
-
-
-class AnyRendezvous(Protocol):
-    """How ranks find each other: :class:`Rendezvous` through a store; those that join a running job ask a member."""
-
-    async def meet(self, member: Member, *, world_size: int, timeout_s: float, silence_s: float) -> Generation:
-        """Say where this rank listens, and return where all do; ``RendezvousError`` at the deadline."""
-
-    async def watch(self) -> None:
-        """After that, until cancelled: raise ``HandshakeError`` if a rank gives up, or is gone."""
-
-    async def give_up(self, reason: str) -> None:
-        """Tell the others why this rank does not connect."""
-
-    async def rest(self) -> None:
-        """Tell the others that this rank is connected to all of them."""
 
 
 async def connect_tcp(

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from syncline.errors import HandshakeError, RendezvousError, name_ranks
 from syncline.fabric.on_thread import on_thread
@@ -61,6 +61,22 @@ class Generation:
 class _Hello:
     member: Member
     nonce: str
+
+
+class AnyRendezvous(Protocol):
+    """How ranks find each other: :class:`Rendezvous` through a store; those that join a running job ask a member."""
+
+    async def meet(self, member: Member, *, world_size: int, timeout_s: float, silence_s: float) -> Generation:
+        """Say where this rank listens, and return where all do; ``RendezvousError`` at the deadline."""
+
+    async def watch(self) -> None:
+        """After that, until cancelled: raise ``HandshakeError`` if a rank gives up, or is gone."""
+
+    async def give_up(self, reason: str) -> None:
+        """Tell the others why this rank does not connect."""
+
+    async def rest(self) -> None:
+        """Tell the others that this rank is connected to all of them."""
 
 
 class Rendezvous:
