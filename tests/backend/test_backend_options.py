@@ -19,12 +19,14 @@ from syncline.topology import Topology
 
 OF_TORCH = {"rank", "world_size", "master", "timeout_s"}
 """What torch.distributed is told, and a group is not asked again."""
+OF_GROWING_JOBS = {"join", "join_port"}
+"""A process group has the ranks that it was made with."""
 
 
 def test_options_are_the_arguments_of_init() -> None:
     arguments = inspect.signature(syncline.init).parameters
     fields = {field.name: field.default for field in dataclasses.fields(BackendOptions)}
-    assert fields == {name: one.default for name, one in arguments.items() if name not in OF_TORCH}
+    assert fields == {name: one.default for name, one in arguments.items() if name not in OF_TORCH | OF_GROWING_JOBS}
 
 
 def test_pg_options_are_options_or_a_topology() -> None:

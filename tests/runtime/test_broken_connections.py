@@ -65,7 +65,7 @@ def reconnects(communicator):
 
 
 def sums_survive(over_tcp, kind, seed, **settings):
-    proxy = BreakingProxy(seed, kinds=[kind], num_breaks=0, between_bytes=200_000)
+    proxy = BreakingProxy(seed, kinds=[kind], num_breaks=0, between_bytes=600_000)
     with running(proxy) as port:
         options = FabricOptions(shares_memory=False, chunk_bytes=32 << 10, **settings)
         communicators = over_tcp(Topology.flat(NUM_RANKS), options=options, store=ProxyStore(proxy, port))

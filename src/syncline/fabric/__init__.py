@@ -16,7 +16,7 @@ from syncline.fabric.protocol import (
     Transport,
 )
 from syncline.fabric.records import Store
-from syncline.fabric.rendezvous import AnyRendezvous, Rendezvous
+from syncline.fabric.rendezvous import Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
 from syncline.fabric.transport_sets import new_event_loop
@@ -35,7 +35,6 @@ __all__ = [
     "Progress",
     "StallHandler",
     "connect_tcp",
-    "AnyRendezvous",
     "new_event_loop",
     "TcpFabric",
     "Rendezvous",

@@ -103,14 +103,14 @@ def hold_last_average(client, *, server: int, until_lost: set[int], num_periods:
     def is_last() -> bool:
         return client.counts.num_periods == num_periods - 1 and client.links[0]._has_ended
 
-    def receive_late(peer, tag, destination, *, urgency, on_received) -> None:
+    def receive_late(peer, tag, destination, *, on_received, **settings) -> None:
         def received() -> None:
             if peer == server and is_last() and not until_lost <= set(client.lost):
                 held.append(on_received)
             else:
                 on_received()
 
-        receive(peer, tag, destination, urgency=urgency, on_received=received)
+        receive(peer, tag, destination, on_received=received, **settings)
 
     def release(peer: int, error: Exception) -> None:
         if until_lost <= set(client.lost):
