@@ -32,6 +32,7 @@ QUICK = {
         "tests/fabric/test_violations.py",
         "tests/runtime/test_slice_order.py",
         "tests/runtime/test_engine_conformance.py",
+        "-k=compiled or native or from or heartbeat",  # ids of what runs no compiled code have none of these
     ),
     "thread": (
         "tests/fabric/test_heartbeat.py",
