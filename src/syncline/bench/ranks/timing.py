@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,8 @@ from syncline.bench.pace import Pace, Tally
 
 Timed = Callable[[], float]
 """Does the work once and returns the seconds that this rank needed."""
+NOTEWORTHY_S = 2.0
+"""A round that takes longer is told, so that who waits sees that it goes on, and what a broken-off benchmark saw."""
 
 
 def measure_rounds(methods: Mapping[str, Timed], *, pace: Pace) -> dict[str, tuple[float, ...]]:
@@ -22,6 +25,7 @@ def measure_rounds(methods: Mapping[str, Timed], *, pace: Pace) -> dict[str, tup
     """
     tallies = {name: Tally(pace) for name in methods}
     while due := [name for name, tally in tallies.items() if tally.wants_more]:
+        begin, measured = time.perf_counter(), []
         for name in due:
             dist.barrier()
             start = time.perf_counter()
@@ -30,4 +34,7 @@ def measure_rounds(methods: Mapping[str, Timed], *, pace: Pace) -> dict[str, tup
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             measured_s, elapsed_s = slowest.tolist()
             tallies[name].add(measured_s, elapsed_s=elapsed_s)
+            measured.append(f"{name} {measured_s:.3g} s")
+        if dist.get_rank() == 0 and time.perf_counter() - begin > NOTEWORTHY_S:
+            print(f"bench: a round: {', '.join(measured)}", file=sys.stderr, flush=True)
     return {name: tuple(tally.seconds) for name, tally in tallies.items()}
