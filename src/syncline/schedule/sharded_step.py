@@ -143,7 +143,7 @@ def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[flo
 
 
 def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) -> Layout:
-    """Return how both halves of a step are laid over a buffer: in windows where these take fewer messages, or slices.
+    """Return how both halves of a step are laid over a buffer: in windows if these take far fewer messages, or slices.
 
     Windows are of one owner's part each (:meth:`Layout.contiguous`), so that many atoms of an owner cost few messages;
     slices each look like the whole (:meth:`Layout.build`), so that a transfer of many owners' parts is one message.

@@ -10,7 +10,10 @@ from syncline.schedule.cost import CostModel, Prediction, predict, window_messag
 from syncline.schedule.draft import Draft
 from syncline.topology import Topology
 
-_ROUNDING = 1e-6
+_WORTH_WINDOWS = 1.5
+"""So many times the messages of windows slices may take. Slices load all links evenly at all times; windows go round
+the owners, and a link whose owners are few has at times no window to carry: on virtual time, without any cost of
+messages, a step took 1.93 s in windows and 1.74 s in slices on ``three-racks-uneven-uplinks``."""
 Pair = tuple[Draft, Draft]
 """A reduce-scatter and an all-gather with the same cuts and owners."""
 
@@ -50,15 +53,15 @@ class StepPrediction:
 
 
 def in_windows(pair: Pair, num_slices: int) -> bool:
-    """Whether windows on one owner's part each take fewer messages than slices that look like the whole."""
+    """Whether windows on one owner's part each take far fewer messages than slices that look like the whole."""
     num_in_windows = sum(float(window_messages(draft, num_slices).sum()) for draft in pair)
-    return num_in_windows < sum(len(draft.transfers) for draft in pair) * (1 - _ROUNDING)
+    return num_in_windows * _WORTH_WINDOWS < sum(len(draft.transfers) for draft in pair)
 
 
 def predict_pair(
     pair: Pair, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None
 ) -> StepPrediction:
-    """Predict both halves, laid out in whichever way takes fewer messages."""
+    """Predict both halves, laid out as :func:`in_windows` says."""
     is_in_windows = in_windows(pair, max(1, -(-num_bytes // max(1, slice_bytes))))
     scatter, gather = (
         predict(half, topology, num_bytes, slice_bytes, in_windows=is_in_windows, cost=cost) for half in pair
