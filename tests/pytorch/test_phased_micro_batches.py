@@ -14,6 +14,7 @@ from torch import nn
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.phased import phase
 from syncline.topology import Topology
+from syncline.updates.phased.micro_batches import plan_parts, take
 
 SIZE = 8
 
@@ -180,17 +181,68 @@ def test_classes_of_the_topology_file_are_used(run_fleets: Any) -> None:
     assert used[2, 2] >= 2 * parameters  # half of the gradients and half of the parameters, in each of two steps
 
 
+def uneven_batches(num_steps: int, num_pairs: int) -> list[list[Batch]]:
+    """Return batches whose last one is smaller, and none of which can be divided by 4."""
+    sizes = [[SIZE + 1 + 2 * pair for pair in range(num_pairs)]] * (num_steps - 1) + [[5, 6][:num_pairs]]
+    whole = even_batches(num_steps, 2)
+    return [[(whole[step][1][0][:size], whole[step][1][1][:size]) for size in sizes[step]] for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 5])
+@pytest.mark.parametrize("num_pairs", [1, 2])
+def test_a_batch_that_does_not_divide_equals_one_process_too(num_pairs: int, num_stages: int, run_fleets: Any) -> None:
+    """Micro-batches have weights: of 9 samples, the first of 4 has 3."""
+    stages = make_stages(num_stages)
+    batches = uneven_batches(3, num_pairs)
+    results = train_in_pairs(stages, batches, run_fleets, micro_batches=4)
+    train_alone(stages, batches, None)
+    check_stages_equal(results, stages, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_targets_with_several_rows_for_a_sample_are_divided_as_the_inputs_are(num_stages: int, run_fleets: Any) -> None:
+    """As tokens of a text are; the rank that has them may not have the inputs."""
+    stages = make_stages(num_stages)
+    ((inputs, targets),) = uneven_batches(1, 1)[0]
+
+    def flat(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        assert output.reshape(-1, 1).shape == wanted.shape
+        return squared(output.reshape(-1, 1), wanted)
+
+    def body(fleet: Any) -> float:
+        trainer = phase(copy.deepcopy(stages), adam, loss=flat, fleet=fleet, micro_batches=4)
+        return trainer.step(
+            inputs if trainer.needs_inputs else None, targets.reshape(-1, 1) if trainer.needs_targets else None
+        )
+
+    losses = run_fleets(2, body)
+    expected = float(squared(nn.Sequential(*stages)(inputs), targets))
+    assert losses == [pytest.approx(expected, rel=1e-12)] * 2
+
+
 def test_batches_that_cannot_be_divided(run_fleets: Any) -> None:
     def body(fleet: Any) -> None:
         trainer = phase(make_stages(4), adam, loss=squared, fleet=fleet, micro_batches=4)
         inputs, targets = even_batches(1, 1)[0][0]
-        with pytest.raises(UpdateError, match=r"4 micro-batches .* (inputs|targets) have first dimensions of \[7\]"):
-            trainer.step(inputs[:7], targets[:7])
-        with pytest.raises(UpdateError, match="have no tensor"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"micro_batches=4 .* the (inputs|targets) have first dimensions of \[3\]; give larger",
+        ):
+            trainer.step(inputs[:3], targets[:3])
+        with pytest.raises(ConfigurationError, match="have no tensor"):
             trainer.step(3, "targets")
         trainer.step(inputs, targets)  # nothing was begun, so nothing is lost
 
     run_fleets(2, body)
+
+
+def test_tensors_of_a_batch_that_have_other_rows() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"multiple of micro_batches=4, .* first dimensions of \[6, 8\]; give all"
+    ):
+        plan_parts([torch.zeros(6), torch.zeros(8)], 4)
+    with pytest.raises(UpdateError, match=r"rows 0 to 2 of 6 and others, .* targets have first dimensions of \[8\]"):
+        take(torch.zeros(8), plan_parts(torch.zeros(6), 4)[0], "targets")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -95,13 +97,13 @@ def outcomes(run_fleets: Any, body: Any, world: int = 2) -> list[str]:
     return [str(one) for one in run_fleets(world, body, accept=SynclineError)]
 
 
-def make_steps(run_fleets: Any, folder: Path, number: int) -> None:
+def make_steps(run_fleets: Any, folder: Path, number: int, world: int = 2) -> None:
     def body(fleet: Any) -> None:
         trainer = phase(make_stages(4), adam, loss=squared, fleet=fleet, storage=folder, resume=True)
         for step in make_batches(number, 1):
             trainer.step(*step[0])
 
-    run_fleets(2, body)
+    run_fleets(world, body)
 
 
 def flip_last_bit(path: Path) -> None:
@@ -142,7 +144,7 @@ def test_a_folder_that_is_gone_is_not_begun_anew(run_fleets: Any, tmp_path: Path
     assert run_fleets(2, begin) == [2, 2]
 
 
-@pytest.mark.parametrize("change", ["stages", "ranks", "buckets"])
+@pytest.mark.parametrize("change", ["stages", "buckets"])
 def test_another_job_is_told_and_changes_nothing(change: str, run_fleets: Any, tmp_path: Path) -> None:
     make_steps(run_fleets, tmp_path, 2)
     before = {path: path.read_bytes() for path in sorted(tmp_path.glob("*/*"))}
@@ -152,9 +154,25 @@ def test_another_job_is_told_and_changes_nothing(change: str, run_fleets: Any, t
         options = {"bucket_bytes": 500} if change == "buckets" else {}
         return phase(stages, adam, loss=squared, fleet=fleet, storage=tmp_path, resume=True, **options).num_steps
 
-    told = outcomes(run_fleets, begin, world=4 if change == "ranks" else 2)
-    expected = "rank 2 has none" if change == "ranks" else "holds step 2 of another job: it was"
-    assert any(expected in one for one in told), told
+    told = outcomes(run_fleets, begin)
+    assert any("holds step 2 of another job: it was" in one for one in told), told
+    assert {path: path.read_bytes() for path in sorted(tmp_path.glob("*/*"))} == before
+
+
+@pytest.mark.parametrize(("stored", "started"), [(2, 4), (4, 2)])
+def test_another_number_of_ranks_is_refused_and_changes_nothing(
+    stored: int, started: int, run_fleets: Any, tmp_path: Path
+) -> None:
+    make_steps(run_fleets, tmp_path, 2, world=stored)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.glob("*/*"))}
+
+    def begin(fleet: Any) -> None:
+        with pytest.raises(
+            ConfigurationError, match=f"which are {stored} in .* this job has {started} .*: start {stored}"
+        ):
+            phase(make_stages(4), adam, loss=squared, fleet=fleet, storage=tmp_path, resume=True)
+
+    run_fleets(started, begin)
     assert {path: path.read_bytes() for path in sorted(tmp_path.glob("*/*"))} == before
 
 
@@ -166,6 +184,14 @@ def test_only_a_folder_can_be_gone_on_from(run_fleets: Any) -> None:
     run_fleets(2, body)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what ranks leave that nobody kills; ``losses.json`` is what they told."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "losses.json").write_text(json.dumps(run_to_end(folder)))
+    return folder
+
+
 def run_to_end(folder: Path) -> list[list[str]]:
     """Return what each rank told: how many steps were made before, and the losses of the others."""
     results = run_script(SCRIPT, 2, str(folder), "0", "0")
@@ -173,15 +199,36 @@ def run_to_end(folder: Path) -> list[list[str]]:
     return [output.split("result ")[-1].split() for _, output in results]
 
 
-def test_kill_9_with_dropout_and_running_statistics(tmp_path: Path) -> None:
-    """Processes, of which one kills itself while a file is half written; the other is told, and ends."""
-    whole = run_to_end(tmp_path / "whole")
-    for killed, last in ((0, 29), (1, 33)):
-        folder = tmp_path / f"killed-{killed}"
-        results = run_script(SCRIPT, 2, str(folder), str(killed), str(last))
-        assert results[killed][0] == -signal.SIGKILL, results
-        assert f"told of rank {killed}" in results[1 - killed][1]
-        for rank, (before, *losses) in enumerate(run_to_end(folder)):
-            assert int(before) > 0
-            assert losses == whole[rank][1 + int(before) :]
-            assert stored_step(folder / str(rank), 4) == stored_step(tmp_path / "whole" / str(rank), 4)
+def check_told(text: str, killed: int) -> None:
+    """Check that a survivor's error says who is lost, and in which step and at which stage it was itself."""
+    at = r"in step \d, at the (forward|loss|backward) of stage \d|at the end of step \d|after step \d"
+    assert re.search(rf"told of rank {killed}: rank {killed} .* is lost.*; rank {1 - killed} was ({at})", text), text
+
+
+@pytest.mark.parametrize(
+    ("killed", "moment", "least"),
+    [
+        pytest.param(0, "29", 1, id="half of a file is written"),
+        pytest.param(1, "33", 1, id="half of another"),
+        pytest.param(0, "Compute:23", 1, id="a stage begins"),
+        pytest.param(1, "Send:13", 0, id="a stage is computed, and not told"),
+        pytest.param(0, "Reduce:8", 1, id="gradients are complete"),
+        pytest.param(1, "step:5", 1, id="a shard is stepped"),
+        pytest.param(0, "Store:5", 0, id="some stages of a step are stored"),
+        pytest.param(1, "Commit:3", 2, id="all stages of a step are stored"),
+    ],
+)
+def test_kill_9_with_dropout_and_running_statistics(
+    killed: int, moment: str, least: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Processes, of which one kills itself; the other is told, and ends. ``least``: the step that all had before."""
+    results = run_script(SCRIPT, 2, str(tmp_path), str(killed), moment)
+    assert results[killed][0] == -signal.SIGKILL, results
+    check_told(results[1 - killed][1], killed)
+    whole = json.loads((undisturbed / "losses.json").read_text())
+    begun = run_to_end(tmp_path)
+    assert begun[0][0] == begun[1][0]
+    assert least <= int(begun[0][0]) < 4
+    for rank, (before, *losses) in enumerate(begun):
+        assert losses == whole[rank][1 + int(before) :]
+        assert stored_step(tmp_path / str(rank), 4) == stored_step(undisturbed / str(rank), 4)

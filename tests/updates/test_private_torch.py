@@ -112,6 +112,17 @@ def test_note_step_satisfies_a_scheduler() -> None:
         untold.step()
 
 
+def test_a_scaler_steps_an_optimizer_without_gradients_and_says_so() -> None:
+    optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), torch.amp.GradScaler("cpu")
+    private_torch.let_scalers_step(optimizer)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(hasattr(stepped, private_torch.SCALED)))
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer)
+    optimizer.step()
+    assert seen == [True, False]
+
+
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_state_hooks_are_those_that_were_registered(kind: private_torch.StateHookKind) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)

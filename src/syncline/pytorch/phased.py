@@ -12,6 +12,7 @@ from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.fleet import Fleet, current_fleet
+from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_steps
 from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
@@ -19,7 +20,7 @@ from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.driver import PairDriver
 from syncline.updates.phased.instructions import Pass
-from syncline.updates.phased.micro_batches import MicroBatch, divide
+from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_parts, take
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
@@ -54,9 +55,10 @@ def phase(
     pairs go on from the first pair's values. ``make_optimizer`` gets the parameters of this rank's stages and returns
     an optimizer (which ones can be used: see ``align`` of :class:`Sharded`). ``loss(output, targets)`` returns the mean
     over the samples. ``storage``: a folder in which each rank has one of its own, which stays; None is temporary files
-    that are gone when the process ends, however it does. ``micro_batches``: each batch is divided into as many equal
-    parts along the first dimension of its tensors. All go through a stage each time it is loaded, so their gradients
-    accumulate and the disk is paid once; from two on both ranks of a pair compute at the same time.
+    that are gone when the process ends, however it does. ``micro_batches``: each batch is divided into as many
+    parts along the first dimension of its tensors, equal ones or with one row more in the first. All go through a stage
+    each time it is loaded, so their gradients accumulate and the disk is paid once; from two on both ranks of a pair
+    compute at the same time.
     ``stages_in_memory``: how many stages have memory at once on each rank. ``input_budget_bytes``: what the inputs of
     stages may take of a rank's memory while they wait; what is needed last beyond that is spilled to the storage (None:
     all stay). ``max_grad_norm``: gradients are scaled to a norm over the whole model of at most this, as by
@@ -77,6 +79,7 @@ def phase(
     >>> (first, second) == tuple(on_the_partner), second < first
     (True, True)
     """
+    refuse_scaled_loss(loss)
     fleet = fleet or current_fleet()
     schedule_options = _schedule_options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
     options = PhaseOptions(
@@ -111,7 +114,7 @@ class PhasedTrainer:
     """A model of stages in training on one rank of a pair; made by :func:`phase`. The fleet's close ends it.
 
     Gradients accumulate over the micro-batches of a step, not over several calls: each call would load every stage.
-    There is no ``GradScaler``. Parameters are in host memory; between steps those of most stages are not there at all:
+    A ``GradScaler`` is refused. Parameters are in host memory; between steps those of most stages are not there at all:
     :meth:`stage_states` brings them one stage at a time.
 
     >>> def train():
@@ -133,6 +136,7 @@ class PhasedTrainer:
         self._setting = setting
         self._num_micros = num_micros
         self._samples = samples
+        refuse_scaled_steps(setting.optimizer)
         self._driver = PairDriver(setting)
         self._is_closed = False
         if self._driver.step:
@@ -243,11 +247,16 @@ class PhasedTrainer:
     def _divide(self, inputs: Any, targets: Any, number: int) -> list[MicroBatch]:
         if self.needs_inputs and inputs is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes stage 0, so it needs inputs")
-        given = divide(inputs if self.needs_inputs else None, number, "inputs")
-        wanted = divide(targets if self.needs_targets else None, number, "targets")
-        counts = [self._count(part) if self.needs_inputs else 0.0 for part in given]
-        parts = zip(given, wanted, counts, strict=True)
-        return [MicroBatch(inputs=one, targets=other, num_samples=count) for one, other, count in parts]
+        if self.needs_targets and targets is not None and number > 1:
+            check_rows(targets, number, "targets")
+        if not self.needs_inputs:
+            return [MicroBatch()] * number
+        parts = plan_parts(inputs, number)
+        given = [take(inputs, part, "inputs") for part in parts]
+        return [
+            MicroBatch(inputs=one, part=part, num_samples=self._count(one))
+            for one, part in zip(given, parts, strict=True)
+        ]
 
     def _count(self, inputs: Any) -> float:
         number = self._samples.see((inputs,), {}).num_samples

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
 
-from syncline.errors import UpdateError
+from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
 from syncline.updates.phased.stage import Stage
@@ -22,14 +22,17 @@ from syncline.updates.phased.versions import (
     read_manifests,
 )
 
+_OF = " of "
+
 
 def find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
     """Return this rank's manifest of the last step that all ranks have stored whole; None to begin anew.
 
-    Every rank calls it. Raises :class:`UpdateError` on all ranks if something was trained, but no step is whole
-    everywhere.
+    Every rank calls it. Raises on all ranks :class:`ConfigurationError` if another number of ranks has stored
+    something, :class:`UpdateError` if something was trained, but no step is whole everywhere.
     """
     found = read_manifests(storage)
+    _check_num_ranks(storage, found, job)
     steps = common_steps([tuple(one) for one in job.all_gather(sorted(found), "steps that are stored")])
     for step in steps:
         is_whole = found[step].is_whole(storage)
@@ -45,6 +48,17 @@ def find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
     for slot in range(NUM_VERSIONS):
         forget(storage, slot)
     return None
+
+
+def _check_num_ranks(storage: Storage, found: Mapping[int, Manifest], job: ControlStream) -> None:
+    own = max((_num_ranks(manifest) for manifest in found.values()), default=0)
+    for rank, number in enumerate(job.gather_numbers(own, "number of ranks that have stored")):
+        if number not in (0, job.world_size):
+            raise ConfigurationError(
+                f"phase(resume=True) goes on with as many ranks as have stored the model, which are {number:.0f} in the "
+                f"folder of rank {rank}, and this job has {job.world_size} ({storage.place} here): start "
+                f"{number:.0f} ranks, each where its folder is, or name another folder with storage= to begin anew"
+            )
 
 
 def begin_versions(
@@ -77,8 +91,13 @@ def _describe_job(job: ControlStream, stages: Sequence[Stage], collectives: Buck
     """Say what must be as it was for a rank to go on from what it has stored: its part in the job, and its stages."""
     owned = [schedule.owned for schedule in collectives.bucket_schedules]
     return "\n".join(
-        [f"rank {job.rank} of {job.world_size}", *(repr(stage.plan) for stage in stages), f"shards {owned}"]
+        [f"rank {job.rank}{_OF}{job.world_size}", *(repr(stage.plan) for stage in stages), f"shards {owned}"]
     )
+
+
+def _num_ranks(manifest: Manifest) -> int:
+    """Return how many ranks the job had that a manifest describes."""
+    return int(manifest.description.partition("\n")[0].rpartition(_OF)[2])
 
 
 def _check_job(storage: Storage, resumed: Manifest, description: str) -> None:

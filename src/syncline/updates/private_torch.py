@@ -52,6 +52,10 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The function by which ``torch.amp.GradScaler`` asks gradients for infinities, as a tensor subclass is told of it."""
 
 
+SCALED = "grad_scale"
+"""What ``torch.amp.GradScaler`` sets on an optimizer that it lets step with scaled gradients, while that steps."""
+
+
 def backward_pass() -> int:
     """Return the number of the backward pass that calls this thread's hooks; -1 outside of one.
 
@@ -127,6 +131,15 @@ def is_compiled(module: nn.Module) -> bool:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Let LR schedulers that were made with ``optimizer`` know that it has stepped: they look for it when they step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def let_scalers_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``torch.amp.GradScaler`` call ``step()`` whatever gradients there are, with ``SCALED`` set meanwhile.
+
+    So do optimizers that unscale by themselves. Without it a scaler that finds no gradient fails an assertion of its own
+    before it calls anything.
+    """
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def state_hooks(optimizer: torch.optim.Optimizer, kind: StateHookKind) -> list[Callable[..., Any]]:

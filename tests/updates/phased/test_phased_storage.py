@@ -20,6 +20,7 @@ from syncline.updates.phased import storage as storage_module
 from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.messages import Message, decode
+from syncline.updates.phased.micro_batches import Part
 from syncline.updates.phased.state_file import ShardState, read_state
 from syncline.updates.phased.storage import Folder, TemporaryFiles
 from syncline.updates.shard_view import Segment
@@ -216,6 +217,7 @@ def test_a_message_describes_what_follows() -> None:
         is_tuple=True,
         num_samples=2.5,
         share=0.3,
+        part=Part(2, 3, 7),
         loss=0.1,
     )
     text = message.encode()
@@ -223,6 +225,7 @@ def test_a_message_describes_what_follows() -> None:
     assert [payload.nbytes for payload in payloads] == [12, 4]
     assert (found.phase, found.kind, found.number) == (message.phase, message.kind, 17)
     assert (found.is_tuple, found.num_samples, found.share, found.loss) == (True, 2.5, 0.3, 0.1)
+    assert found.part == Part(2, 3, 7)
     assert found.num_bytes == 16
     assert [None if one is None else (one.dtype, tuple(one.shape)) for one in found.tensors] == [
         (torch.bfloat16, (2, 3)),

@@ -26,6 +26,7 @@ from syncline.updates.phased.messages import Message, decode
 from syncline.updates.phased.micro_batches import MicroBatch
 from syncline.updates.phased.phase_work import CurrentPass
 from syncline.updates.phased.phases import Phases
+from syncline.updates.phased.place_in_step import with_place
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage_driver import StageDriver
 from syncline.updates.phased.statistics import PhasedStatistics
@@ -106,6 +107,8 @@ class PairDriver(Driver):
                 self._compute(phase)
         except BaseException as error:
             self.fail(error)
+            if isinstance(error, PeerLostError):
+                self.raise_failure()  # which says, besides, where this rank was
             raise
         done, self._pass = self._pass, None
         assert done is not None, "a pass was begun"
@@ -182,6 +185,7 @@ class PairDriver(Driver):
             number=self._num_passes,
             step=self._phases.step + (kind is Pass.TRAIN),
             micros=micros,
+            targets=whole[1],
             num_samples=sum(micro.num_samples for micro in micros),
         )
         self._batches.begin(kind, *whole)
@@ -238,7 +242,7 @@ class PairDriver(Driver):
         )
 
     def _wait_error(self, is_left: bool) -> Exception:
-        phase, reasons = self._phases.next_phase, self._phases.awaited()
+        phase, reasons = self._phases.current_phase, self._phases.awaited()
         if is_left and isinstance(self._left, PeerLeftError):
             return PeerLostError(
                 f"{self._partner} closed its fleet, but the {phase} needs its part; both ranks of a pair make the same "
@@ -294,6 +298,13 @@ class PairDriver(Driver):
 
     # --- any thread ----------------------------------------------------------------------------------------------
 
+    def fail(self, error: BaseException) -> None:
+        """End everything with ``error``; that of a lost rank says in which step and stage this one was."""
+        with self._changed:
+            if self._failure is None and isinstance(error, PeerLostError):
+                error = with_place(error, self._port.rank, self._pass, self._phases)
+            super().fail(error)
+
     @property
     def _partner(self) -> str:
         return self._setting.port.describe_peer(self._setting.partner)
@@ -329,15 +340,7 @@ class PairDriver(Driver):
     def _take_early(self) -> None:
         """Take what was sent, if it is for the pass that is under way; with the lock held."""
         message, current = self._early, self._pass
-        if (
-            message is not None
-            and current is not None
-            and (message.kind, message.number)
-            == (
-                current.kind,
-                current.number,
-            )
-        ):
+        if message is not None and current is not None and message.call == current.call:
             self._early = None
             self._stage_driver.inputs.add(message)
             self._obey(self._phases.arrived(message.phase, message.num_bytes))

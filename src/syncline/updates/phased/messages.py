@@ -10,6 +10,7 @@ import torch
 
 from syncline.updates.memory import bytes_of
 from syncline.updates.phased.instructions import Kind, Pass, Phase
+from syncline.updates.phased.micro_batches import WHOLE, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,15 @@ class Message:
     """Of the pair's whole batch."""
     share: float = 1.0
     """That of the micro-batch in them."""
+    part: Part = WHOLE
+    """Which rows of the batch the micro-batch has."""
     loss: float | None = None
     """Of the micro-batches so far, once it is known."""
+
+    @property
+    def call(self) -> tuple[Pass, int]:
+        """Which pass it belongs to: what kind, and which of all."""
+        return self.kind, self.number
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +55,7 @@ class Message:
             "is_tuple": self.is_tuple,
             "num_samples": self.num_samples,
             "share": self.share.hex(),
+            "part": [self.part.start, self.part.stop, self.part.total],
             "loss": None if self.loss is None else self.loss.hex(),
         }
         return json.dumps(fields).encode()
@@ -64,6 +73,7 @@ def decode(text: bytes) -> tuple[Message, list[memoryview]]:
         is_tuple=fields["is_tuple"],
         num_samples=fields["num_samples"],
         share=float.fromhex(fields["share"]),
+        part=Part(*fields["part"]),
         loss=None if fields["loss"] is None else float.fromhex(fields["loss"]),
     )
     return message, [bytes_of(tensor) for tensor in message.tensors if tensor is not None]

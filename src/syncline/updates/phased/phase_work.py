@@ -12,7 +12,7 @@ from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.computing import Given, StageComputer, outputs_of, own_memory
 from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.messages import Message
-from syncline.updates.phased.micro_batches import MicroBatch
+from syncline.updates.phased.micro_batches import MicroBatch, Part, take
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.updating import Samples, StageGradients, StageUpdater
@@ -28,6 +28,8 @@ class CurrentPass:
     step: int
     """How many training passes there were, this one included."""
     micros: Sequence[MicroBatch]
+    targets: Any
+    """Of the whole batch."""
     num_samples: float
     """Of this pair; the second rank is told by the first."""
     options: tuple[dict[str, Any], ...] = ()
@@ -36,6 +38,11 @@ class CurrentPass:
     loss: float | None = None
     output: Any = None
     """Of the last stage, in a forward pass alone."""
+
+    @property
+    def call(self) -> tuple[Pass, int]:
+        """What kind of pass it is, and which of all."""
+        return self.kind, self.number
 
 
 class PhaseWork:
@@ -73,7 +80,8 @@ class PhaseWork:
         micro = current.micros[phase.micro]
         given = _given(messages[0]) if stage.number else Given(value=micro.inputs)
         if phase.kind is Kind.FORWARD:
-            return self._forward(phase, stage, current, given, _share(message, micro, current))
+            share, part = _of_batch(message, micro, current)
+            return self._forward(phase, stage, current, given, share, part)
         assert message is not None, "the way back begins with what the partner sent"
         return self._backward(phase, stage, current, given, message)
 
@@ -91,7 +99,9 @@ class PhaseWork:
         assert room is not None, "gradients have memory until they are used, or stored"
         self.buffers.give_back(room)
 
-    def _forward(self, phase: Phase, stage: Stage, current: CurrentPass, given: Given, share: float) -> Message | None:
+    def _forward(
+        self, phase: Phase, stage: Stage, current: CurrentPass, given: Given, share: float, part: Part
+    ) -> Message | None:
         output = self._computer.forward(stage, phase.micro, given, is_repeated=current.kind is Pass.TRAIN)
         if stage.number == self._num_stages - 1:
             current.output = output
@@ -108,6 +118,7 @@ class PhaseWork:
             is_tuple=outputs.is_tuple,
             num_samples=current.num_samples,
             share=share,
+            part=part,
         )
 
     def _backward(
@@ -117,8 +128,8 @@ class PhaseWork:
             self._room = self.buffers.take(stage.plan.num_gradient_bytes)
             stage.begin_backward(self._room)
         if phase.kind is Kind.LOSS:
-            micro = current.micros[phase.micro]
-            loss, gradients = self._computer.loss_phase(stage, given, micro.targets, share=message.share)
+            targets = take(current.targets, message.part, "targets")
+            loss, gradients = self._computer.loss_phase(stage, given, targets, share=message.share)
             current.loss = loss + (current.loss or 0.0)
         else:
             gradients = self._computer.backward(stage, phase.micro, given, message.tensors)
@@ -158,8 +169,8 @@ def _given(message: Message) -> Given:
     return Given.received(tensors, is_tuple=message.is_tuple)
 
 
-def _share(message: Message | None, micro: MicroBatch, current: CurrentPass) -> float:
-    """Return a micro-batch's share in the samples of its batch; the first rank counts, and tells the second."""
+def _of_batch(message: Message | None, micro: MicroBatch, current: CurrentPass) -> tuple[float, Part]:
+    """Return a micro-batch's share in the samples of its batch, and its rows; the first rank tells them the second."""
     if message is not None:
-        return message.share
-    return 1.0 if len(current.micros) == 1 else micro.num_samples / current.num_samples
+        return message.share, message.part
+    return 1.0 if len(current.micros) == 1 else micro.num_samples / current.num_samples, micro.part

@@ -164,9 +164,9 @@ class Phases:
         return reasons
 
     @property
-    def next_phase(self) -> Phase | None:
-        """The phase that is computed next."""
-        return self._queue[0] if self._queue else None
+    def current_phase(self) -> Phase | None:
+        """The phase that is computed now, or else the next one."""
+        return self._computing or (self._queue[0] if self._queue else None)
 
     def is_last_micro(self, phase: Phase) -> bool:
         """Whether ``phase`` ends a visit."""

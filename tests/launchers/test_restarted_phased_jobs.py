@@ -1,0 +1,46 @@
+"""A phased job under ``syncline run --restarts`` that loses either rank of a pair, and ends as if it had lost none."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from launched_jobs import run_together
+from struck_phased_rank import NUM_STEPS
+
+from rank_scripts import run_script
+from syncline.updates.phased.storage import Folder
+from syncline.updates.phased.versions import read_manifests
+
+SCRIPT = Path(__file__).with_name("struck_phased_rank.py")
+
+
+def checksums(folder: Path, rank: int) -> dict[str, int]:
+    """Return those of all that a rank has stored of the last step."""
+    storage = Folder(folder / f"rank-{rank:04d}")
+    manifest = read_manifests(storage)[NUM_STEPS]
+    assert manifest.is_whole(storage)
+    return {name: check for name, (_, check) in manifest.files.items()}
+
+
+def test_a_job_that_loses_either_rank_of_a_pair_goes_on_from_storage_by_itself(tmp_path: Path) -> None:
+    whole, job = tmp_path / "whole", tmp_path / "job"
+    for status, output in run_script(SCRIPT, 2, str(whole)):
+        assert status == 0, output
+    run = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", "--restarts", "2"]
+    (printed,) = run_together([[*run, str(SCRIPT), str(job), "kills"]], [{}])
+    assert (
+        "the job ended well when it was started for the third time; before: 1. rank 0 was killed by SIGKILL; "
+        "2. rank 1 was killed by SIGKILL"
+    ) in printed
+    for lost in range(2):
+        where = r"in step \d, at the \w+ of stage \d|at the end of step \d|after step \d"
+        told = rf"PeerLostError: rank {lost} .* is lost.*; rank {1 - lost} was ({where})"
+        assert re.search(told, printed), printed
+    for rank in range(2):
+        ended, undisturbed = (json.loads((folder / f"end-{rank}.json").read_text()) for folder in (job, whole))
+        assert 0 < ended["begun"] < NUM_STEPS
+        assert ended["losses"] == undisturbed["losses"][ended["begun"] :]
+        assert checksums(job, rank) == checksums(whole, rank)
