@@ -168,7 +168,7 @@ def test_another_number_of_ranks_is_refused_and_changes_nothing(
 
     def begin(fleet: Any) -> None:
         with pytest.raises(
-            ConfigurationError, match=f"which are {stored} in .* this job has {started} .*: start {stored}"
+            ConfigurationError, match=f"that is {stored} in .* this job has {started} .*: start {stored}"
         ):
             phase(make_stages(4), adam, loss=squared, fleet=fleet, storage=tmp_path, resume=True)
 
@@ -190,6 +190,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "losses.json").write_text(json.dumps(run_to_end(folder)))
     return folder
+
+
+def test_a_job_cannot_be_elastic_as_well(run_fleets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_ELASTIC", "on")
+
+    def body(fleet: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"cannot be elastic, .* say --restarts N without --elastic"):
+            phase(make_stages(4), adam, loss=squared, fleet=fleet)
+
+    run_fleets(2, body)
 
 
 def run_to_end(folder: Path) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from syncline.elastic.settings import Elastic
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_steps
@@ -80,6 +81,7 @@ def phase(
     (True, True)
     """
     refuse_scaled_loss(loss)
+    _refuse_elastic_job()
     fleet = fleet or current_fleet()
     schedule_options = _schedule_options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
     options = PhaseOptions(
@@ -277,6 +279,14 @@ def _schedule_options(align: str, *, bucket_bytes: int, slice_bytes: int | None)
     if align not in {"element", "parameter"}:
         raise ConfigurationError(f'align must be "element" or "parameter", not {align!r}')
     return BucketScheduleOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
+
+
+def _refuse_elastic_job() -> None:
+    if Elastic.choose(None) is not None:
+        raise ConfigurationError(
+            "phase() needs all of its ranks, so its job cannot be elastic, as SYNCLINE_ELASTIC=on says (syncline run "
+            "--elastic); say --restarts N without --elastic: then all ranks start again, with resume=True from storage"
+        )
 
 
 def _storage(given: str | Path | Storage | None, rank: int, *, resumes: bool) -> Storage:

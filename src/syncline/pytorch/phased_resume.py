@@ -55,7 +55,7 @@ def _check_num_ranks(storage: Storage, found: Mapping[int, Manifest], job: Contr
     for rank, number in enumerate(job.gather_numbers(own, "number of ranks that have stored")):
         if number not in (0, job.world_size):
             raise ConfigurationError(
-                f"phase(resume=True) goes on with as many ranks as have stored the model, which are {number:.0f} in the "
+                f"phase(resume=True) goes on with as many ranks as have stored the model, that is {number:.0f} in the "
                 f"folder of rank {rank}, and this job has {job.world_size} ({storage.place} here): start "
                 f"{number:.0f} ranks, each where its folder is, or name another folder with storage= to begin anew"
             )

@@ -136,8 +136,8 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def let_scalers_step(optimizer: torch.optim.Optimizer) -> None:
     """Let ``torch.amp.GradScaler`` call ``step()`` whatever gradients there are, with ``SCALED`` set meanwhile.
 
-    So do optimizers that unscale by themselves. Without it a scaler that finds no gradient fails an assertion of its own
-    before it calls anything.
+    So do optimizers that unscale by themselves. Without it a scaler that finds no gradient fails an assertion of its
+    own before it calls anything.
     """
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
