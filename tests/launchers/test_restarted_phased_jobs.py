@@ -10,7 +10,7 @@ from pathlib import Path
 from launched_jobs import run_together
 from struck_phased_rank import NUM_STEPS
 
-from rank_scripts import run_script
+from rank_scripts import DEADLINE_S, run_script
 from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.versions import read_manifests
 
@@ -30,7 +30,7 @@ def test_a_job_that_loses_either_rank_of_a_pair_goes_on_from_storage_by_itself(t
     for status, output in run_script(SCRIPT, 2, str(whole)):
         assert status == 0, output
     run = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", "--restarts", "2"]
-    (printed,) = run_together([[*run, str(SCRIPT), str(job), "kills"]], [{}])
+    (printed,) = run_together([[*run, str(SCRIPT), str(job), "kills"]], [{}], timeout_s=3 * DEADLINE_S)
     assert (
         "the job ended well when it was started for the third time; before: 1. rank 0 was killed by SIGKILL; "
         "2. rank 1 was killed by SIGKILL"

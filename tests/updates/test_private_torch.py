@@ -115,12 +115,16 @@ def test_note_step_satisfies_a_scheduler() -> None:
 def test_a_scaler_steps_an_optimizer_without_gradients_and_says_so() -> None:
     optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), torch.amp.GradScaler("cpu")
     private_torch.let_scalers_step(optimizer)
-    seen: list[bool] = []
-    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(hasattr(stepped, private_torch.SCALED)))
-    scaler.scale(torch.ones(1))
-    scaler.step(optimizer)
+
+    def refuse(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if hasattr(stepped, private_torch.SCALED):
+            raise ValueError("scaled")
+
+    optimizer.register_step_pre_hook(refuse)
     optimizer.step()
-    assert seen == [True, False]
+    scaler.scale(torch.ones(1))
+    with pytest.raises(ValueError, match="scaled"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])

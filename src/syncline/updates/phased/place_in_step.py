@@ -19,6 +19,4 @@ def with_place(error: PeerLostError, rank: int, current: CurrentPass | None, pha
         call = f"step {current.step}" if current.kind is Pass.TRAIN else f"evaluate() after step {phases.step}"
         phase = phases.current_phase
         place = f"in {call}, at the {phase}" if phase is not None else f"at the end of {call}"
-    told = PeerLostError(f"{error}; rank {rank} was {place}", rank=error.rank, host=error.host)
-    told.__cause__ = error
-    return told
+    return PeerLostError(f"{error}; rank {rank} was {place}", rank=error.rank, host=error.host)
