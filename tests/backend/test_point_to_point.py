@@ -52,6 +52,38 @@ def test_a_receive_into_every_other_number_and_of_another_type_is_put_in_place()
     run_groups(2, on_each(send, receive))
 
 
+def test_conjugates_and_negatives_are_what_they_stand_for() -> None:
+    """Their memory holds other numbers."""
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+
+    def send(group: Group) -> None:
+        group.send([numbers.conj()], 1, 0).wait()
+        group.send([numbers.conj().imag], 1, 0).wait()
+
+    def receive(group: Group) -> None:
+        into, part = torch.zeros(2, dtype=numbers.dtype), torch.zeros(2)
+        group.recv([into.conj()], 0, 0).wait()
+        assert torch.equal(into, numbers)
+        group.recv([part], 0, 0).wait()
+        assert part.tolist() == [-2.0, 4.0]
+
+    run_groups(2, on_each(send, receive))
+
+
+def test_what_cannot_be_sent_is_refused_and_the_next_message_arrives() -> None:
+    def send(group: Group) -> None:
+        with pytest.raises(ConfigurationError, match=r"send moves dense tensors, not sparse_coo.*to_dense"):
+            group.send([torch.ones(3).to_sparse()], 1, 0)
+        group.send([torch.ones(3)], 1, 0).wait()
+
+    def receive(group: Group) -> None:
+        with pytest.raises(ConfigurationError, match=r"recv moves dense tensors"):
+            group.recv([torch.ones(3).to_sparse()], 0, 0)
+        group.recv([torch.zeros(3)], 0, 0).wait()
+
+    run_groups(2, on_each(send, receive))
+
+
 def test_a_receive_from_anyone_says_from_whom_it_was() -> None:
     def send(group: Group) -> None:
         group.send([torch.tensor([group.rank()])], 0, 3).wait()

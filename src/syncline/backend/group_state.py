@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from syncline.backend.checks import check_tensors
 from syncline.backend.collectives import GroupCollectives
 from syncline.backend.completions import CompletionThreads
 from syncline.backend.device_copies import CudaCopier, DeviceCopier
@@ -22,7 +23,7 @@ from syncline.backend.point_to_point import PointToPoint
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.backend.staging import Staging
 from syncline.pytorch.collectives import TensorWork
-from syncline.pytorch.host_memory import ScratchPool
+from syncline.pytorch.host_memory import ScratchPool, host_memory_of, landing_memory_of, put_back
 from syncline.runtime import Communicator
 from syncline.updates.memory import bytes_of
 
@@ -55,7 +56,8 @@ class GroupState:
         uses_shared_memory: bool = True,
     ) -> None:
         self.communicator = communicator
-        self._world = world or self
+        self.world = world or self
+        """What has the connections."""
         self.streams = streams
         self._inner = inner or NcclBackend()
         self._staging = Staging(communicator, copier or CudaCopier())
@@ -94,7 +96,7 @@ class GroupState:
 
     def _find_layers(self, device: torch.device) -> Layers | None:
         """Ask the other ranks whether hosts of this group have several devices each; all do, at the same call."""
-        world, streams = self._world.communicator, self._world.streams
+        world, streams = self.world.communicator, self.world.streams
         if streams is None or self.communicator.world_size == 1:
             return None
         source = LayerSource(
@@ -112,20 +114,20 @@ class GroupState:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> TensorWork:
         """Send ``tensor`` to a rank of the group."""
-        host = _host(tensor)
-        work = self.messages.send(bytes_of(host), peer, tag, timeout_s=self.timeout_s)
+        check_tensors("send", [tensor])
+        work = self.messages.send(bytes_of(host_memory_of(tensor)), peer, tag, timeout_s=self.timeout_s)
         return TensorWork([work], lambda: None)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
         """Receive ``tensor`` from a rank of the group, or from anyone."""
-        host = _host(tensor)
+        check_tensors("recv", [tensor])
+        host = landing_memory_of(tensor)
         received = self.messages.receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
         work: ReceiveWork
 
         def finish() -> None:
             work.source = received.source
-            if host.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(host)
+            put_back(host, tensor)
 
         work = ReceiveWork([received.work], finish)
         return work
@@ -159,10 +161,3 @@ class GroupState:
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
         self._end(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
-
-
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_sparse:
-        raise TypeError("send and receive take dense tensors; send indices and values of a sparse one")
-    plain = tensor.detach()
-    return plain if plain.device.type == "cpu" and plain.is_contiguous() else plain.cpu().contiguous()
