@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,12 @@ def find_world() -> GroupState | None:
         if isinstance(backend, GroupCalls):
             return backend.state
     return None
+
+
+def split_state(state: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:
+    """Return what is behind a group of some ranks of another one; they alone call it."""
+    members = state.communicator.members
+    return _open_part(state.world, [members[rank] for rank in ranks], store, timeout_s)
 
 
 def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], timeout_s: float) -> GroupState:

@@ -1,14 +1,17 @@
 """The shell for PyTorch 2.14 and later: a ``Backend`` written in Python, beside others in one group.
 
-Untested: the library's own tests run with older versions, where that cannot be done. It follows PyTorch's own test of
-such backends, and everything but a few names is shared with the shell that is tested.
+Untested: the library's own tests run with older versions, where that cannot be done, and try it on a stand-in alone. It
+follows PyTorch's own test of such backends, and everything but a few names is shared with the shell that is tested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from syncline.backend.calls import GroupCalls
+from syncline.backend.creation import split_state
 from syncline.backend.group_state import GroupState
 from syncline.backend.name import NAME
 from syncline.updates.private_torch import backend_class
@@ -30,13 +33,31 @@ class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # no version
 
     @property
     def supports_splitting(self) -> bool:
-        """Groups of some ranks are made by ``new_group()``."""
-        return False
+        """A mesh splits its group, where that was made with ``device_id=``."""
+        return True
+
+    @property
+    def options(self) -> Any:
+        """What PyTorch copies for :meth:`split`."""
+        return _Backend.Options(NAME, timeout=timedelta(seconds=self.state.timeout_s))
+
+    def split(self, store: Any, ranks: Sequence[int], options: Any) -> SynclineBackend | None:
+        """Return the part of this group that has ``ranks`` of it, on the same connections; None on other ranks."""
+        if self.state.communicator.rank not in ranks:
+            return None
+        return SynclineBackend(split_state(self.state, ranks, store, options._timeout.total_seconds()))
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Do nothing: the ranks are connected."""
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Do nothing: who is not in a new group has no part in making it."""
 
     @property
     def supports_coalescing(self) -> bool:
         """Calls that are made together need no marks around them."""
         return False
 
+    allreduce_sparse = GroupCalls.allreduce
     start_coalescing = GroupCalls._start_coalescing
     end_coalescing = GroupCalls._end_coalescing
