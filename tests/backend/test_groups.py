@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,29 @@ def test_a_work_is_over_however_it_is_asked() -> None:
             assert tensor.tolist() == [2.0] * 4
 
     run_groups(2, body)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_ranks_meet_in_the_store_that_they_are_given_and_nowhere_else(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # an address of nobody's
+    monkeypatch.setenv("MASTER_PORT", "1")
+    if kind == "hash":
+        stores: list[dist.Store] = [dist.HashStore()] * 2
+    elif kind == "file":
+        stores = [dist.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
+    else:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores = [served, dist.TCPStore("127.0.0.1", served.port, wait_for_workers=False)]
+
+    def body(group: Group) -> list[float]:
+        tensor = torch.full((2,), group.rank() + 1.0)
+        group.allreduce([tensor]).wait()
+        values: list[float] = tensor.tolist()
+        return values
+
+    assert run_groups(2, body, stores=stores) == [[3.0] * 2] * 2
 
 
 def test_sparse_tensors_are_added() -> None:

@@ -35,12 +35,16 @@ def run_groups(
     *,
     options: BackendOptions | None = None,
     timeout_s: float = 60.0,
+    stores: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Run ``body`` on every rank of one world; return what each returned. The first error is raised."""
-    store = dist.HashStore()
+    """Run ``body`` on every rank of one world; return what each returned. The first error is raised.
+
+    ``stores`` are the ranks' views of the store that they meet in.
+    """
+    stores = stores or [dist.HashStore()] * world
 
     def on_rank(rank: int) -> Any:
-        described = description(store, rank, world, timeout_s=timeout_s)
+        described = description(stores[rank], rank, world, timeout_s=timeout_s)
         group = SynclineProcessGroup(create_state(described, options or BackendOptions()))
         try:
             return body(group)
