@@ -96,14 +96,6 @@ def test_lightning_starts_the_ranks_where_no_launcher_did() -> None:
     check_command("lightning", str(EXAMPLES / "lightning_strategy.py"), "2")
 
 
-def test_the_page_names_tests_that_exist() -> None:
-    tests = Path(__file__).parents[1]
-    named = set(re.findall(r"`(test_\w+)", (tests.parent / "docs" / "frameworks.md").read_text()))
-    files = [*tests.glob("frameworks/test_*.py"), *tests.glob("pytorch/test_*.py")]
-    assert named <= set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
-    assert named
-
-
 def test_every_example_is_tried() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {
         "regression",
