@@ -90,6 +90,7 @@ def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> di
         control=ControlStream(communicator, stream=streams[0], timeout_s=communicator.timeout_s),
         bucket_schedules=plan_bucket_schedules(communicator, plans, options, first_stream=streams[1]),
     )
+    collectives.share_memory([plan.num_bytes for plan in plans])
     ours = flatten(named, plans)[::-1]
     theirs = [torch.zeros(plan.num_elements) for plan in reversed(plans)]
     for tensor in (*theirs, *(bucket.gradients for bucket in ours)):

@@ -31,7 +31,7 @@ def main():
     try:
         while step < 200:
             if rank == victim and step == STRUCK_AT:
-                _plan_to_be_struck(communicator._shared_memory._segment, signal_name, moment)
+                _plan_to_be_struck(communicator._shared_memory[0]._segment, signal_name, moment)
             numbers[:] = rank + 1
             view = memoryview(numbers).cast("B")
             communicator.all_reduce(view, numpy_reduction("float32"), step=step, is_awaited=True).wait()
@@ -41,7 +41,7 @@ def main():
         error = caught
     at_s = time.time()
     communicator.close()
-    mapped = _mapped_segments() if communicator._shared_memory is None else -1
+    mapped = _mapped_segments() if not communicator._shared_memory else -1
     line = {"step": step, "error": type(error).__name__, "text": str(error), "at_s": at_s, "mapped": mapped}
     print(json.dumps(line), flush=True)
 

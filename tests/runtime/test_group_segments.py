@@ -57,9 +57,9 @@ def test_a_group_within_a_host_has_a_segment_where_the_job_has_none(two_hosts):
     sums = on_all((2, 3), lambda rank: reduce(groups[rank], np.full(5, rank, "f4")).tolist())
     assert sums == {2: [5.0] * 5, 3: [5.0] * 5}
     assert on_all((0, 2), lambda rank: reduce(across[rank], np.ones(5, "f4")).tolist()) == {0: [2.0] * 5, 2: [2.0] * 5}
-    made = [group._shared_memory.num_calls for group in groups.values()]
+    made = [group._shared_memory[group.user_stream].num_calls for group in groups.values()]
     assert made == [{"all_reduce": 1}] * 2
-    assert [group._shared_memory for group in across.values()] == [None] * 2
+    assert [group.has_segment for group in across.values()] == [False] * 2
 
 
 def test_what_a_group_moves_there_is_counted_as_memory(two_hosts):

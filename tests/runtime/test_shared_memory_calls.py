@@ -43,7 +43,7 @@ def make(communicator, kind, array, *, is_awaited=True, **settings):
 
 
 def num_calls_in_shared_memory(communicator):
-    return sum(communicator._shared_memory.num_calls.values())
+    return sum(communicator._shared_memory[0].num_calls.values())
 
 
 def random_arrays(num_ranks, num_elements, dtype, seed):
@@ -113,7 +113,7 @@ def test_counters_and_spans_are_those_of_the_engine(in_shared_memory):
     (first, second) = in_shared_memory(2)
     first.trace, second.trace = traces
     for communicator, trace in zip((first, second), traces, strict=True):
-        communicator._shared_memory._trace = trace
+        communicator._shared_memory[0]._trace = trace
     before = first.statistics()
     on_all((first, second), lambda each: make(each, "all_reduce", np.ones(1000, "f4"), label="sum", step=3))
     on_all((first, second), lambda each: make(each, "all_gather", np.ones(1000, "f4")))
@@ -222,7 +222,7 @@ def test_calls_of_other_threads_wait_for_their_turn(in_shared_memory):
     late = [np.ones(10, "f4"), np.ones(10, "f4")]
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(make, first, "all_reduce", np.ones(10, "f4"))
-        while first._shared_memory._segment.progress(0) < 2:
+        while first._shared_memory[0]._segment.progress(0) < 2:
             first.statistics()
         work = first.all_gather(memoryview(late[0]).cast("B"), FLOAT32)
         first.statistics()

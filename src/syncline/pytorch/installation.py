@@ -78,11 +78,14 @@ class Installation:
         check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
         schedules = plan(fleet.reserve_streams(len(plans)).start)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
+        sizes = [plan.num_bytes for plan in plans]
+        if going_on is None:  # else communicators come and go
+            collectives.share_memory(sizes)
         buckets = flatten(named, plans)
         if not has_values:
             broadcast_model(model, buckets, control)
         is_asked = self.priorities is not True or fleet.topology.priorities is not None
-        tuner = ClassTuner(collectives, [plan.num_bytes for plan in plans], chosen, is_asked_for=is_asked)
+        tuner = ClassTuner(collectives, sizes, chosen, is_asked_for=is_asked)
         setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
         updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
         try:

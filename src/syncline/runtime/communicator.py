@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -75,12 +74,13 @@ class Communicator:
         self.progress = fabric.progress
         """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
+        self.slice_bytes = self._plans.slice_bytes
+        """About how large a slice is between machines."""
         self._waits = Counters()
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
-        self._is_closed = False
-        self._is_interrupted = False
-        self._shared_memory: SharedMemoryCollectives | None = None
+        self._is_closed = self._is_interrupted = False
+        self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
@@ -153,11 +153,6 @@ class Communicator:
         """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""
         return self._fabric.stalls
 
-    @property
-    def slice_bytes(self) -> int:
-        """About how large a slice is between machines."""
-        return self._plans.slice_bytes
-
     def bucket_slice_bytes(self, num_bytes: int) -> int:
         """About how large a slice is of a buffer of ``num_bytes`` that moves beside many others."""
         return self._plans.bucket_slice_bytes(num_bytes)
@@ -176,9 +171,8 @@ class Communicator:
         is_awaited = is_awaited and not self._loop.is_current()
         if not self._loop.is_current():
             self.progress.touch()
-        if self._shared_memory is not None and call.stream == self.user_stream:
-            with self.progress.waiting() if is_awaited else nullcontext():
-                self._shared_memory.submit(call, work, is_awaited=is_awaited)
+        if (segment := self._shared_memory.get(call.stream)) is not None:
+            segment.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
             self._loop.call_soon(self._engine.submit, call, work)
@@ -267,18 +261,24 @@ class Communicator:
         settings = {"label": "barrier", **settings}
         return self.all_reduce(memoryview(bytearray(1)), numpy_reduction("uint8"), **settings)
 
-    def open_segment(self, *, is_wanted: bool = True) -> bool:
+    @property
+    def has_segment(self) -> bool:
+        """Whether small calls that are waited for are made in memory that the ranks share; alike on all of them."""
+        return self.user_stream in self._shared_memory
+
+    def open_segment(self, *, is_wanted: bool = True, stream: int | None = None) -> bool:
         """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.
 
-        All ranks call this alike, once, and it ends when all have come. One that does not want it, or runs elsewhere,
-        decides for all. A group on one machine has a segment of its own, whatever the rest of the job runs on.
+        All ranks call this alike, once (for each ``stream``: for all its small calls, see :class:`Work`), and it ends
+        when all have come. One that does not want it, or runs elsewhere, decides for all. A group has its own.
         """
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
         if segment is not None:
             links = link_engine(self._loop, self._engine, self._fabric, self.topology, self.members)
-            self._shared_memory = SharedMemoryCollectives(segment, links, trace=self.trace)
-            self._relay.handlers.append(self._shared_memory.on_lost)
+            made = SharedMemoryCollectives(segment, links, trace=self.trace, is_for_all=stream is not None)
+            self._shared_memory[self.user_stream if stream is None else stream] = made
+            self._relay.handlers.append(made.on_lost)
         return segment is not None
 
     def open_port(self, name: str) -> Port:
@@ -304,7 +304,7 @@ class Communicator:
         """End all calls here, now and later, because the members change: the others know; from any thread.
 
         They end with :class:`PeerLostError`; ``lost`` is the job's number of the rank that it names (default: this).
-        The fabric is sound: a close says goodbye in good order, and what is still queued is of calls that are over.
+        The fabric is sound: a close says goodbye in good order; what is queued is of calls that are over.
         """
         self._is_interrupted = True
         member = self.members.index(lost) if lost in self.members else self.rank
@@ -371,7 +371,7 @@ class Communicator:
         return take_statistics(
             self._fabric,
             self._engine,
-            self._shared_memory,
+            tuple(self._shared_memory.values()),
             topology=self.topology,
             waited_s=self._waits.statistics(),
             bucket_classes=self.connection_classes.of_buckets,
@@ -394,7 +394,7 @@ class Communicator:
         self._engine.leave(tell=False)
 
     def _released(self) -> None:
-        self._shared_memory = None
+        self._shared_memory.clear()
         self.trace.flush()
         if self._on_close is not None:
             self._on_close()

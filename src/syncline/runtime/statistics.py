@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -54,7 +54,7 @@ class FleetStatistics:
 def take_statistics(
     fabric: Fabric,
     engine: Engine,
-    shared_memory: SharedMemoryCollectives | None,
+    shared_memory: Sequence[SharedMemoryCollectives],
     *,
     topology: Topology,
     waited_s: Mapping[str, float],
@@ -63,9 +63,9 @@ def take_statistics(
     """Return what all parts of a communicator have counted."""
     moved = fabric.statistics()
     counts = [(engine.num_calls, engine.call_bytes)]
-    if shared_memory is not None:
-        moved = with_traffic(moved, shared_memory.traffic())
-        counts.append((shared_memory.num_calls, shared_memory.call_bytes))
+    for segment in shared_memory:
+        moved = with_traffic(moved, segment.traffic())
+        counts.append((segment.num_calls, segment.call_bytes))
     return FleetStatistics(
         fabric=moved,
         link_bytes=MappingProxyType(link_bytes(moved, topology)),

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
-from syncline.errors import DeadlineError
+from syncline.errors import DeadlineError, FabricClosedError
 from syncline.fabric import Progress
 from syncline.runtime.loop import CommunicationLoop
 
 GRACE_S = 30.0
 """The loop itself fails a call at its deadline; only if the loop does not answer does the waiting thread give up."""
+Make = Callable[["Work", float], None]
+"""Told a work and how many seconds it may take."""
 
 
 class Work:
     """A collective under way, or done; any thread may wait for it.
 
-    ``loop`` is where it ends and where callbacks run; ``progress`` is told of threads that wait.
+    ``loop`` is where it ends and where callbacks run; ``progress`` is told of threads that wait. One that is *made by
+    waiting* goes on only while some thread waits for it, or asks whether it is done: that thread makes it.
 
     >>> first, second = communicators_in_memory(2)
     >>> work = first.barrier()
@@ -26,7 +32,7 @@ class Work:
     >>> first.close(); second.close()
     """
 
-    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_progress", "_timeout_s", "label")
+    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_make", "_progress", "_timeout_s", "label")
 
     def __init__(
         self, label: str, *, timeout_s: float, loop: CommunicationLoop, progress: Progress | None = None
@@ -39,14 +45,30 @@ class Work:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], None]] = []
         self._error: BaseException | None = None
+        self._make: Make | None = None
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "done" if self._error is None else f"failed: {self._error}"
+        state = "under way" if not self._event.is_set() else "done" if self._error is None else f"failed: {self._error}"
         return f"<Work {self.label}: {state}>"
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
+        if (make := self._make) is not None:
+            make(self, 0.0)
         return self._event.is_set()
+
+    @property
+    def is_made_by_waiting(self) -> bool:
+        """Whether it goes on only while some thread waits for it."""
+        return self._make is not None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread waits for it."""
+        return self._progress.waiting()
+
+    def make_by_waiting(self, make: Make | None) -> None:
+        """Let whoever waits for it call ``make``, which ends it or comes back after so many seconds; None: no more."""
+        self._make = make
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended; raise what went wrong, if anything did.
@@ -54,20 +76,21 @@ class Work:
         Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (it goes on then). None waits as long as
         the call itself may take.
         """
-        assert self.done() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
+        is_over = self._event.is_set
+        assert is_over() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
         self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
-        if not self.done():
-            with self._progress.waiting():
-                self._event.wait(limit_s)
-        if not self.done():
+        if not is_over():
+            with self.waiting():
+                self._wait(limit_s)
+        if not is_over():
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error
 
     def wait_elsewhere(self) -> None:
         """Take it that foreign code waits until it has ended: a rank that waits for others does not hang."""
-        if not self.done():
+        if not self._event.is_set():
             self._progress.hold()
             self.add_done_callback(lambda _: self._progress.release())
 
@@ -78,10 +101,14 @@ class Work:
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
         """Call ``callback(self)`` on the communication loop's thread once it has ended."""
         with self._lock:
-            if not self._event.is_set():
+            is_under_way = not self._event.is_set()
+            if is_under_way:
                 self._callbacks.append(callback)
-                return
-        self._loop.call_soon(callback, self)
+        if not is_under_way:
+            self._loop.call_soon(callback, self)
+        elif self._make is not None:  # nobody need wait for it, so somebody must
+            waiting = partial(self._wait, self._timeout_s + GRACE_S)
+            threading.Thread(target=waiting, name=f"syncline-{self.label}", daemon=True).start()
 
     def finish(self, error: BaseException | None) -> None:
         """End it; called once, on the communication loop's thread."""
@@ -92,3 +119,23 @@ class Work:
         for callback in self._callbacks:
             callback(self)
         self._callbacks.clear()
+
+    def end(self, error: BaseException | None) -> None:
+        """End it from the thread that made it; callbacks run on the loop's thread all the same, while there is one."""
+        with self._lock:
+            self._make = None
+            has_callbacks = bool(self._callbacks)
+            if not has_callbacks:
+                self._error = error
+                self._event.set()
+        if has_callbacks:
+            try:
+                self._loop.call_soon(self.finish, error)
+            except FabricClosedError:
+                self.finish(error)
+
+    def _wait(self, limit_s: float) -> None:
+        until_s = time.monotonic() + limit_s
+        if (make := self._make) is not None:
+            make(self, limit_s)
+        self._event.wait(until_s - time.monotonic())

@@ -17,6 +17,9 @@ from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.memory import bytes_of, reduction_for
 
+MOST_SHARED_BYTES = 2 << 20
+"""Of a bucket that moves through a segment; communication threads move what is larger, under the computation."""
+
 
 class BucketCollectives:
     """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
@@ -45,6 +48,16 @@ class BucketCollectives:
         self._stream = bucket_schedules[0].stream if bucket_schedules else 0
         if bucket_schedules:
             communicator.connection_classes.assign(self._stream, self._classes)
+
+    def share_memory(self, bucket_bytes: Sequence[int]) -> None:
+        """Let the smallest bucket move through memory that the ranks share, if they share any; all call this alike.
+
+        What a call costs decides there, not its bytes. It is one bucket: more would hold up the computation with their
+        copies, which communication threads make beside it.
+        """
+        smallest = min(self.bucket_schedules, key=lambda one: bucket_bytes[one.stream - self._stream])
+        if self.communicator.has_segment and bucket_bytes[smallest.stream - self._stream] <= MOST_SHARED_BYTES:
+            self.communicator.open_segment(stream=smallest.stream)
 
     @property
     def classes(self) -> tuple[int, ...]:

@@ -137,8 +137,9 @@ class ShardedUpdater(Updater):
         )
         self._ready.begin()
         for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
-            job = partial(self._update, step, bucket, reduction)
-            self._thread.submit(bucket.index, (step.gradients.report.work, reduction), job)
+            needed = step.gradients.report.work, reduction
+            ready = [work for work in needed if not work.is_made_by_waiting]  # the job waits, and makes it
+            self._thread.submit(bucket.index, ready, partial(self._update, step, bucket, reduction))
         self.step_number += 1
 
     def carry(self, kept: Sequence[bool]) -> None:

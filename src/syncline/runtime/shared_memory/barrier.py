@@ -30,6 +30,7 @@ only its own communication thread can see: a rank that was killed or went silent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
@@ -44,6 +45,7 @@ class Outcome(Enum):
     ELSEWHERE = "some rank makes the call with the engine, or makes another"
     TROUBLED = "a rank is lost, or has failed"
     LATE = "some rank did not come in time"
+    UNDER_WAY = "some rank has not come yet, and this one does not wait any longer for now"
 
 
 class Slots(Protocol):
@@ -69,10 +71,11 @@ def meet(
     now_s: Callable[[], float],
     is_troubled: Callable[[], bool],
     is_stalled: Callable[[int], bool] = lambda _: False,
+    until_s: float = math.inf,
 ) -> Outcome:
     """Wait for ``others`` in call ``number``, which this rank has put up; ``deadline_s`` by the clock ``now_s``.
 
-    A rank that ``is_stalled`` is late at once.
+    A rank that ``is_stalled`` is late at once. Who is there at ``until_s`` comes again later.
     """
     begun = 2 * number
     for rank in others:
@@ -83,7 +86,10 @@ def meet(
             left_s = deadline_s - now_s()
             if left_s <= 0 or is_stalled(rank):
                 return Outcome.LATE
-            slots.wait(rank, seen, min(left_s, LOOK_S))
+            here_s = until_s - now_s()
+            if here_s <= 0:
+                return Outcome.UNDER_WAY
+            slots.wait(rank, seen, min(left_s, here_s, LOOK_S))
         if not slots.has_header(rank, number, signature):
             return Outcome.ELSEWHERE
     return Outcome.MET

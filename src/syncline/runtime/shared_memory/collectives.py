@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from syncline.errors import FabricClosedError
 from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import failures
@@ -36,25 +38,46 @@ class EngineLinks:
     """The job's numbers of the ranks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """A call that this rank has put up, and in which it has not met the others yet."""
+
+    number: int
+    call: CollectiveCall
+    work: Work
+    part: Part
+    start_ns: int
+    start_s: float
+
+
 class SharedMemoryCollectives:
-    """Takes the user's calls; a small one that its caller waits for is made in shared memory if all agree.
+    """Takes the calls of one stream; a small one that its caller waits for is made in shared memory if all agree.
 
     Calls are made in the order in which they come. While a thread meets the others, those of other threads, which never
     wait here, are put off until it is done; so every rank numbers the calls of a program alike. A call that is handed
     to the engine has its whole deadline there.
+
+    With ``is_for_all`` small calls that nobody waits for yet are put up as well; the thread that waits for one later,
+    or asks whether it is done, meets the others in it (:meth:`make`).
     """
 
-    def __init__(self, segment: Segment, links: EngineLinks, *, trace: Trace | NullTrace) -> None:
+    def __init__(
+        self, segment: Segment, links: EngineLinks, *, trace: Trace | NullTrace, is_for_all: bool = False
+    ) -> None:
         self._segment = segment
         self._links = links
         self._trace = trace
+        self._is_for_all = is_for_all
         self._others = [rank for rank in range(segment.world_size) if rank != segment.rank]
         self._parts = Parts(segment.rank, payload_bytes=segment.payload_bytes)
         self._lock = threading.Lock()
+        """Held for moments: while calls are numbered, put up, and handed over in the order of their numbers."""
+        self._turn = threading.Lock()
+        """Held by the thread that meets the others."""
         self._number = 0
         self._num_skipped = 0
         """Calls made here since the last one that was handed over."""
-        self._is_meeting = False
+        self._meeting: _Meeting | None = None
         self._put_off: list[tuple[Call, Work]] = []
         self._has_lost = False
         self.num_calls: dict[str, int] = {}
@@ -75,59 +98,78 @@ class SharedMemoryCollectives:
         return {rank: (num_calls, self._sent_bytes[rank], self._received_bytes[rank]) for rank in self._others}
 
     def submit(self, call: Call, work: Work, *, is_awaited: bool) -> None:
-        """Make ``call`` here if its caller waits for it (``is_awaited``) and all ranks agree, else with the engine."""
-        part = self._parts.of(call) if is_awaited and isinstance(call, CollectiveCall) else None
+        """Make ``call`` here if it is small, its caller waits for it and all ranks agree, else with the engine."""
+        is_wanted = is_awaited or self._is_for_all
+        part = self._parts.of(call) if is_wanted and isinstance(call, CollectiveCall) else None
         with self._lock:
-            if self._is_meeting:
+            if self._meeting is not None:
+                work.make_by_waiting(self.make if self._is_for_all else None)
                 self._put_off.append((call, work))
                 return
-            part = self._begin(part)
-            number = self._number
-        if part is None:
-            self._hand_over(call, work)
-            return
-        assert isinstance(call, CollectiveCall), "no other call has a part"
-        try:
-            self._meet(number, call, work, part)
-        finally:
-            self._segment.finish(number)
-            self._end_meeting()
+            if not self._begin(call, work, part):
+                return
+        if is_awaited:
+            with work.waiting():
+                self.make(work, math.inf)
 
-    def _begin(self, part: Part | None) -> Part | None:
-        """Give a call its number; return its part if it is put up here, and tell the others if not."""
+    def make(self, work: Work, limit_s: float) -> None:
+        """Meet the others in the call that is put up, on a thread that waits for ``work``, for at most ``limit_s``.
+
+        That call, or one that was put off behind it, is ``work``'s; when this returns earlier, the engine has it.
+        """
+        if not self._turn.acquire(timeout=min(max(limit_s, 0.0), threading.TIMEOUT_MAX)):
+            return
+        try:
+            if self._meeting is not None and work.is_made_by_waiting:
+                self._meet(self._meeting, limit_s)
+        finally:
+            self._turn.release()
+
+    def _begin(self, call: Call, work: Work, part: Part | None) -> bool:
+        """Give a call its number; put it up here and return True, or hand it to the engine, and tell the others."""
         self._number += 1
         if part is None or self._is_troubled() or not self._segment.is_free(self._number):
             self._segment.pass_by(self._number)
-            return None
-        self._is_meeting = True
-        self._num_skipped += 1
-        return part
-
-    def _meet(self, number: int, call: CollectiveCall, work: Work, part: Part) -> None:
-        start_ns, start_s, stalls = self._trace.now_ns(), time.monotonic(), self._links.stalls
-        operation = part.operation
-        operation.put(call, self._segment.payload(self._segment.rank, number))
-        self._segment.put_up(number, part.signature)
+            self._hand_over(call, work)
+            return False
+        assert isinstance(call, CollectiveCall), "no other call has a part"
+        start_ns, start_s = self._trace.now_ns(), time.monotonic()
+        part.operation.put(call, self._segment.payload(self._segment.rank, self._number))
+        self._segment.put_up(self._number, part.signature)
         call.place_own_part(self._segment.rank)  # the others need not wait for that
-        outcome = meet(
-            self._segment,
-            self._others,
-            number,
-            part.signature,
-            deadline_s=start_s + call.timeout_s,
-            now_s=time.monotonic,
-            is_troubled=self._is_troubled,
-            is_stalled=lambda rank: rank in stalls.stalled and time.monotonic() - start_s >= stalls.limit_s,
+        self._meeting = _Meeting(
+            number=self._number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s
         )
-        if outcome is Outcome.MET and self._take(number, call, operation):
-            self._count(call, operation)
-            trace_call(self._trace, call, start_ns)
-            work.finish(None)
-            return
-        if outcome is Outcome.LATE:
-            self._links.give_up(self._late(number, call, time.monotonic() - start_s))
-        self._num_skipped -= 1
-        self._hand_over(call, work)
+        work.make_by_waiting(self.make)
+        self._num_skipped += 1
+        return True
+
+    def _meet(self, meeting: _Meeting, limit_s: float) -> None:
+        number, call, stalls = meeting.number, meeting.call, self._links.stalls
+        outcome, is_made = None, False
+        try:
+            outcome = meet(
+                self._segment,
+                self._others,
+                number,
+                meeting.part.signature,
+                deadline_s=meeting.start_s + call.timeout_s,
+                now_s=time.monotonic,
+                is_troubled=self._is_troubled,
+                is_stalled=lambda rank: rank in stalls.stalled and time.monotonic() - meeting.start_s >= stalls.limit_s,
+                until_s=time.monotonic() + limit_s,
+            )
+            is_made = outcome is Outcome.MET and self._take(number, call, meeting.part.operation)
+            if outcome is Outcome.LATE:
+                self._links.give_up(self._late(number, call, time.monotonic() - meeting.start_s))
+        finally:
+            if outcome is not Outcome.UNDER_WAY:
+                self._segment.finish(number)
+                self._end_meeting(meeting, is_made=is_made)
+        if is_made:
+            self._count(call, meeting.part.operation)
+            trace_call(self._trace, call, meeting.start_ns)
+            meeting.work.end(None)
 
     def _take(self, number: int, call: CollectiveCall, operation: Operation) -> bool:
         """Make the result; after a fault of ours the engine, which then ends all calls, tells why."""
@@ -139,19 +181,25 @@ class SharedMemoryCollectives:
         return True
 
     def _hand_over(self, call: Call, work: Work) -> None:
+        """Let the engine make a call; with the lock held, so that it has them in the order of their numbers."""
         call.place_own_part(self._segment.rank)
         num_skipped, self._num_skipped = self._num_skipped, 0
-        self._links.start(call, work, num_skipped)
+        work.make_by_waiting(None)
+        try:
+            self._links.start(call, work, num_skipped)
+        except FabricClosedError as error:  # which whoever waits is told, be it this thread or another
+            work.end(error)
 
-    def _end_meeting(self) -> None:
-        """Begin what was put off, before the caller can make its next call."""
+    def _end_meeting(self, meeting: _Meeting, *, is_made: bool) -> None:
+        """Hand over the call if it was not made here, and what was put off, before any call that comes now."""
         with self._lock:
-            self._is_meeting = False
+            self._meeting = None
+            if not is_made:
+                self._num_skipped -= 1
+                self._hand_over(meeting.call, meeting.work)
             put_off, self._put_off = self._put_off, []
-            for _ in put_off:
-                self._begin(None)
-        for call, work in put_off:
-            self._hand_over(call, work)
+            for call, work in put_off:
+                self._begin(call, work, None)
 
     def _is_troubled(self) -> bool:
         return self._has_lost or self._links.has_failed()

@@ -4,74 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from syncline.runtime.call import CollectiveCall, Describer
 from syncline.runtime.reduction import Reduction
-from syncline.runtime.shared_memory.sums import Sum, add_up, find_sum
+from syncline.runtime.shared_memory.sums import Sum, add_up, find_sum, leads
 from syncline.schedule import Collective, Layout, Schedule
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""[start, stop) in bytes of a buffer: disjoint, none of them empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One rank's part in a call; ranges are [start, stop) in bytes of its buffer."""
+    """One rank's part in a call. What a rank puts up lies in its payload where it lies in its buffer."""
 
     rank: int
-    put_range: tuple[int, int]
+    puts: Ranges = ()
     copies: tuple[tuple[int, int, int], ...] = ()
-    """What is copied: from which rank's payload, from its beginning, to which range."""
+    """What is copied: of which rank, and which range."""
     terms: Sum | None = None
     """How contributions are added, where they are."""
-    sum_range: tuple[int, int] = (0, 0)
+    sums: Ranges = ()
+    """What is added."""
     sent_bytes: tuple[int, ...]
     """What each rank reads of this one's payload."""
 
     def received_bytes(self, rank: int) -> int:
         """Return what this rank reads of the payload of another."""
-        copied = sum(stop - start for source, start, stop in self.copies if source == rank)
-        return copied + self.sum_range[1] - self.sum_range[0]
+        return _size(self.sums) + sum(stop - start for source, start, stop in self.copies if source == rank)
 
     def put(self, call: CollectiveCall, payload: memoryview) -> None:
         """Put up what the others will read."""
-        start, stop = self.put_range
-        payload[: stop - start] = call.buffer[start:stop] if call.own_part is None else call.own_part
+        for start, stop in self.puts:
+            payload[start:stop] = call.buffer[start:stop] if call.own_part is None else call.own_part
 
     def take(self, buffer: memoryview, payload: Callable[[int], memoryview], reduction: Reduction) -> None:
         """Make the result of what all have put up."""
         for rank, start, stop in self.copies:
-            buffer[start:stop] = payload(rank)[: stop - start]
-        start, stop = self.sum_range
-        if self.terms is not None and start < stop:
-            add_up(self.terms, buffer[start:stop], lambda rank: payload(rank)[start:stop], reduction, own=self.rank)
+            buffer[start:stop] = payload(rank)[start:stop]
+        for start, stop in self.sums:
+            assert self.terms is not None, "what is added has an order"
+            contribution = partial(_part_of, payload, start, stop)
+            add_up(self.terms, buffer[start:stop], contribution, reduction, own=self.rank)
 
 
 def operation_for(call: CollectiveCall, rank: int) -> Operation | None:
-    """Return the part of ``rank`` in ``call``; None if its sums differ from range to range."""
-    num_ranks, num_bytes = call.schedule.num_ranks, call.buffer.nbytes
-    parts = [call.own_range(place) for place in range(num_ranks)]
-    collective = call.schedule.collective
+    """Return the part of ``rank`` in ``call``; None if sums differ from range to range, or ranges have many owners."""
+    schedule, num_bytes = call.schedule, call.buffer.nbytes
+    num_ranks, collective, whole = schedule.num_ranks, schedule.collective, ((0, num_bytes),)
     if collective is Collective.BROADCAST:
-        return _broadcast(call.schedule.root, num_bytes, rank=rank, num_ranks=num_ranks)
-    if collective is Collective.ALL_GATHER:
-        own_bytes = parts[rank][1] - parts[rank][0]
-        others = tuple((source, *part) for source, part in enumerate(parts) if source != rank)
-        return Operation(rank=rank, put_range=parts[rank], copies=others, sent_bytes=(own_bytes,) * num_ranks)
-    is_scattered = collective is Collective.REDUCE_SCATTER
-    terms = find_sum(call.schedule, rank, owned_only=is_scattered)
-    if terms is None:
+        if rank == schedule.root:
+            return Operation(rank=rank, puts=whole, sent_bytes=(num_bytes,) * num_ranks)
+        return Operation(rank=rank, copies=((schedule.root, 0, num_bytes),), sent_bytes=(0,) * num_ranks)
+    if collective is Collective.ALL_REDUCE:
+        terms = find_sum(schedule, rank, owned_only=False)
+        everything = Operation(rank=rank, puts=whole, terms=terms, sums=whole, sent_bytes=(num_bytes,) * num_ranks)
+        return everything if terms is not None else None
+    if len(schedule.owners) > 1:
         return None
-    return Operation(
-        rank=rank,
-        put_range=(0, num_bytes),
-        terms=terms,
-        sum_range=parts[rank] if is_scattered else (0, num_bytes),
-        sent_bytes=tuple(stop - start for start, stop in parts) if is_scattered else (num_bytes,) * num_ranks,
-    )
+    itemsize = call.reduction.itemsize
+    owned = [
+        tuple((start * itemsize, stop * itemsize) for start, stop in call.layout.owned_ranges(schedule, owner))
+        for owner in range(num_ranks)
+    ]
+    of_others = tuple(sorted((*part, owner) for owner in range(num_ranks) if owner != rank for part in owned[owner]))
+    if collective is Collective.ALL_GATHER:
+        copies = tuple((owner, start, stop) for start, stop, owner in of_others)
+        return Operation(rank=rank, puts=owned[rank], copies=copies, sent_bytes=(_size(owned[rank]),) * num_ranks)
+    terms = find_sum(schedule, rank, owned_only=True) if owned[rank] else None
+    if terms is None and owned[rank]:
+        return None
+    sent_bytes = tuple(map(_size, owned))
+    puts = tuple((start, stop) for start, stop, _ in of_others)
+    if terms is not None and not leads(terms, rank):
+        puts += owned[rank]  # what is added comes to lie on it before it is added
+    return Operation(rank=rank, puts=puts, terms=terms, sums=owned[rank], sent_bytes=sent_bytes)
 
 
-def _broadcast(root: int, num_bytes: int, *, rank: int, num_ranks: int) -> Operation:
-    if rank != root:
-        return Operation(rank=rank, put_range=(0, 0), copies=((root, 0, num_bytes),), sent_bytes=(0,) * num_ranks)
-    return Operation(rank=rank, put_range=(0, num_bytes), sent_bytes=(num_bytes,) * num_ranks)
+def _size(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _part_of(payload: Callable[[int], memoryview], start: int, stop: int, rank: int) -> memoryview:
+    return payload(rank)[start:stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

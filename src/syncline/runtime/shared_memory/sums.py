@@ -25,6 +25,18 @@ def find_sum(schedule: Schedule, rank: int, *, owned_only: bool) -> Sum | None:
     return sums.pop() if len(sums) == 1 else None
 
 
+def leads(terms: Sum, own: int) -> bool:
+    """Whether the contribution of ``own`` is among the first two that are added, so that it may be where the sum goes.
+
+    >>> leads((0, 1, 2), 1), leads((0, 1, 2), 2)
+    (True, False)
+    """
+    if isinstance(terms, int):
+        return terms == own
+    first, second = terms[:2]
+    return own in (first, second) if isinstance(first, int) else leads(first, own)
+
+
 def _replay(schedule: Schedule) -> list[list[Sum]]:
     """Return what each rank holds of each atom in the end, step by step as :class:`Schedule` defines it."""
     values: list[list[Sum]] = [[rank] * schedule.num_atoms for rank in range(schedule.num_ranks)]
