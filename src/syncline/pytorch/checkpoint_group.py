@@ -146,7 +146,27 @@ class CheckpointGroup:
             group.update({key: _like(group.get(key), value) for key, value in options.items()})
 
 
-class FleetCheckpointGroup(CheckpointGroup):
+class TrainingGroup(CheckpointGroup):
+    """One rank, or all, of those on which a model is in training."""
+
+    _training: Training
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet that it is trained on."""
+        return fleet_of(self._training)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made."""
+        return self._training.updater.iteration
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count steps from there on."""
+        self._training.updater.go_on_from(iteration)
+
+
+class FleetCheckpointGroup(TrainingGroup):
     """The ranks on which a model is in training."""
 
     def __init__(self, training: Training, optimizer: torch.optim.Optimizer | None) -> None:
@@ -165,20 +185,6 @@ class FleetCheckpointGroup(CheckpointGroup):
     def world_size(self) -> int:
         """How many they are now."""
         return self._control.world_size
-
-    @property
-    def fleet(self) -> Fleet:
-        """The fleet that it is trained on."""
-        return fleet_of(self._training)
-
-    @property
-    def iteration(self) -> int:
-        """Steps that were made."""
-        return self._training.updater.iteration
-
-    def go_on_from(self, iteration: int) -> None:
-        """Count steps from there on."""
-        self._training.updater.go_on_from(iteration)
 
     def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let ranks that follow the others take part."""
@@ -219,7 +225,7 @@ class FleetCheckpointGroup(CheckpointGroup):
         self._training.updater.load_state(source)
 
 
-class LocalCheckpointGroup(CheckpointGroup):
+class LocalCheckpointGroup(TrainingGroup):
     """A rank whose fleet cannot be asked to do a thing together: ranks may be lost, or only serve.
 
     Each reads a checkpoint by itself, as it has the whole state; one of them writes it.
@@ -230,20 +236,6 @@ class LocalCheckpointGroup(CheckpointGroup):
         self.owner = training
         self.saves = saves
         self._training = training
-
-    @property
-    def fleet(self) -> Fleet:
-        """The fleet that it is trained on."""
-        return fleet_of(self._training)
-
-    @property
-    def iteration(self) -> int:
-        """Steps that were made."""
-        return self._training.updater.iteration
-
-    def go_on_from(self, iteration: int) -> None:
-        """Count steps from there on."""
-        self._training.updater.go_on_from(iteration)
 
     def agree(self, value: Any, call: str) -> list[Any]:
         """Return the value of every rank of the job; none is lost where training begins."""

@@ -198,14 +198,13 @@ def predict(
     part = first_bytes / even_bytes if even_bytes else 1.0
     first = pipeline if part == 1 else _Pipeline(draft, table, first_bytes, model, messages=messages)
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
-    links = table.links
     return Prediction(
         time_s=first_slice_s + (num_slices - part) * pipeline.period_s,
         first_slice_s=first_slice_s,
         period_s=pipeline.period_s,
         num_slices=num_slices,
-        bottleneck=links[int(pipeline.link_s.argmax())] if pipeline.busiest_link_s > 0 else None,
-        link_s=dict(zip(links, (pipeline.link_s * num_slices).tolist(), strict=True)),
+        bottleneck=table.links[int(pipeline.link_s.argmax())] if pipeline.busiest_link_s > 0 else None,
+        link_s=dict(zip(table.links, (pipeline.link_s * num_slices).tolist(), strict=True)),
         rank_s=float(pipeline.rank_s.max()) * num_slices,
         processor_s=pipeline.processors_s * num_slices,
     )
