@@ -1,0 +1,59 @@
+"""The ranks of a training in a lab, as processes: started, heard and told a line at a time."""
+
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rank_scripts import script_environment
+
+DEADLINE_S = 120.0
+
+
+def start(lab, program, *arguments):
+    """Start a program of this folder for each rank, on its host."""
+    argv = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+    common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "WORLD_SIZE": str(lab.topology.num_ranks)}
+    return [
+        lab.spawn(
+            host.name,
+            argv,
+            env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in lab.plan.hosts
+        for rank in lab.topology.ranks_of(host.name)
+    ]
+
+
+def hear(ranks, expected):
+    """Read a line from each rank; it writes a line at a time, so what can be read is a whole one."""
+    deadline = time.monotonic() + DEADLINE_S
+    for number, rank in enumerate(ranks):
+        ready, _, _ = select.select([rank.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"rank {number} did not say {expected!r} within {DEADLINE_S:g} s"
+        assert rank.stdout.readline().strip() == expected
+
+
+def tell(ranks):
+    """Let each rank go on."""
+    for rank in ranks:
+        rank.stdin.write("go on\n")
+        rank.stdin.flush()
+
+
+def carried_between(lab, ranks):
+    """Return what each link carries from when the ranks are ready until they are done, and let them end."""
+    hear(ranks, "ready")
+    before = lab.link_bytes()
+    tell(ranks)
+    hear(ranks, "done")
+    carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
+    tell(ranks)
+    for rank in ranks:
+        rank.communicate(timeout=DEADLINE_S)  # closes its pipes too
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+    return carried
