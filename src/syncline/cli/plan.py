@@ -14,7 +14,9 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
+from syncline.cli.replica_plan import ReplicaPlan, parse_replicate, plan_replicas, show_replicas
 from syncline.cli.step_plan import StepPlan, plan_step, show_step
+from syncline.errors import ConfigurationError
 from syncline.report import format_rates, network_links
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Direction, Link, Topology
@@ -68,6 +70,14 @@ def plan(
     spares: Annotated[
         int, typer.Option(min=0, max=1, help="How many other ranks keep each range of a sharded step, too.")
     ] = 0,
+    replicate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PARTS",
+            help="Parts of the network that own everything in a sharded step, each by itself: host, auto, a level below "
+            "the root, or names with commas.",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -86,8 +96,7 @@ def plan(
         _plan_model(Topology.load(topology), model, as_json=as_json)
         return
     if collective is CollectiveName.SHARDED_STEP:
-        found = plan_step(Topology.load(topology), parse_size(size), portions.value, spares=spares)
-        _print_step(found, as_json=as_json)
+        _plan_step(Topology.load(topology), parse_size(size), portions, spares, replicate, as_json=as_json)
         return
     comparison = compare_planners(
         Topology.load(topology), Collective[collective.name], parse_size(size), target=target.value, root=root
@@ -98,14 +107,26 @@ def plan(
         show(comparison, Console(highlight=False))
 
 
-def _print_step(found: StepPlan, *, as_json: bool) -> None:
+def _plan_step(
+    topology: Topology, num_bytes: int, portions: PortionsName, spares: int, replicate: str | None, *, as_json: bool
+) -> None:
+    if replicate is not None and (portions is not PortionsName.BALANCED or spares):
+        raise ConfigurationError("replicas are divided as the tree is; leave out --portions and --spares, or --replicate")
+    found: StepPlan | ReplicaPlan = (
+        plan_step(topology, num_bytes, portions.value, spares=spares)
+        if replicate is None
+        else plan_replicas(topology, num_bytes, parse_replicate(replicate))
+    )
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
-    _show_tree(found.topology, console)
-    show_step(found, console)
+    _show_tree(topology, console)
+    if isinstance(found, StepPlan):
+        show_step(found, console)
+    else:
+        show_replicas(found, console)
 
 
 def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:

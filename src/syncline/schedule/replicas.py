@@ -28,6 +28,7 @@ from syncline.schedule.cost import ABOUT_EQUAL, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import IntArray, Transfers
+from syncline.schedule.tree import plan_tree
 from syncline.schedule.verifier import split, verify
 from syncline.topology import Host, Node, Topology
 from syncline.topology.tree import walk
@@ -100,6 +101,17 @@ def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> 
     draft = replace(scatter.draft, owners=_owners(scatter.draft, between, number, len(replicas)), transfers=first)
     second = replace(draft, collective=Collective.ALL_GATHER, transfers=inside.shifted(-start))
     return verify(draft), verify(second)
+
+
+def cut_at_replicas(schedule: Schedule, topology: Topology, replicas: Replicas) -> tuple[Schedule, Schedule]:
+    """Split an all-reduce as :func:`split_in_replicas`; the tree's, where this one cannot be cut there.
+
+    Many cannot be cut at all, for short messages.
+    """
+    try:
+        return split_in_replicas(schedule, replicas)
+    except ScheduleError:
+        return split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)
 
 
 def choose_replicas(topology: Topology, num_bytes: int, plan: Callable[[Replicas], Schedule]) -> Replicas:

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from syncline.errors import ConfigurationError, ScheduleError
+from syncline.errors import ConfigurationError
 from syncline.runtime.communicator import Communicator
 from syncline.schedule import (
     Collective,
@@ -19,11 +19,10 @@ from syncline.schedule import (
     ShardedStep,
     layout_of_step,
     plan_sharded_step,
-    plan_tree,
     verify,
 )
 from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
-from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, find_replicas, split_in_replicas
+from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut_at_replicas, find_replicas
 from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
@@ -219,10 +218,10 @@ def _plan_replicated(
     topology, num_bytes = communicator.topology, sum(plan.num_bytes for plan in plans)
     if options.replicate == "auto":
         whole = communicator.plan(Collective.ALL_REDUCE, num_bytes)
-        replicas = choose_replicas(topology, num_bytes, lambda replicas: _cut(whole, topology, replicas)[1])
+        replicas = choose_replicas(topology, num_bytes, lambda replicas: cut_at_replicas(whole, topology, replicas)[1])
     else:
         replicas = find_replicas(topology, options.replicate)
-    cut = cache(lambda schedule: _cut(schedule, topology, replicas))
+    cut = cache(lambda schedule: cut_at_replicas(schedule, topology, replicas))
     planned = []
     for plan in plans:
         first, second = cut(communicator.plan(Collective.ALL_REDUCE, plan.num_bytes))
@@ -258,14 +257,6 @@ def _check_room(
                 f"{why.capitalize()} rank {rank} would own {number} of {num_elements} elements, and the memory that "
                 f"the topology says its host has is enough for {int(share * num_elements)}; {remedy}"
             )
-
-
-def _cut(schedule: Schedule, topology: Topology, replicas: Replicas) -> tuple[Schedule, Schedule]:
-    """Cut an all-reduce at replicas; one that cannot be cut there (or, for short messages, at all) gives way."""
-    try:
-        return split_in_replicas(schedule, replicas)
-    except ScheduleError:
-        return split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)
 
 
 def _plan_whole(

@@ -1,0 +1,146 @@
+"""``syncline plan --collective sharded_step --replicate``: what each choice of replicas moves when, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from syncline.errors import TopologyError
+from syncline.schedule import Collective, Prediction, Schedule, choose, predict
+from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut_at_replicas, find_replicas
+from syncline.topology import Topology
+from syncline.units import format_duration, format_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaResult:
+    """One choice of replicas in figures."""
+
+    name: str
+    replicas: Replicas
+    within: Prediction
+    """Of what may run under the backward pass: the reduction to an owner in each replica."""
+    after: Prediction
+    """Of what follows the step: the all-gather inside each replica."""
+    shares: tuple[float, ...]
+    """The part of the data that each rank owns; they sum to the number of replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """What was compared for a sharded step with replicas, and which of it is taken."""
+
+    topology: Topology
+    num_bytes: int
+    chosen: Replicas
+    results: tuple[ReplicaResult, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "topology": self.topology.name,
+            "num_ranks": self.topology.num_ranks,
+            "collective": "sharded_step",
+            "num_bytes": self.num_bytes,
+            "replicas": self.chosen,
+            "choices": [
+                {
+                    "name": result.name,
+                    "replicas": result.replicas,
+                    "under_backward_s": result.within.time_s,
+                    "after_step_s": result.after.time_s,
+                    "shares": result.shares,
+                }
+                for result in self.results
+            ],
+        }
+
+
+def parse_replicate(text: str) -> Replicate:
+    """Return what ``--replicate`` says: ``host``, ``auto``, a level, or names with commas between them."""
+    if text in ("host", "auto"):
+        return text
+    return int(text) if text.isdecimal() else tuple(name.strip() for name in text.split(","))
+
+
+def plan_replicas(topology: Topology, num_bytes: int, replicate: Replicate) -> ReplicaPlan:
+    """Compare all levels of the topology as replicas, and what is asked for, for a step of ``num_bytes``.
+
+    Raises :class:`~syncline.errors.TopologyError` for what is no choice of replicas.
+    """
+    whole = choose(topology, Collective.ALL_REDUCE, num_bytes)
+    asked = None if replicate == "auto" else find_replicas(topology, replicate)
+    chosen = asked or choose_replicas(
+        topology, num_bytes, lambda replicas: cut_at_replicas(whole, topology, replicas)[1]
+    )
+    choices = dict(_levels(topology))
+    if chosen not in choices.values():
+        choices["as asked"] = chosen
+    results = [_result(name, replicas, whole, topology, num_bytes) for name, replicas in choices.items()]
+    return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=tuple(results))
+
+
+def _levels(topology: Topology) -> Iterator[tuple[str, Replicas]]:
+    """Yield each level's replicas, but for levels that divide as the one before does, and single ranks."""
+    before: Replicas = ()
+    for level in range(topology.num_ranks):
+        try:
+            replicas = find_replicas(topology, level)
+        except TopologyError:
+            return
+        if replicas != before and max(map(len, replicas)) > 1:
+            yield ("none" if len(replicas) == 1 else f"level {level}"), replicas
+        before = replicas
+
+
+def _result(name: str, replicas: Replicas, whole: Schedule, topology: Topology, num_bytes: int) -> ReplicaResult:
+    first, second = cut_at_replicas(whole, topology, replicas)
+    return ReplicaResult(
+        name=name,
+        replicas=replicas,
+        within=predict(first, topology, num_bytes),
+        after=predict(second, topology, num_bytes),
+        shares=_shares(first),
+    )
+
+
+def _shares(schedule: Schedule) -> tuple[float, ...]:
+    widths = np.diff(np.array(schedule.cuts, dtype=np.float64)) / schedule.denominator
+    owners = schedule.owners
+    shares = np.bincount(owners.reshape(-1), np.tile(widths, len(owners)), schedule.num_ranks)
+    return tuple(float(share) for share in shares)
+
+
+def show_replicas(plan: ReplicaPlan, console: Console) -> None:
+    """Print what each choice moves when, and how much of the state its ranks keep."""
+    console.print(
+        f"[bold]sharded step[/] of {format_size(plan.num_bytes)} among {plan.topology.num_ranks} ranks with replicas: "
+        "gradients are summed under the backward pass, and after the step each replica gathers inside itself\n"
+    )
+    console.print(choice_table(plan))
+
+
+def choice_table(plan: ReplicaPlan) -> Table:
+    """Lay out one row for each choice of replicas, the chosen one marked."""
+    caption = "most owned: of the optimizer's state, by one rank; the prediction leaves out what the backward pass hides"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
+    table.add_column("replicas", no_wrap=True)
+    for heading in ("ranks of each", "under backward", "after step", "both", "most owned"):
+        table.add_column(heading, justify="right")
+    for result in plan.results:
+        is_chosen = result.replicas == plan.chosen
+        seconds = (result.within.time_s, result.after.time_s, result.within.time_s + result.after.time_s)
+        table.add_row(
+            f"{result.name}{' (chosen)' if is_chosen else ''}",
+            ", ".join(str(len(ranks)) for ranks in result.replicas),
+            *(format_duration(each) for each in seconds),
+            f"{max(result.shares):.1%}",
+            style="bold green" if is_chosen else "",
+        )
+    return table

@@ -1,0 +1,78 @@
+"""``syncline plan --collective sharded_step --replicate``: its figures are those of what the library would do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from syncline.cli.replica_plan import choice_table, parse_replicate, plan_replicas, show_replicas
+from syncline.errors import TopologyError
+from syncline.schedule import Collective, choose, predict
+from syncline.schedule.replicas import choose_replicas, find_replicas, split_in_replicas
+from syncline.topology import Topology
+
+NUM_BYTES = 16 << 20
+RACKS = Topology.load("two-racks-5-3")
+
+
+def test_what_auto_chooses_is_what_training_chooses():
+    whole = choose(RACKS, Collective.ALL_REDUCE, NUM_BYTES)
+    found = plan_replicas(RACKS, NUM_BYTES, "auto")
+    expected = choose_replicas(RACKS, NUM_BYTES, lambda replicas: split_in_replicas(whole, replicas)[1])
+    assert found.chosen == expected == find_replicas(RACKS, 1)
+    first, second = split_in_replicas(whole, expected)
+    (result,) = [result for result in found.results if result.replicas == expected]
+    assert result.within == predict(first, RACKS, NUM_BYTES)
+    assert result.after == predict(second, RACKS, NUM_BYTES)
+
+
+def test_each_replica_owns_everything_once():
+    for result in plan_replicas(Topology.load("two-sites"), NUM_BYTES, "auto").results:
+        for ranks in result.replicas:
+            assert sum(result.shares[rank] for rank in ranks) == pytest.approx(1.0)
+
+
+def test_the_table_shows_every_choice_and_what_is_asked_for():
+    console = Console(record=True, width=100)
+    found = plan_replicas(RACKS, NUM_BYTES, parse_replicate("rack-a, rack-b"))
+    show_replicas(found, console)
+    names, sizes = (list(column.cells) for column in choice_table(found).columns[:2])
+    assert names == ["none", "level 1 (chosen)"]
+    assert sizes == ["8", "5, 3"]
+    assert "under backward" in console.export_text()
+
+
+def test_replicas_that_are_no_level_are_shown_too():
+    topology = Topology.parse(
+        "{switch: top, children: [{host: a, uplink: 1 Gbit/s, ranks: 2}, {switch: r, uplink: 1 Gbit/s, children: "
+        "[{host: b, uplink: 1 Gbit/s, ranks: 2}, {host: c, uplink: 1 Gbit/s, ranks: 3}]}]}"
+    )
+    found = plan_replicas(topology, NUM_BYTES, "host")
+    assert found.chosen == ((0, 1), (2, 3), (4, 5, 6))
+    assert found.results[-1].name == "as asked"
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"), [("host", "host"), ("auto", "auto"), ("2", 2), ("rack-a,rack-b", ("rack-a", "rack-b"))]
+)
+def test_what_is_asked_for(text, meaning):
+    assert parse_replicate(text) == meaning
+
+
+def test_names_that_are_not_there_are_refused():
+    with pytest.raises(TopologyError, match="nowhere"):
+        plan_replicas(RACKS, NUM_BYTES, parse_replicate("rack-a,nowhere"))
+
+
+def test_programs_can_read_the_figures_and_portions_are_refused():
+    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
+    command += ["--replicate", "1"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    shown = json.loads(done.stdout)
+    assert shown["replicas"] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert [choice["name"] for choice in shown["choices"]] == ["none", "level 1"]
+    refused = subprocess.run([*command, "--portions", "fastest"], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "leave out --portions" in refused.stdout + refused.stderr
