@@ -5,7 +5,7 @@ import pytest
 from schedule_oracle import random_topology, replay
 
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.sums import add_up, find_sum
+from syncline.runtime.shared_memory.sums import add_up, find_sums
 from syncline.schedule import Collective, Layout, plan_recursive_doubling, plan_ring, plan_tree
 from syncline.topology import Topology
 
@@ -28,12 +28,12 @@ def add_on(rank, terms, buffers, dtype):
 )
 def test_known_orders(planner, num_ranks, expected):
     schedule = planner(Topology.flat(num_ranks), Collective.ALL_REDUCE)
-    assert [find_sum(schedule, rank, owned_only=False) for rank in range(num_ranks)] == [expected] * num_ranks
+    assert find_sums(schedule, owned_only=False) == [expected] * num_ranks
 
 
 def test_an_order_that_differs_from_range_to_range_is_not_one():
     schedule = plan_ring(Topology.flat(4), Collective.ALL_REDUCE)
-    assert find_sum(schedule, 0, owned_only=False) is None
+    assert find_sums(schedule, owned_only=False) == [None] * 4
 
 
 @pytest.mark.parametrize("planner", [plan_tree, plan_ring, plan_recursive_doubling])
@@ -48,8 +48,7 @@ def test_the_bits_of_the_schedule(planner, collective, seed):
     buffers = [(source.normal(size=1001) * scale).astype("f4") for scale in scales]
     expected = replay(schedule, layout, buffers)
     is_scattered = collective is Collective.REDUCE_SCATTER
-    for rank in range(topology.num_ranks):
-        terms = find_sum(schedule, rank, owned_only=is_scattered)
+    for rank, terms in enumerate(find_sums(schedule, owned_only=is_scattered)):
         if terms is None:
             continue
         found = add_on(rank, terms, buffers, "float32")

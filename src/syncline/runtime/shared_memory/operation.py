@@ -8,7 +8,7 @@ from functools import partial
 
 from syncline.runtime.call import CollectiveCall, Describer
 from syncline.runtime.reduction import Reduction
-from syncline.runtime.shared_memory.sums import Sum, add_up, find_sum, leads
+from syncline.runtime.shared_memory.sums import Sum, add_up, find_sums, leads
 from syncline.schedule import Collective, Layout, Schedule
 
 
@@ -51,7 +51,10 @@ class Operation:
 
 
 def operation_for(call: CollectiveCall, rank: int) -> Operation | None:
-    """Return the part of ``rank`` in ``call``; None if sums differ from range to range, or ranges have many owners."""
+    """Return the part of ``rank`` in ``call``; None, for all ranks alike, if it has none in this memory.
+
+    That is where a rank adds in another order from range to range, and where ranges have several owners.
+    """
     schedule, num_bytes = call.schedule, call.buffer.nbytes
     num_ranks, collective, whole = schedule.num_ranks, schedule.collective, ((0, num_bytes),)
     if collective is Collective.BROADCAST:
@@ -59,9 +62,9 @@ def operation_for(call: CollectiveCall, rank: int) -> Operation | None:
             return Operation(rank=rank, puts=whole, sent_bytes=(num_bytes,) * num_ranks)
         return Operation(rank=rank, copies=((schedule.root, 0, num_bytes),), sent_bytes=(0,) * num_ranks)
     if collective is Collective.ALL_REDUCE:
-        terms = find_sum(schedule, rank, owned_only=False)
-        everything = Operation(rank=rank, puts=whole, terms=terms, sums=whole, sent_bytes=(num_bytes,) * num_ranks)
-        return everything if terms is not None else None
+        sums = find_sums(schedule, owned_only=False)
+        everything = Operation(rank=rank, puts=whole, terms=sums[rank], sums=whole, sent_bytes=(num_bytes,) * num_ranks)
+        return None if None in sums else everything
     if len(schedule.owners) > 1:
         return None
     itemsize = call.reduction.itemsize
@@ -73,9 +76,10 @@ def operation_for(call: CollectiveCall, rank: int) -> Operation | None:
     if collective is Collective.ALL_GATHER:
         copies = tuple((owner, start, stop) for start, stop, owner in of_others)
         return Operation(rank=rank, puts=owned[rank], copies=copies, sent_bytes=(_size(owned[rank]),) * num_ranks)
-    terms = find_sum(schedule, rank, owned_only=True) if owned[rank] else None
-    if terms is None and owned[rank]:
+    of_owners = find_sums(schedule, owned_only=True)
+    if any(part and terms is None for part, terms in zip(owned, of_owners, strict=True)):
         return None
+    terms = of_owners[rank]
     sent_bytes = tuple(map(_size, owned))
     puts = tuple((start, stop) for start, stop, _ in of_others)
     if terms is not None and not leads(terms, rank):

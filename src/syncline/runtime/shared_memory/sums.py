@@ -13,16 +13,18 @@ Sum: TypeAlias = "int | tuple[Sum, ...]"
 """A rank's contribution, or sums that are added from left to right: ``((0, 1), (2, 3))``."""
 
 
-def find_sum(schedule: Schedule, rank: int, *, owned_only: bool) -> Sum | None:
-    """Return how ``rank`` comes to its result; None if that differs from range to range.
+def find_sums(schedule: Schedule, *, owned_only: bool) -> list[Sum | None]:
+    """Return how each rank comes to its result; None for those whose ranges differ in it, or that have none.
 
-    ``owned_only``: of the ranges that the rank owns, as a reduce-scatter leaves them; else of all. Complexity:
+    ``owned_only``: of the ranges that a rank owns, as a reduce-scatter leaves them; else of all. Complexity:
     transfers times the atoms of each.
     """
-    values = _replay(schedule)[rank]
-    atoms = [atom for atom in range(schedule.num_atoms) if not owned_only or rank in schedule.owners[:, atom]]
-    sums = {values[atom] for atom in atoms}
-    return sums.pop() if len(sums) == 1 else None
+    found: list[Sum | None] = []
+    for rank, values in enumerate(_replay(schedule)):
+        atoms = [atom for atom in range(schedule.num_atoms) if not owned_only or rank in schedule.owners[:, atom]]
+        sums = {values[atom] for atom in atoms}
+        found.append(sums.pop() if len(sums) == 1 else None)
+    return found
 
 
 def leads(terms: Sum, own: int) -> bool:
