@@ -46,7 +46,7 @@ NUM_FEATURES = 16
 """Of a layer: its bucket is so small that it is sent unasked."""
 ROOMS = ("fabric", "runtime", "updates", "pytorch")
 
-CASES = (("Python", "0", "_on_readable", "_slice_ended"), ("compiled", "1", "_on_ready", "_done"))
+CASES = (("Python", "0", "on_readable", "_slice_ended"), ("compiled", "1", "_on_ready", "_done"))
 """Transports: what SYNCLINE_NATIVE says for each, where what arrives is heard, and where slices have ended."""
 
 Path_ = tuple[CodeType, ...]

@@ -161,6 +161,42 @@ JOB_MUTANTS = (
         is_quick=False,
     ),
     Mutant(
+        name="a commit is not waited for",
+        breaks="a rank steps on the gradients of a pass that the others make again without the lost rank",
+        changes=(
+            Change(
+                file="elastic/reports.py",
+                before="        if self._call is None or not self._call.is_complete:\n",
+                after="        if self._call is None:\n",
+            ),
+            Change(
+                file="elastic/reports.py",
+                before="        self._call.wait_in_epoch()\n",
+                after="",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/elastic/test_commits.py",
+            name="test_a_pass_that_is_not_committed_is_made_again_without_the_lost_rank",
+        ),
+    ),
+    Mutant(
+        name="a spare is not stepped",
+        breaks="who takes over from a lost rank goes on with the state that it had long ago",
+        changes=(
+            Change(
+                file="updates/shard.py",
+                before="        active = [view for view in self._views if present[view.segments[0].slot.position]]\n",
+                after="        firsts = [(view, view.segments[0]) for view in self._views]\n"
+                "        active = [view for view, first in firsts if present[first.slot.position] and not first.is_spare]\n",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/updates/test_shard.py",
+            name="test_what_a_rank_is_the_spare_of_is_stepped_like_what_it_owns",
+        ),
+    ),
+    Mutant(
         name="two servers in a term",
         breaks="a record has two values: members of one cluster hold different means",
         changes=(

@@ -135,3 +135,21 @@ def test_a_rank_that_owns_nothing_has_nothing() -> None:
     shard.load_state(whole_state([bucket], {}))
     assert shard.num_state_bytes == 0
     assert not list(shard.state_entries())
+
+
+def test_what_a_rank_is_the_spare_of_is_stepped_like_what_it_owns() -> None:
+    bucket, tensors = make_bucket()
+    before = bucket.parameters.clone()
+    plain = torch.optim.Adam(tensors, lr=0.1)
+    shard = Shard(bucket, [((0, 8),)], plain, whole_parameters=False, spared=[((8, 15),)])
+    for _ in range(2):
+        bucket.gradients.fill_(0.5)
+        for tensor in tensors:
+            tensor.grad = torch.full_like(tensor, 0.5)
+        plain.step()
+        shard.step(hyperparameters(plain, 0), [True] * len(SHAPES))
+    expected = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    torch.testing.assert_close(bucket.parameters[:15], expected[:15], rtol=1e-12, atol=1e-13)
+    assert torch.equal(bucket.parameters[15:], before[15:])
+    spared = [entry.value for entry in shard.state_entries() if entry.is_spare and entry.key == "exp_avg"]
+    assert sum(value.numel() for value in spared) == 7

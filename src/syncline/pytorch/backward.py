@@ -248,7 +248,8 @@ class GradientCollector:
         """Hand a complete bucket to the update rule; early, if this rank's own pass made all of it."""
         self._contributions.join(bucket, 1.0 / self._expected_total)
         self._watch.look(bucket)
-        (self._updater.reduce_early if is_early else self._updater.reduce)(bucket)
+        bucket.has_left_early = is_early
+        self._updater.reduce(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""

@@ -117,6 +117,8 @@ class Bucket:
         self.wire_gradients = _wire(gradients)
         self.stepped = parameters
         """What the optimizer steps on: the parameters, or a copy beside them."""
+        self.has_left_early = False
+        """Whether, in this pass, it left before the end, with a gradient of each parameter by a pass that counts."""
 
     def __repr__(self) -> str:
         plan = self.plan

@@ -102,12 +102,12 @@ class InBackwardUpdater(ShardedUpdater):
         pending.weights[0] = weight
 
     def reduce(self, bucket: Bucket) -> None:
-        """Start the reduce-scatter of a bucket; its update waits for the report."""
-        self._under_way.late.append((bucket, self._reduce(bucket)))
-
-    def reduce_early(self, bucket: Bucket) -> None:
-        """Start the reduce-scatter of a bucket, and let its update follow."""
-        self._prepare_after(bucket, self._reduce(bucket), None)
+        """Start the reduce-scatter of a bucket, and let its update follow: now, or after the report."""
+        reduction = self._reduce(bucket)
+        if bucket.has_left_early:
+            self._prepare_after(bucket, reduction, None)
+        else:
+            self._under_way.late.append((bucket, reduction))
 
     def finish_backward(self, report: PendingReport) -> None:
         """Let the updates follow that wait for the report; nothing is waited for."""

@@ -144,10 +144,6 @@ class Updater(ABC):
         Its ``gradients`` are the updater's from here to :meth:`finish_backward`. Ranks may come in other orders.
         """
 
-    def reduce_early(self, bucket: Bucket) -> None:
-        """Do so in the middle of a pass that counts, and has made a gradient of each of the bucket's parameters."""
-        self.reduce(bucket)
-
     @abstractmethod
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """End the backward pass; ``report`` tells what the ranks contributed.
