@@ -18,7 +18,7 @@ def paths_found():
     """Return the numbers of calls and files of each path, and the calls of each in order."""
     command = (sys.executable, str(ROOT / "benchmarks" / "calls.py"), "--paths")
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
-    counts, calls = {}, {}
+    counts, calls, path = {}, {}, ""
     for line in text.partition("\n\nroom")[0].splitlines()[1:]:
         if line.startswith(" "):
             file, _, name = line.strip().partition(": ")

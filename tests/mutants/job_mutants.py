@@ -187,8 +187,8 @@ JOB_MUTANTS = (
             Change(
                 file="updates/shard.py",
                 before="        active = [view for view in self._views if present[view.segments[0].slot.position]]\n",
-                after="        firsts = [(view, view.segments[0]) for view in self._views]\n"
-                "        active = [view for view, first in firsts if present[first.slot.position] and not first.is_spare]\n",
+                after="        owned = [view for view in self._views if not view.segments[0].is_spare]\n"
+                "        active = [view for view in owned if present[view.segments[0].slot.position]]\n",
             ),
         ),
         found_by=NamedTest(
