@@ -23,7 +23,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rule", type=json.loads, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--victims", type=int, nargs="*", default=[], help="ranks that kill themselves")
-    parser.add_argument("--deadly-step", type=int, default=-1, help="an iteration of the fleet: the slow leave some out")
+    parser.add_argument("--deadly-step", type=int, default=-1, help="an iteration of the fleet")
     parser.add_argument("--save", help="write a checkpoint each time a period has ended")
     parser.add_argument("--save-on-failure", help="where a checkpoint goes when too few are left")
     parser.add_argument("--resume", help="begin with this checkpoint")
