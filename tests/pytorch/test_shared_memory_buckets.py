@@ -38,7 +38,7 @@ def train(fleet: Fleet, rule: UpdateRule) -> tuple[list[torch.Tensor], int]:
     inputs = torch.Generator().manual_seed(fleet.rank)
     for step in range(NUM_STEPS):
         model(torch.randn(5, 48, generator=inputs)).square().mean().backward()
-        if step % 2 and rule not in (RULES["in the backward pass"],):
+        if step % 2 and rule is not RULES["in the backward pass"]:
             optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()

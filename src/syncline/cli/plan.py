@@ -74,8 +74,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="PARTS",
-            help="Parts of the network that own everything in a sharded step, each by itself: host, auto, a level below "
-            "the root, or names with commas.",
+            help="Parts of the network that each own everything in a sharded step: host, auto, a level below the "
+            "root, or names with commas.",
         ),
     ] = None,
     model: Annotated[
@@ -111,7 +111,9 @@ def _plan_step(
     topology: Topology, num_bytes: int, portions: PortionsName, spares: int, replicate: str | None, *, as_json: bool
 ) -> None:
     if replicate is not None and (portions is not PortionsName.BALANCED or spares):
-        raise ConfigurationError("replicas are divided as the tree is; leave out --portions and --spares, or --replicate")
+        raise ConfigurationError(
+            "replicas are divided as the tree is; leave out --portions and --spares, or --replicate"
+        )
     found: StepPlan | ReplicaPlan = (
         plan_step(topology, num_bytes, portions.value, spares=spares)
         if replicate is None

@@ -1,4 +1,4 @@
-"""``syncline plan --collective sharded_step --replicate``: what each choice of replicas moves when, and who owns what."""
+"""``syncline plan --collective sharded_step --replicate``: what each choice of replicas moves when, and who owns it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def show_replicas(plan: ReplicaPlan, console: Console) -> None:
 
 def choice_table(plan: ReplicaPlan) -> Table:
     """Lay out one row for each choice of replicas, the chosen one marked."""
-    caption = "most owned: of the optimizer's state, by one rank; the prediction leaves out what the backward pass hides"
+    caption = (
+        "most owned: of the optimizer's state, by one rank; the prediction leaves out what the backward pass hides"
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("replicas", no_wrap=True)
     for heading in ("ranks of each", "under backward", "after step", "both", "most owned"):

@@ -11,7 +11,6 @@ from syncline.runtime.reduction import Reduction
 from syncline.runtime.shared_memory.sums import Sum, add_up, find_sums, leads
 from syncline.schedule import Collective, Layout, Schedule
 
-
 Ranges = tuple[tuple[int, int], ...]
 """[start, stop) in bytes of a buffer: disjoint, none of them empty."""
 
@@ -65,26 +64,28 @@ def operation_for(call: CollectiveCall, rank: int) -> Operation | None:
         sums = find_sums(schedule, owned_only=False)
         everything = Operation(rank=rank, puts=whole, terms=sums[rank], sums=whole, sent_bytes=(num_bytes,) * num_ranks)
         return None if None in sums else everything
-    if len(schedule.owners) > 1:
-        return None
-    itemsize = call.reduction.itemsize
+    return None if len(schedule.owners) > 1 else _divided(call, rank)
+
+
+def _divided(call: CollectiveCall, rank: int) -> Operation | None:
+    """Return the part of ``rank`` in a reduce-scatter, or in an all-gather, in which each range has one owner."""
+    schedule, itemsize = call.schedule, call.reduction.itemsize
     owned = [
         tuple((start * itemsize, stop * itemsize) for start, stop in call.layout.owned_ranges(schedule, owner))
-        for owner in range(num_ranks)
+        for owner in range(schedule.num_ranks)
     ]
-    of_others = tuple(sorted((*part, owner) for owner in range(num_ranks) if owner != rank for part in owned[owner]))
-    if collective is Collective.ALL_GATHER:
+    of_others = sorted((*part, owner) for owner, parts in enumerate(owned) if owner != rank for part in parts)
+    if schedule.collective is Collective.ALL_GATHER:
         copies = tuple((owner, start, stop) for start, stop, owner in of_others)
-        return Operation(rank=rank, puts=owned[rank], copies=copies, sent_bytes=(_size(owned[rank]),) * num_ranks)
-    of_owners = find_sums(schedule, owned_only=True)
-    if any(part and terms is None for part, terms in zip(owned, of_owners, strict=True)):
+        sent_bytes = (_size(owned[rank]),) * schedule.num_ranks
+        return Operation(rank=rank, puts=owned[rank], copies=copies, sent_bytes=sent_bytes)
+    sums = find_sums(schedule, owned_only=True)
+    if any(parts and terms is None for parts, terms in zip(owned, sums, strict=True)):
         return None
-    terms = of_owners[rank]
-    sent_bytes = tuple(map(_size, owned))
-    puts = tuple((start, stop) for start, stop, _ in of_others)
+    puts, terms = tuple((start, stop) for start, stop, _ in of_others), sums[rank]
     if terms is not None and not leads(terms, rank):
         puts += owned[rank]  # what is added comes to lie on it before it is added
-    return Operation(rank=rank, puts=puts, terms=terms, sums=owned[rank], sent_bytes=sent_bytes)
+    return Operation(rank=rank, puts=puts, terms=terms, sums=owned[rank], sent_bytes=tuple(map(_size, owned)))
 
 
 def _size(ranges: Ranges) -> int:
