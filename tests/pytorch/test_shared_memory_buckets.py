@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has
 
 NUM_STEPS = 6
 BUCKET_BYTES = 1 << 14
-RULES = {
+RULES: dict[str, UpdateRule] = {
     "all-reduce": syncline.AllReduce(bucket_bytes=BUCKET_BYTES),
     "sharded": syncline.Sharded(bucket_bytes=BUCKET_BYTES),
     "whole parameters": syncline.Sharded(bucket_bytes=BUCKET_BYTES, align="parameter"),
