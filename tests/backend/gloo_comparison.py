@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -284,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
