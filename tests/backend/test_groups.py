@@ -12,8 +12,8 @@ import torch.distributed as dist
 from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
-from syncline.backend import creation
 from syncline.backend.call_work import CallWork
+from syncline.backend.group_parts import open_part
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
 from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
@@ -208,7 +208,7 @@ def test_groups_of_a_world_keep_memory_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     def body(group: Group) -> None:
         world = group.state
-        parts = [creation._open_part(world, [0, 1], world.store, 60.0) for _ in range(3)]
+        parts = [open_part(world, [0, 1], world.store, 60.0) for _ in range(3)]
         for state in (world, *parts, *parts):
             output = torch.empty(50_000)
             state.collectives.reduce_scatter_single(output, torch.ones(100_000), dist.ReduceOp.SUM).wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from syncline.backend.calls import GroupCalls
+from syncline.backend.group_parts import open_part
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.options import BackendOptions, choose_options, read_options
@@ -56,7 +56,7 @@ def create_state(distributed: Any, options: BackendOptions) -> GroupState:
             "A group of a world that is Syncline's uses the world's connections and their options; leave pg_options "
             "out of new_group()"
         )
-    return _open_part(world, ranks, distributed.store, timeout_s)
+    return open_part(world, ranks, distributed.store, timeout_s)
 
 
 def find_world() -> GroupState | None:
@@ -71,12 +71,6 @@ def find_world() -> GroupState | None:
         if isinstance(backend, GroupCalls):
             return backend.state
     return None
-
-
-def split_state(state: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:
-    """Return what is behind a group of some ranks of another one; they alone call it."""
-    members = state.communicator.members
-    return _open_part(state.world, [members[rank] for rank in ranks], store, timeout_s)
 
 
 def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], timeout_s: float) -> GroupState:
@@ -100,27 +94,6 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
         store=distributed.store,
         streams=GroupStreams(distributed.store, token=token.hex()),
         uses_shared_memory=environment.uses_shared_memory,
-    )
-
-
-def _open_part(world: GroupState, ranks: list[int], store: Any, timeout_s: float) -> GroupState:
-    assert world.streams is not None, "a world gives out streams"
-    own = world.communicator
-    streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
-    communicator = own.open_group(ranks, streams=streams)
-    communicator.timeout_s = timeout_s
-    try:
-        communicator.open_segment(is_wanted=world.uses_shared_memory)
-    except BaseException:
-        communicator.abort()
-        raise
-    return GroupState(
-        communicator,
-        message_stream=streams[-1],
-        staging_stream=streams[-2],
-        timeout_s=timeout_s,
-        store=store,
-        world=world,
     )
 
 
