@@ -9,7 +9,7 @@ from markdown_pages import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 NUMBERS = ("hook to socket, Python", "arrival to end, Python", "hook to socket, compiled", "arrival to end, compiled")
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 
 pytest.importorskip("syncline.fabric._native", reason="nothing compiled is there to be counted")
 
