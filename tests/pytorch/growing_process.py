@@ -1,9 +1,11 @@
 """One rank of a job that shrinks and grows: what the tests of growth start.
 
-``growing_process.py FOLDER PLAN``: PLAN is JSON: how many are ``members`` at the start (the other processes are
-newcomers), at which step members ``leave`` (killed by themselves), when newcomers ``come`` (a process's number: after
-which step), where in a switch processes ``die``, and how many ranks the job is to have after a change, in how many
-steps, until all end (``whole``). Rank 0, whoever that is, tells after each step in a file where it listens.
+``growing_process.py FOLDER PLAN``: PLAN is JSON: the ``rule``, how many are ``members`` at the start (the other
+processes are newcomers), at which step members ``leave`` (killed by themselves), when newcomers ``come`` (a process's
+number: after which step), and how many of them at least ``together``, where in a switch processes ``die``, or ``miss``
+the others, and how many ranks the job is to have after a change, in how many steps, until all end (``whole``). Rank 0,
+whoever that is, writes where it listens into the pipe of each newcomer whose time has come. Who ends leaves its
+parameters in the folder.
 """
 
 from __future__ import annotations
@@ -21,16 +23,46 @@ import torch
 from torch import nn
 
 import syncline
+from syncline.elastic.join_server import JoinServer
+from syncline.errors import PeerLostError
 from syncline.pytorch.fleet_growth import FleetGrowth, GrowingTraining
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 DEADLINE_S = 100.0
-PLACES = {"meet": FleetGrowth, "give": GrowingTraining, "take": GrowingTraining, "resume": GrowingTraining}
+RULES = {
+    "all-reduce": syncline.AllReduce(bucket_bytes=512),
+    "spares": syncline.Sharded(bucket_bytes=512, spares=1),
+}
+PLACES = {
+    "meet": (FleetGrowth, "_meet"),
+    "give": (GrowingTraining, "give"),
+    "take": (GrowingTraining, "take"),
+    "resume": (GrowingTraining, "resume"),
+    "admit": (ElasticShardedUpdater, "_agree_on_step"),
+    "admitted": (ElasticShardedUpdater, "_gather_anew"),
+}
 """Where in a switch a process may die: at the beginning of a method."""
 
 
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
+    return nn.Sequential(nn.Linear(6, 32, bias=False), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)).double()
+
+
+def optimizer_of(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.999)
+
+
+def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64),
+        torch.randn(4, 3, generator=generator, dtype=torch.float64),
+    )
 
 
 def digest(model: nn.Module) -> str:
@@ -40,25 +72,31 @@ def digest(model: nn.Module) -> str:
     return state.hexdigest()[:16]
 
 
-def wait_for(path: Path) -> str:
-    """Return what is in a file once it is there."""
-    until_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until_s:
-        if path.exists():
-            return path.read_text()
-        time.sleep(0.02)
-    raise TimeoutError(path)
-
-
-def write(path: Path, text: str) -> None:
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text)
-    part.rename(path)
-
-
 def die_in(place: str) -> None:
-    name = f"_{place}" if place == "meet" else place
-    setattr(PLACES[place], name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    owner, name = PLACES[place]
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def miss_the_others() -> None:
+    """Let this process hold the others lost that it has just met, as if their last message had not come."""
+    meet = FleetGrowth._meet
+
+    def miss(self: FleetGrowth, *arguments: Any) -> None:
+        meet(self, *arguments)
+        raise PeerLostError("the others do not answer", rank=0, host="h0")
+
+    FleetGrowth._meet = miss  # type: ignore[method-assign]
+
+
+def gather(number: int) -> None:
+    """Let nobody in before so many newcomers can be let in together."""
+    look = JoinServer._look
+
+    def wait(self: JoinServer) -> None:
+        if sum(asker.is_ready for asker in self._askers) >= number:
+            look(self)
+
+    JoinServer._look = wait  # type: ignore[method-assign]
 
 
 def tell(what: object) -> None:
@@ -68,28 +106,23 @@ def tell(what: object) -> None:
 def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
     if own < plan["members"]:
         return syncline.init(rank=own, world_size=plan["members"])
-    step = plan["come"][str(own)]
-    address = wait_for(folder / f"step-{step}")
-    return syncline.init(join=address)
-
-
-def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    return syncline.init(join=(folder / f"come-{own}").read_text())  # a pipe
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
     own = int(os.environ["RANK"])
     if place := plan["die"].get(str(own)):
         die_in(place)
+    if own in plan.get("miss", []):
+        miss_the_others()
+    gather(plan.get("together", 1))
     fleet = start(folder, plan, own)
     model = model_of(own)  # newcomers and members begin with other values
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5 if own >= plan["members"] else 0.01)
+    optimizer = optimizer_of(model, 0.5 if own >= plan["members"] else 0.01)
     changes: list[syncline.MembershipChange] = []
-    model, distributed = syncline.distribute(
-        model, optimizer, syncline.AllReduce(bucket_bytes=512), elastic=True, check_every=2
-    )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(distributed, gamma=0.9)
+    rule = RULES[plan.get("rule", "all-reduce")]
+    model, distributed = syncline.distribute(model, optimizer, rule, elastic=True, check_every=2)
+    scheduler = scheduler_of(distributed)
     distributed.offer_extra(lambda: {"scheduler": scheduler.state_dict()})
     distributed.on_membership_change(changes.append)
     if distributed.extra is not None:
@@ -102,17 +135,19 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         step = distributed.iteration + 1
         if plan["leave"].get(str(own)) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        number = fleet.members[fleet.rank]
         num_whole += fleet.epoch.number > 0 and fleet.world_size == plan["whole"][0]
-        x, y = batch(step, number)
+        x, y = batch(step, fleet.members[fleet.rank])
         distributed.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
+        counted = fleet.numbers_of(distributed.training._collector.report.ranks)
         distributed.step()
-        tell([distributed.iteration, digest(model), distributed.param_groups[0]["lr"], fleet.members])
+        tell([step, counted, digest(model), distributed.param_groups[0]["lr"], fleet.members])
         scheduler.step()
         if fleet.rank == 0:
-            write(folder / f"step-{distributed.iteration}", str(fleet.join_address))
+            for newcomer in (each for each, after in plan["come"].items() if after == step):
+                (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
     tell({"changes": [[change.lost, change.joined, change.iteration] for change in changes]})
+    torch.save({name: value.detach() for name, value in model.named_parameters()}, folder / f"end-{own}.pt")
     fleet.close()
 
 

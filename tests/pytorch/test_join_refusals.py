@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import syncline
-from syncline.errors import HandshakeError, UpdateError
+from syncline.errors import CheckpointError, HandshakeError, UpdateError
+from syncline.pytorch.checkpoint_resume import take_parts
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime import communicators_in_memory
+
+
+@contextmanager
+def job_with(rule: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a job that makes no step, in a process of its own as far as names go."""
+    fleet = syncline.init(rank=0, world_size=1, join_port=0, secret="s" * 32)
+    try:
+        model = nn.Linear(2, 2)
+        syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, elastic=True, fleet=fleet)
+        assert fleet.join_address is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("syncline.pytorch.fleet._current", None)  # so that this process may be a second rank too
+            yield fleet.join_address
+    finally:
+        fleet.close()
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a job that makes no step, in a process of its own as far as names go."""
-    fleet = syncline.init(rank=0, world_size=1, join_port=0, secret="s" * 32)
-    model = nn.Linear(2, 2)
-    syncline.distribute(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), syncline.AllReduce(), elastic=True, fleet=fleet
-    )
-    assert fleet.join_address is not None
-    monkeypatch.setattr("syncline.pytorch.fleet._current", None)  # so that this process may be a second rank too
-    yield fleet.join_address
-    monkeypatch.undo()
-    fleet.close()
+    with job_with(syncline.AllReduce(), monkeypatch) as address:
+        yield address
 
 
 def test_another_secret_is_told_when_init_asks(job: str) -> None:
@@ -55,8 +67,27 @@ def test_another_model_or_rule_is_refused_and_the_job_goes_on(job: str) -> None:
 def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
     with syncline.init(join=job, secret="s" * 32) as fleet:
         model = nn.Linear(2, 2)
-        with pytest.raises(UpdateError, match=r"\(join=\).*its only training is distribute\(\.\.\., AllReduce\(\)"):
+        with pytest.raises(UpdateError, match=r"\(join=\).*its only training is distribute\(\.\.\., elastic=True\)"):
             syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet=fleet)
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (syncline.Sharded(spares=1, portions={"h0": 1.0}), r"Sharded\(portions=, replicate=\) names parts of its"),
+        (syncline.Overlapped(), r"its rule is neither AllReduce\(\) nor Sharded\(\)"),
+    ],
+)
+def test_a_training_that_cannot_grow_says_so_at_once(rule: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_with(rule, monkeypatch) as address, pytest.raises(HandshakeError, match=why):
+        syncline.init(join=address, secret="s" * 32)
+
+
+def test_what_members_have_not_given_to_resume_is_named() -> None:
+    sampler = syncline.data.ElasticSampler(range(4), 2, fleet=Fleet(*communicators_in_memory(1)))
+    growing: Any = SimpleNamespace(parts={"scheduler": ""}, iteration=3)
+    with pytest.raises(CheckpointError, match=r"sampler= was not given to resume\(\).*, which gave scheduler"):
+        take_parts(growing, {"sampler": sampler})
 
 
 def test_what_json_cannot_say_is_not_offered_to_newcomers() -> None:

@@ -104,6 +104,10 @@ class Growth:
 
         self._loop.run(open_it(), ANSWER_S)
 
+    def refuse(self, why: str) -> None:
+        """Let nobody in, before an epoch was opened."""
+        self._loop.call_soon(self._server.refuse, why)
+
     def flags(self) -> tuple[int, int]:
         """Return this rank's two numbers for the next commit."""
         return self._server.decide() if self._rank == 0 else (0, 0)

@@ -91,6 +91,10 @@ class JoinServer:
             self._refuse([asker for asker in self._askers if asker.newcomer is not None], why_not)
         self._look()
 
+    def refuse(self, why: str) -> None:
+        """Let nobody in, for good: the job makes a training that cannot grow."""
+        self._why_not = why
+
     def adopt(self, options: FabricOptions, terms: Mapping[str, Any]) -> None:
         """Behave as the job does that this rank is about to come into."""
         self._options, self._terms = options, dict(terms)
@@ -181,7 +185,7 @@ class JoinServer:
         if message["version"] != VERSION:
             why = f"the job runs Syncline {VERSION}, this process {message['version']}; install the same"
         elif job is None or self._why_not:
-            why, again = self._why_not, job is None
+            why, again = self._why_not, self._why_not == NOT_YET
         elif newcomer.join_address in job.join_addresses:
             why = "it is a member of the job already"
         elif self._rank:

@@ -32,6 +32,8 @@ class CommitReport(PendingReport):
         self._on_commit = on_commit
         self._own_flags = flags
         self._call: ElasticCall | None = None
+        self._stream: int | None = None
+        """That of the epoch in which it was told."""
         self._expected = expected
         self._num_notes = len(own[2]) + NUM_FLAGS
         self._num_noted = 0
@@ -57,8 +59,11 @@ class CommitReport(PendingReport):
 
     @property
     def flags(self) -> Flags:
-        """What the first member has told beside its notes; zeros while the pass is not committed."""
-        if not self.is_done:
+        """What the first member has told beside its notes; zeros while the pass is not committed.
+
+        Zeros too once members are lost: an attempt that was theirs is over.
+        """
+        if not self.is_done or self._stream != self._control.number:
             return NO_FLAGS
         begun, decided = super().notes[0][-NUM_FLAGS:]
         return int(begun), int(decided)
@@ -71,7 +76,7 @@ class CommitReport(PendingReport):
         self._on_commit(self._call)
 
     def _make(self) -> torch.Tensor:
-        self.ranks = self._control.members
+        self.ranks, self._stream = self._control.members, self._control.number
         self._num_noted = self._num_notes * len(self.ranks)
         weight, present, notes = self._own
         return encode(self._control, weight, present, (*notes, *self._own_flags()))

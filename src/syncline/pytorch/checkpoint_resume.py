@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import nn
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_history as history
 from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from syncline.pytorch.checkpoint_parts import Stateful
+from syncline.pytorch.checkpoint_parts import Stateful, decode_part, encode_parts
 from syncline.pytorch.checkpoint_together import Together
+from syncline.pytorch.optimizer import DistributedOptimizer, Growing
 
 _log = logging.getLogger(__name__)
 _CALL = "resume()"
@@ -35,7 +37,7 @@ class Resumption:
     extra: Any = field(default_factory=dict)
     """What was saved as ``extra``; an empty dictionary if nothing was."""
     path: Path | None = None
-    """The checkpoint that was loaded; None at the first start."""
+    """The checkpoint that was loaded; None at the first start, and where this rank came into a running job."""
 
 
 def resume(
@@ -53,6 +55,9 @@ def resume(
     the schedulers, samplers and the like that were saved by the same names. All ranks take the same checkpoint: where
     the newest is damaged, the one before, and one rank logs a warning. Nothing is changed at the first start.
 
+    A rank that has come into a running job (``init(join=)``) is where the members are already: for it alone, nothing is
+    loaded but ``parts``, which it is given as they were within the ``step()`` at whose end it came in.
+
     Raises :class:`CheckpointError` on every rank if there are checkpoints and all are damaged, or if the one that is
     loaded is of another model.
 
@@ -64,6 +69,24 @@ def resume(
     >>> syncline.resume("run1", model, optimizer).iteration
     3
     """
+    growing = optimizer.growing if isinstance(optimizer, DistributedOptimizer) else None
+    if growing is not None:
+        growing.offer_parts = partial(encode_parts, parts)
+        growing.offer_parts()  # what cannot be given is told now
+        if growing.has_just_come:
+            return take_parts(growing, parts)
+    return resume_together(path, model, optimizer, strict=strict, **parts)
+
+
+def resume_together(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **parts: Stateful,
+) -> Resumption:
+    """Load the newest whole checkpoint, as :func:`resume`, on every rank, whenever it came."""
     target = Path(path).absolute()
     group = checkpoint_group_of(model, optimizer)
     group.synchronize()
@@ -85,6 +108,21 @@ def resume(
             _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
         return _load(folder, model, group, parts, together, strict=strict)
     raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
+
+
+def take_parts(growing: Growing, parts: Mapping[str, Stateful]) -> Resumption:
+    """Go on where the members are: of what ``resume()`` was given on them, take the state.
+
+    Raises :class:`CheckpointError` for what they did not give.
+    """
+    for name, part in parts.items():
+        if name not in growing.parts:
+            raise CheckpointError(
+                f"{name}= was not given to resume() by the members of the job that this rank has come into, which gave "
+                f"{', '.join(sorted(growing.parts)) or 'nothing'}; run the same script"
+            )
+        part.load_state_dict(decode_part(growing.parts[name]))
+    return Resumption(iteration=growing.iteration)
 
 
 def _load(

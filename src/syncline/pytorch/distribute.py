@@ -20,7 +20,7 @@ from syncline.pytorch.fleet_growth import GrowingTraining
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.samples import CountSamples, SampleCount
-from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates import Sharded, UpdateRule
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -50,7 +50,8 @@ def distribute(
     never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
     needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
     False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
-    without ranks that are lost, with ``AllReduce()`` (True, or :class:`Elastic`). ``save_on_failure``: when the job
+    without ranks that are lost, and with those that come, with ``AllReduce()`` and ``Sharded(spares=1)`` (True, or
+    :class:`Elastic`). ``save_on_failure``: when the job
     ends because ranks are lost, the lowest rank of those that are left writes a checkpoint of what it has to this path
     (or into it, where :func:`save_checkpoint` keeps several there), before the fleet closes; the error says where. Not
     with ``Sharded``, whose ranks each have a part.
@@ -85,11 +86,22 @@ def distribute(
     if save_on_failure is not None:
         fleet.on_close(FailureSaving(fleet, _whole_state(distributed, Path(save_on_failure))).on_close)
     _let_go_back(distributed, installation)
-    if fleet.growth is not None and installation.elastic_training is not None and isinstance(rule, AllReduce):
-        fleet.growth.begin(GrowingTraining(installation, distributed))
-    elif fleet.growth is not None:
-        fleet.growth.refuse("a training of it is not elastic, or its rule is not AllReduce()")
+    if fleet.growth is not None:
+        if why := _why_no_newcomers(installation):
+            fleet.growth.refuse(why)
+        else:
+            fleet.growth.begin(GrowingTraining(installation, distributed))
     return model, distributed
+
+
+def _why_no_newcomers(installation: Installation) -> str:
+    """Say why a training takes nobody in; empty if it does."""
+    rule = installation.rule
+    if installation.elastic_training is None:
+        return "a training of it is not elastic, or its rule is neither AllReduce() nor Sharded()"
+    if isinstance(rule, Sharded) and not (isinstance(rule.portions, str) and rule.replicate in {None, "host", "auto"}):
+        return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
+    return ""
 
 
 def _whole_state(optimizer: DistributedOptimizer, path: Path) -> WholeState:
@@ -118,9 +130,9 @@ def _let_go_back(optimizer: DistributedOptimizer, installation: Installation) ->
 def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
     """Go back to the newest whole checkpoint on all ranks of an elastic job."""
     from syncline.pytorch.checkpoint_group import again_if_members_change
-    from syncline.pytorch.checkpoint_resume import resume
+    from syncline.pytorch.checkpoint_resume import resume_together
 
-    if again_if_members_change(resume)(path, model, optimizer).path is None:
+    if again_if_members_change(resume_together)(path, model, optimizer).path is None:
         raise CheckpointError(
             f"State of lost ranks is gone, and there is no checkpoint at {path} to go back to; save one now and then, "
             "or take Sharded(spares=1)"

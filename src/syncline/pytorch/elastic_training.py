@@ -66,8 +66,6 @@ class Recovery:
         self._watchers: list[Watcher] = []
         self._unsettled: list[MembershipChange] = []
         self._settled: list[MembershipChange] = []
-        self.num_steps = 0
-        """Steps that were made, while no training is in place."""
         self._confirming = range(0)
         """The stream of the first calls in this epoch."""
         self._regroup = self._open_regroup()
@@ -168,6 +166,8 @@ class Recovery:
         accused = fleet.communicator.accused
         fleet.communicator.interrupt(str(cause), lost=accused)
         go = self._regroup.agree([] if accused is None else [accused], first_free=fleet.next_stream)
+        if fleet.growth is not None:
+            fleet.growth.check(go.epoch)
         lost = tuple(sorted(set(fleet.epoch.members).difference(go.epoch.members)))
         self._tell(go, lost, cause)
         members, lost = fleet.numbers_of(go.epoch.members), fleet.numbers_of(lost)
@@ -194,7 +194,7 @@ class Recovery:
         for place, part in enumerate(self._parts):
             part.enter(fleet)
             part.settle([parts[place][1] for _, parts in told], control)
-        iteration = 1 + max((parts[0][0] for _, parts in told if parts), default=self.num_steps)
+        iteration = 1 + max(parts[0][0] for _, parts in told)
         self._settled += [replace(change, iteration=iteration) for change in self._unsettled]
         self._unsettled.clear()
 

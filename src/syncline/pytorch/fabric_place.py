@@ -18,6 +18,12 @@ class FabricPlace:
     numbers: tuple[int, ...]
     next_stream: int = 1
 
+    def abort(self) -> None:
+        """Leave it at once."""
+        if self.communicator is not self.base:
+            self.communicator.abort()
+        self.base.abort()
+
     def close(self) -> None:
         """Leave it in good order, if its ranks do so too."""
         if self.communicator is not self.base:

@@ -1,19 +1,22 @@
 """How a fleet grows: members and newcomers switch to the larger job's fabric between two steps, in the same way.
 
 A newcomer begins as a job of one rank, whose ``distribute()`` puts its model into training on itself. Then all that are
-in the larger job do the same: take the training away, go over to the new fabric, meet there, give the newcomers what
-they lack, and put the model into training anew.
+in the larger job do the same: go over to the new fabric, meet there, take the training away, give the newcomers what
+they lack, put the model into training anew, and divide state that has owners.
 
-Until all have met, the members can go back: the old fabric stays open, and what fails is an attempt. After that a loss
-is one of the new epoch. As long as nothing is committed there, those go on who have the quorum of the old members: a
-member that could not meet has gone back, and the others may have as well.
+Until all have met, the members can go back: the old fabric stays open and the training in place, and what fails is an
+attempt. After that a loss is one of the new epoch. As long as nothing is committed there, those go on who have the
+quorum of the old members: a member that could not meet has gone back, and the others may have as well.
+
+From the meeting on no rank waits for all others before the new training is in place, where it can go on after losses:
+so wherever they meet a loss, all that are left have the same to go on with.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from syncline.elastic.calls import LOSSES
@@ -32,9 +35,12 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.newcomer_state import Position, give_state, take_state
 from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.training import Training
 from syncline.runtime import Communicator
 from syncline.updates.control import ControlStream
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.membership import Membership, Quorum
+from syncline.updates.peer_state import HeldState
 
 SEVERAL = "it trains several models, or one with several optimizers, whose states are not of the same step"
 
@@ -45,17 +51,28 @@ class GrowingTraining:
     def __init__(self, installation: Installation, optimizer: DistributedOptimizer) -> None:
         self.extra: Any = None
         self.offer: Callable[[], Any] | None = None
+        self.parts: Mapping[str, str] = {}
+        self.offer_parts: Callable[[], Mapping[str, str]] | None = None
         self.lines = installation.describe()
         """What a newcomer's training must have alike."""
         self._installation = installation
         self._optimizer = optimizer
         self._iteration = 0
+        self._came_at: int | None = None
+        """The steps that were made when this rank came in, if it did."""
+        self._held: list[HeldState] = []
+        """What this rank has of a divided state, while the training is taken away."""
         optimizer.grow_with(self)
 
     @property
     def iteration(self) -> int:
-        """Steps that were made before the training was taken away last."""
+        """Steps that were made when the training was put in place last."""
         return self._iteration
+
+    @property
+    def has_just_come(self) -> bool:
+        """Whether this rank has come into the running job, and has made no step in it yet."""
+        return self._came_at is not None and self._came_at == self._training.updater.iteration
 
     @property
     def recovery(self) -> Recovery:
@@ -69,43 +86,58 @@ class GrowingTraining:
         training = self._installation.training
         return training is not None and training.is_joining
 
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told of newcomers with the last pass."""
+        training = self._installation.elastic_training
+        return NO_FLAGS if training is None else training.flags
+
     def end_step(self) -> None:
         """Take in who is connected; every member comes here at the end of the same step."""
-        growth, training = self._installation.fleet.growth, self._installation.elastic_training
-        if growth is not None and training is not None:
-            growth.end_step(training.flags)
+        if self._installation.fleet.growth is not None:
+            self._installation.fleet.growth.end_step()
 
-    def leave(self) -> int:
-        """Take the training away, and return the steps that it has made."""
-        training = self._installation.training
-        assert training is not None, "a training that was taken away makes no steps"
-        self._iteration = self.recovery.num_steps = training.updater.iteration
-        self._installation.end(is_failing=False)
-        return self._iteration
+    def finish(self) -> None:
+        """End what is under way of the last step, among the members as they are."""
+        self._training.finish()
+
+    def leave(self) -> None:
+        """Take the training away, and keep what it has."""
+        updater = self._training.updater
+        self._iteration = updater.iteration
+        self._held = updater.held_state() if isinstance(updater, ElasticShardedUpdater) else []
+        self._installation.remove()
 
     def resume(self) -> None:
-        """Put the model into training on the fleet as it is now, without ranks that are lost meanwhile."""
-        while True:
-            try:
-                training = self._installation.install(has_values=True)
-            except LOSSES as error:
-                self.recovery.recover(error)
-            else:
-                break
-        training.updater.step_number = self._iteration
+        """Put the model into training on the fleet as it is now; each rank gets its part of a divided state."""
+        training = self._installation.install(has_values=True)
+        training.updater.go_on_from(self._iteration)
         self._optimizer.go_on(training, self._installation.elastic_training)
+        held, self._held = self._held, []
+        if isinstance(training.updater, ElasticShardedUpdater):
+            training.updater.admit(held)
 
     def give(self, control: ControlStream) -> None:
         """Give newcomers the state, as the first rank of ``control``."""
-        extra = self.offer() if self.offer is not None else None
-        model, group = self._installation.model, self._group()
-        give_state(model, group, control, Position(iteration=self._iteration, extra=extra))
+        position = Position(
+            iteration=self._iteration,
+            extra=self.offer() if self.offer is not None else None,
+            parts=self.offer_parts() if self.offer_parts is not None else {},
+        )
+        give_state(self._installation.model, self._group(), control, position)
 
     def take(self, control: ControlStream) -> None:
         """Take what :meth:`give` gives."""
         position = take_state(self._installation.model, self._group(), control)
-        self._iteration, self.extra = position.iteration, position.extra
-        self.recovery.num_steps = position.iteration
+        self._iteration = self._came_at = position.iteration
+        self.extra, self.parts = position.extra, position.parts
+        self._held = []  # what this rank had alone counts no more
+
+    @property
+    def _training(self) -> Training:
+        training = self._installation.training
+        assert training is not None, "a training that was taken away makes no steps"
+        return training
 
     def _group(self) -> CheckpointGroup:
         return CheckpointGroup(self._installation.model, self._installation.optimizer)
@@ -162,11 +194,13 @@ class FleetGrowth:
         if self._is_newcomer:
             raise UpdateError(
                 f"This process comes into a running job (join=), which is not possible if {why}; its only training is "
-                "distribute(..., AllReduce(), elastic=True)"
+                "distribute(..., elastic=True), with AllReduce() or Sharded()"
             )
         self._why_not = self._why_not or why
         if self._job is not None:
             self._open(self._job, self._fleet.rank)
+        elif self._service is not None:
+            self._service.refuse(self._why_not)
 
     def flags(self) -> Flags:
         """Return what this rank tells in a commit."""
@@ -174,10 +208,10 @@ class FleetGrowth:
             return NO_FLAGS
         return self._service.flags()
 
-    def regroup(self, epoch: Epoch) -> None:
-        """Go on without ranks that are lost: ``epoch`` is what the fleet is about to enter.
+    def check(self, epoch: Epoch) -> None:
+        """Raise :class:`QuorumLostError` where members of ``epoch`` must not go on in it.
 
-        Raises :class:`QuorumLostError` where members may have gone back to the fabric before, and go on there.
+        Others may have gone back to the fabric before, and go on there.
         """
         if self._num_old is not None:
             old = Membership(tuple(range(self._num_old)))
@@ -185,24 +219,24 @@ class FleetGrowth:
                 old.lose(rank)
             if (shortage := old.shortage(Quorum())) is not None:
                 raise shortage
+
+    def regroup(self, epoch: Epoch) -> None:
+        """Go on without ranks that are lost: ``epoch`` is what the fleet is about to enter."""
         if self._job is not None:
             lost = {rank for rank, one in enumerate(self._fleet.epoch.members) if one not in epoch.members}
             self._open(self._job.without(lost, epoch=epoch.number), epoch.rank_of(self._fleet.base.rank))
 
-    def end_step(self, flags: Flags) -> None:
+    def end_step(self) -> None:
         """Do what the last commit said; where it said so, switch."""
-        if self._service is None or self._job is None or self._growing is None:
+        growing = self._growing
+        if self._service is None or self._job is None or growing is None:
             return
         self._num_old = None
-        if not flags[1]:
-            self._service.follow(*flags)
-            return
-        epoch = self._job.epoch
-        self._growing.leave()
-        if self._job.epoch != epoch or (larger := self._service.follow(*flags)) is None:
-            self._growing.resume()  # a rank was lost meanwhile, and the attempt with it
-            return
-        self._switch(self._growing, larger)
+        if growing.flags[1]:
+            growing.finish()  # where ranks may be lost, and the attempt with them
+        larger = self._service.follow(*growing.flags)
+        if larger is not None:
+            self._switch(growing, larger)
 
     def close(self) -> None:
         """Listen no more, and wait for nobody."""
@@ -237,7 +271,6 @@ class FleetGrowth:
         admitted = entry.enter(growing.lines, self._fleet.timeout_s)
         entry.close()
         self._entry = None
-        growing.leave()
         try:
             self._switch(growing, LargerFabric(admitted=admitted, loop=entry.loop))
         except BaseException:  # the members are told at once
@@ -255,17 +288,18 @@ class FleetGrowth:
         regroup = growing.recovery.enter_fabric()
         try:
             self._meet(job)
-        except (*LOSSES, MismatchError):
-            if is_newcomer:
+        except BaseException as error:
+            if is_newcomer or not isinstance(error, (*LOSSES, MismatchError)):
+                growing.leave()
                 regroup.close()
-                before.close()
+                before.abort()
                 raise
             left = fleet.enter_fabric(before)
             growing.recovery.return_to(regroup)
-            left.base.abort()
+            left.abort()
             self._open(self._job or job, fleet.rank)
-            growing.resume()
             return
+        growing.leave()
         regroup.close()
         self._leave(before)
         self._num_old = num_old

@@ -66,7 +66,8 @@ class Installation:
     def install(self, *, has_values: bool = False) -> Training:
         """Put the model into training on the fleet; every rank calls it alike.
 
-        All go on from rank 0's parameters and buffers; with ``has_values`` they are equal already.
+        All go on from rank 0's parameters and buffers. With ``has_values`` these are equal already, as all else is, and
+        no rank is waited for.
         """
         fleet, model, optimizer, rule = self.fleet, self.model, self.optimizer, self.rule
         named = _checked_parameters(model, optimizer, rule)
@@ -75,7 +76,8 @@ class Installation:
         going_on = begin_elastic(fleet, rule, self.elastic, plan)
         control, buffer_control, join_control = _open_control_streams(fleet, 3, going_on)
         chosen = self._chosen_priorities()
-        check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
+        if not has_values:
+            check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
         schedules = plan(fleet.reserve_streams(len(plans)).start)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
         sizes = [plan.num_bytes for plan in plans]
@@ -119,19 +121,23 @@ class Installation:
 
     def end(self, is_failing: bool) -> None:
         """Finish the last step, unless something failed; then the model is a plain one."""
+        try:
+            if not is_failing and self.training is not None:
+                self.training.finish()
+        finally:
+            self.remove()
+
+    def remove(self) -> None:
+        """Let the model be a plain one, whatever is under way; a second call does nothing."""
         training, self.training = self.training, None
         if training is None:
             return
-        try:
-            if not is_failing:
-                training.finish()
-        finally:
-            remove_training(training)
-            training.close()
-            withdraw_no_sync(training.model)
-            if self.elastic_training is not None:
-                self.elastic_training.end()
-            restore_layers(self._layers)
+        remove_training(training)
+        training.close()
+        withdraw_no_sync(training.model)
+        if self.elastic_training is not None:
+            self.elastic_training.end()
+        restore_layers(self._layers)
 
     def _chosen_priorities(self) -> Priorities:
         return Priorities.choose(self.priorities, self.fleet.topology.priorities)
@@ -152,6 +158,8 @@ class Installation:
             (control,) = _open_control_streams(self.fleet, 1, going_on)
             self._layers = synchronise_layers(training.model, control, lambda: training.loss_weight)
         if going_on is not None:
+            if self.elastic_training is not None:
+                going_on.load = self.elastic_training.load
             going_on.begin(training.updater)
         self.training, self.elastic_training = training, going_on
 

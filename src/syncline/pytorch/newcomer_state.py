@@ -1,5 +1,7 @@
 """What a newcomer lacks, from the nearest member: parameters, buffers, optimizer state, hyper-parameters, position.
 
+State that is divided among the ranks is not among it: all of them divide it anew when the newcomer is one of them.
+
 One broadcast for each tensor, or for some small ones together, along the tree of the source and those that it serves.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class Position:
     iteration: int
     extra: Any = None
     """What the members offer (``optimizer.offer_extra``)."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """The states of what they gave to ``resume()``, as text."""
 
 
 class _SentState:
@@ -60,6 +64,7 @@ def give_state(model: nn.Module, group: CheckpointGroup, control: ControlStream,
         "state": describe_state(entries),
         "iteration": position.iteration,
         "extra": position.extra,
+        "parts": position.parts,
     }
     text = json.dumps(head).encode()
     payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -80,7 +85,7 @@ def take_state(model: nn.Module, group: CheckpointGroup, control: ControlStream)
     source = _SentState(head["state"])
     group.load_state(source)
     _broadcast([*_model_tensors(model), *(source.targets[key] for key in sorted(source.targets))], control)
-    return Position(iteration=int(head["iteration"]), extra=head["extra"])
+    return Position(iteration=int(head["iteration"]), extra=head["extra"], parts=head["parts"])
 
 
 def _model_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -27,6 +27,17 @@ class Growing(Protocol):
     """What this rank was given when it came in itself."""
     offer: Callable[[], Any] | None
     """Returns what newcomers are given."""
+    parts: Mapping[str, str]
+    """Likewise, for ``resume()``: the states of schedulers and samplers, by name."""
+    offer_parts: Callable[[], Mapping[str, str]] | None
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made when the training was put in place last."""
+
+    @property
+    def has_just_come(self) -> bool:
+        """Whether this rank has come into the running job, and has made no step in it yet."""
 
     def end_step(self) -> None:
         """Take in who is connected; every member comes here at the end of the same step."""
@@ -132,6 +143,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._growing = growing
 
     @property
+    def growing(self) -> Growing | None:
+        """What lets newcomers in; None in a job that takes nobody in."""
+        return self._growing
+
+    @property
     def extra(self) -> Any:
         """What the members offered when this rank came into a running job (:meth:`offer_extra`); None if it did not.
 
@@ -157,7 +173,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ...     scheduler.step()
         """
         if self._elastic is None:
-            raise UpdateError("Newcomers come only into an elastic job: distribute(..., AllReduce(), elastic=True)")
+            raise UpdateError("Newcomers come only into an elastic job: distribute(..., elastic=True)")
         try:
             json.dumps(function())
         except (TypeError, ValueError) as error:
@@ -176,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.on_membership_change(lambda change: print(change.lost, "lost"))
         """
         if self._elastic is None:
-            raise UpdateError("Members change only in an elastic job: distribute(..., AllReduce(), elastic=True)")
+            raise UpdateError("Members change only in an elastic job: distribute(..., elastic=True)")
         self._elastic.recovery.watch(function)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -32,7 +32,7 @@ from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.sharded_updater import ShardedUpdater
 
 _VALUE = f"{BESIDE}value"
-_NEW, _LOST = -1, -2
+_LOST = -1
 """What a rank tells in place of its step."""
 
 
@@ -71,8 +71,8 @@ class ElasticShardedUpdater(ShardedUpdater):
         """The ranges whose parameters are new, of each bucket that is not gathered."""
         self._former: list[HeldState] = []
         """What this rank had before state moved, until all ranks have what was moved."""
-        self._is_new = False
-        """Whether this rank has come to the job, and has no state yet."""
+        self._is_empty = False
+        """Whether the shards wait for state that ranks had before, and have none of their own to tell of."""
         self._num_moves = 0
         self._has_checkpoints = setting.has_checkpoints
         self._went_back: Commit | None = None
@@ -137,14 +137,20 @@ class ElasticShardedUpdater(ShardedUpdater):
             bucket.wire_gradients.copy_(self._kept[index])
             self._reduce(bucket)
 
-    def admit(self, *, is_new: bool) -> None:
-        """Divide state among the ranks of a larger epoch, between two steps; every rank calls it.
+    def held_state(self) -> list[HeldState]:
+        """Return the state that this rank keeps, for :meth:`admit`; it outlives this updater."""
+        return [one for shard in self.shards for one in shard.held()]
 
-        A rank that ``is_new`` brings nothing, and goes on from the others' step. Gradients are forgotten.
+    def admit(self, held: Sequence[HeldState]) -> None:
+        """Go on with what the ranks of a larger job have ``held``, divided anew; every rank calls it before a step.
+
+        Who has come brings nothing, and all count the same steps. Where a rank is lost meanwhile, the others go on.
         """
-        self.discard()
-        self._is_new = is_new
-        self._move()
+        self._former, self._is_empty = list(held), True
+        try:
+            self._move()
+        except (PeerLostError, DeadlineError) as error:
+            self._recover(error)  # whose last part is a move
 
     def go_back(self, load: Callable[[], None]) -> None:
         """Let ``load`` bring back parameters, state and iteration on all ranks, between two steps."""
@@ -211,7 +217,7 @@ class ElasticShardedUpdater(ShardedUpdater):
             for shard in self.shards:
                 shard.load_state(source)
         self._gradients.move(self.shards, source)
-        self._is_new = False
+        self._is_empty = False
         self.replicas = schedules[0].replicas
         self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
         self._statistics = ShardedStatistics.of(schedules, self._portions)
@@ -223,29 +229,30 @@ class ElasticShardedUpdater(ShardedUpdater):
         self._former.clear()
 
     def _agree_on_step(self, control: ControlStream) -> None:
-        """See that all ranks that have state are at the same step; what is lost on one is lost on all."""
+        """See that all ranks are at the same step; what is lost on one is lost on all."""
         is_lost = self.lost_state is not None and not (self._went_back is not None and self._went_back.is_complete)
-        told = control.gather_numbers(_LOST if is_lost else _NEW if self._is_new else self.step_number, "steps made")
-        steps = {int(step) for step in told if step >= 0}
-        if len(steps) > 1:
+        told = control.gather_numbers(_LOST if is_lost else self.step_number, "steps made")
+        if len({step for step in told if step != _LOST}) > 1:
             raise UpdateError(f"Ranks are at different steps after a loss: {told}; restart from a checkpoint")
         if _LOST in told:
             self.lost_state = self.lost_state or StateLostError(())
-        elif self._is_new:
-            (self.step_number,) = steps
 
     def _redistribute(self, control: ControlStream) -> PeerState | None:
         """Return what this rank is to keep; None where state is lost, and a checkpoint has it."""
         if self.lost_state is not None:
             return None
-        self._former += [] if self._is_new else self._held()
+        self._former += [] if self._is_empty else self._held()
         try:
-            return redistribute(control, self._former, self._wanted(self.buckets))
+            return redistribute(control, self._former, self._wanted(self.buckets), distance=self._distance)
         except StateLostError as error:
             if not self._has_checkpoints:
                 raise
             self.lost_state = error
             return None
+
+    def _distance(self, source: int, destination: int) -> int:
+        """Return the number of links between two ranks."""
+        return len(self.collectives.communicator.topology.route(source, destination))
 
     def _new_shard(self, bucket: Bucket) -> Shard:
         schedule = self.collectives.bucket_schedules[bucket.index]
@@ -254,11 +261,10 @@ class ElasticShardedUpdater(ShardedUpdater):
 
     def _held(self) -> list[HeldState]:
         """Return all that is divided, but for parameters."""
-        held = [one for shard in self.shards for one in shard.held()]
         beside = (
             HeldState(part=segment.part, divided=values) for segment, values in self._gradients.beside() if values
         )
-        return [*held, *beside]
+        return [*self.held_state(), *beside]
 
     def _wanted(self, buckets: Sequence[Bucket]) -> list[list[StatePart]]:
         """Return what each rank is to have."""
