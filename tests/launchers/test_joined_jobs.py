@@ -1,0 +1,101 @@
+"""Jobs that ranks join while they run, as a user starts them, to their end: exit code 0, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from joining_rank import NUM_SAMPLES, RULES, make_model, make_optimizer
+from launched_jobs import run_together
+
+from rank_scripts import DEADLINE_S, reserved_port
+
+SCRIPT = Path(__file__).with_name("joining_rank.py")
+PATIENCE_S = 3 * DEADLINE_S
+"""Interpreters start one after another: a rank that comes, or is started again, does when others run."""
+RUN = [sys.executable, "-m", "syncline.cli.main", "run"]
+TWO_HOSTS = """
+topology: two-hosts
+switch: core
+children:
+  - {host: a0, uplink: 1 Gbit/s, ranks: 2}
+  - {host: b0, uplink: 1 Gbit/s, ranks: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where ranks write, with the pipe in which a newcomer says that it may wait."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    os.mkfifo(folder / "asked")
+    return folder
+
+
+def start(commands: list[list[str]], folder: Path) -> list[str]:
+    """Run commands to their end; see that all end well, and that no process and no file of theirs is left."""
+    scratch = folder.parent / "scratch"
+    scratch.mkdir()
+    printed = run_together(commands, [{"TMPDIR": str(scratch)} for _ in commands], timeout_s=PATIENCE_S)
+    assert not [*scratch.glob("syncline*")]  # torch leaves a folder of its own there
+    called = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in called if str(folder) in words]
+    return printed
+
+
+def check_ended(folder: Path, numbers: list[int]) -> None:
+    """All who are left ended alike, as one process that trains on what they did; the last epoch was whole."""
+    ended = [json.loads((folder / f"end-{number}.json").read_text()) for number in numbers]
+    assert all(one == ended[0] for one in ended)
+    assert ended[0]["members"] == numbers
+    steps: dict[int, list[float]] = defaultdict(list)
+    last: list[float] = []
+    for path in sorted(folder.glob("steps-*.jsonl")):
+        for step, epoch, samples in map(json.loads, path.read_text().splitlines()):
+            steps[step] += samples
+            last += samples if epoch == ended[0]["epoch"] else []
+    assert sorted(last) == [*range(NUM_SAMPLES)]
+    model: Any = make_model()
+    optimizer = make_optimizer(model)
+    for _, samples in sorted(steps.items()):
+        optimizer.zero_grad()
+        model(torch.tensor(samples, dtype=torch.float64)[:, None] / NUM_SAMPLES).square().mean().backward()
+        optimizer.step()
+    assert len(steps) == ended[0]["iteration"]
+    for found, value in zip(ended[0]["weights"], model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), value.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_machine_joins_a_job_of_two(rule: str, folder: Path) -> None:
+    topology, secret = folder.parent / "net.yaml", folder.parent / "secret"
+    topology.write_text(TWO_HOSTS)
+    secret.touch(0o600)
+    secret.write_text("s" * 32)
+    with reserved_port() as master, reserved_port() as door:
+        of_job = ["--topology", str(topology), "--master", f"127.0.0.1:{master}", "--elastic", "--join-port", str(door)]
+        known = ["--secret-file", str(secret), str(SCRIPT), str(folder), rule, "4"]
+        commands = [
+            [*RUN, "--host", "a0", *of_job, *known],
+            [*RUN, "--host", "b0", *of_job, *known],
+            [*RUN, "--join", f"127.0.0.1:{door}", "--host", "c0", *known],
+        ]
+        first, _, newcomer = start(commands, folder)
+    assert "syncline: rank 3 came in after step" in first
+    assert "4 ranks go on in epoch 1" in first
+    assert "failed" not in newcomer
+    check_ended(folder, [0, 1, 2, 3])
+
+
+def test_a_rank_that_is_killed_comes_back(folder: Path) -> None:
+    command = [*RUN, "--ranks", "3", "--elastic", "--restarts", "1", str(SCRIPT), str(folder), "spares", "3", "1"]
+    (printed,) = start([command], folder)
+    assert "the job lost ranks, which came back: rank 1" in printed
+    check_ended(folder, [0, 2, 3])
