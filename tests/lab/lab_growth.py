@@ -1,8 +1,9 @@
 """One rank of a job in a lab that loses a rank, which comes back: `python lab_growth.py STATE_BYTES [MEMBER]`.
 
-The last rank is killed by itself after two steps. Who is given the address of a MEMBER comes into its place. The model
-has a large part that is not trained, so that what links carry is what a newcomer lacks. Rank 0 tells its address; all
-tell at the end how long their longest step took.
+The last rank is killed by itself after two steps. Who is given the address of a MEMBER comes into its place, and says
+so once it may wait; the members make no step between the loss and a line on their input, so that the steps' own bytes
+are few. The model has a large part that is not trained, so that what links carry is what a newcomer lacks. Rank 0 tells
+its address; all tell at the end how long their longest step took.
 """
 
 import json
@@ -33,6 +34,8 @@ class Model(nn.Module):
 
 def main(num_bytes: int, member: str | None) -> None:
     fleet = syncline.init(insecure=True, timeout_s=60, join=member, topology=None)
+    if member is not None:
+        print("may wait", flush=True)
     torch.manual_seed(os.getpid())
     model = Model(num_bytes)
     model, optimizer = syncline.distribute(
@@ -42,7 +45,7 @@ def main(num_bytes: int, member: str | None) -> None:
     is_last = member is None and fleet.rank == fleet.world_size - 1
     if fleet.rank == 0:
         print(fleet.join_address, flush=True)
-    longest_s, num_whole = 0.0, 0
+    longest_s, num_whole, is_waiting = 0.0, 0, member is None
     while num_whole < NUM_STEPS:
         num_whole += fleet.world_size == num_ranks and (fleet.epoch.number > 0)
         optimizer.zero_grad()
@@ -53,7 +56,9 @@ def main(num_bytes: int, member: str | None) -> None:
         optimizer.step()
         if fleet.world_size > size:
             longest_s = time.monotonic() - began_s
-        time.sleep(0.05)  # so that the steps' own bytes are few
+        if is_waiting and fleet.epoch.number > 0:
+            is_waiting = False
+            sys.stdin.readline()
     total = float(model.frozen.double().sum())
     print(json.dumps({"pause_s": longest_s, "sum": total, "members": fleet.members}), flush=True)
     fleet.close()

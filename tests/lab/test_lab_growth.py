@@ -28,7 +28,7 @@ children:
 def start(lab, host, *arguments, **variables):
     environment = {"PYTHONPATH": script_environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, str(Path(__file__).with_name("lab_growth.py")), *arguments]
-    return lab.spawn(host, argv, env=environment | variables, stdout=subprocess.PIPE, text=True)
+    return lab.spawn(host, argv, env=environment | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def play(num_bytes):
@@ -41,7 +41,12 @@ def play(num_bytes):
         member = ranks[0].stdout.readline().strip()
         ranks[3].communicate(timeout=DEADLINE_S)
         before = lab.link_bytes()
-        ranks[3] = start(lab, "b1", str(num_bytes), member)
+        newcomer = start(lab, "b1", str(num_bytes), member)
+        assert newcomer.stdout.readline() == "may wait\n"
+        for rank in ranks[:3]:
+            rank.stdin.write("go on\n")
+            rank.stdin.flush()
+        ranks[3] = newcomer
         outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
         carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
     return [json.loads(output.splitlines()[-1]) for output in outputs], carried
