@@ -33,7 +33,7 @@ Positions = tuple[int, tuple[int, ...]]
 class ElasticCall(Work):
     """A call that outlives its epoch; the ``tensor`` holds the result."""
 
-    __slots__ = ("_make", "_recover", "_resolved", "_root", "_work", "is_abandoned", "is_commit", "tensor")
+    __slots__ = ("_make_tensor", "_recover", "_resolved", "_root", "_work", "is_abandoned", "is_commit", "tensor")
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ElasticCall(Work):
         self.is_abandoned = False
         """Whether it is a commit that nobody has the result of, from an epoch that is over."""
         self.tensor = torch.empty(0)
-        self._make = make
+        self._make_tensor = make
         self._root = root
         self._recover = stream.recover
         self._resolved = False
@@ -90,7 +90,7 @@ class ElasticCall(Work):
 
     def begin(self, start: Callable[[torch.Tensor, str, int | None], Work]) -> None:
         """Begin it, or begin it again."""
-        self.tensor = self._make()
+        self.tensor = self._make_tensor()
         self._work = start(self.tensor, self.label, self._root)
 
     def resolve(self, result: torch.Tensor) -> None:
