@@ -5,7 +5,7 @@ import random
 import pytest
 from agreement_world import World
 
-from syncline.elastic.agreement import Agreement, Loss, Report, Stop
+from syncline.elastic.agreement import Agreement, Go, Loss, Report, Stop
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report
 from syncline.errors import FabricError
@@ -167,3 +167,24 @@ def test_reports_travel():
     for cut in range(len(encode_report(report))):
         with pytest.raises(FabricError):
             decode_report(encode_report(report)[:cut])
+
+
+def test_of_many_ranks_not_every_report_is_compared_with_all_others(monkeypatch):
+    """All have said what they knew before a loss; what they say after it comes one after the other."""
+    num_ranks, num_compared = 200, 0
+    machine = Agreement(rank=0, epoch=Epoch(number=0, members=tuple(range(num_ranks))))
+    says_the_same = Agreement._says_the_same
+
+    def count(self, rank):
+        nonlocal num_compared
+        num_compared += 1
+        return says_the_same(self, rank)
+
+    monkeypatch.setattr(Agreement, "_says_the_same", count)
+    machine.lose(num_ranks - 1)
+    machine.rest(first_free=1)
+    for losses in ({}, {num_ranks - 1: Loss(accuser=0)}):
+        for peer in range(1, num_ranks - 1):
+            effects = machine.hear(peer, Report(base=machine.base, losses=losses, first_free=1))
+    assert [type(effect) for effect in effects] == [Go]
+    assert num_compared < 5 * num_ranks

@@ -8,7 +8,7 @@ who go on are all in one epoch; nobody hangs; who stops is told why; and where e
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from virtual_time import SimulationError, VirtualTime
 
@@ -61,10 +61,15 @@ class ElasticRank:
         self._on_part(self.rank, *key)
 
     def _on_part(self, peer: int, number: int, step: int) -> None:
-        self._heard.setdefault((number, step), set()).add(peer)
+        heard = self._heard.setdefault((number, step), set())
+        heard.add(peer)
         is_now = self.is_working and (number, step) == (self.epoch.number, self.step)
-        if is_now and self._heard[number, step] == set(self.epoch.members):
+        if is_now and self._are_all_members(heard):
             self._finish_step()
+
+    def _are_all_members(self, ranks: Set[int]) -> bool:
+        """Whether these are the members of the epoch; of many ranks, most parts are not the last one."""
+        return len(ranks) == self.epoch.world_size and ranks == {*self.epoch.members}
 
     def _finish_step(self) -> None:
         self.scenario.note_step(self.rank, self.step, self.epoch)
@@ -121,7 +126,7 @@ class ElasticRank:
         positions = self._positions.setdefault(number, {})
         positions[peer] = step
         is_now = self.is_working and self._is_entering and number == self.epoch.number
-        if is_now and positions.keys() == set(self.epoch.members):
+        if is_now and self._are_all_members(positions.keys()):
             self._is_entering = False
             newest = max(positions.values())
             if newest > self.step + 1:
@@ -172,7 +177,7 @@ class ElasticRank:
 class AgreementScenario:
     """One seed of it."""
 
-    def __init__(self, seed: int, *, num_ranks: int | None = None, fault: str | None = None, num_steps: int = 12):
+    def __init__(self, seed: int, *, num_ranks: int = 0, fault: str | None = None, num_steps: int = 12):
         choose = self.choose = random.Random(f"agreement {seed}")
         self.time = VirtualTime(f"agreement time {seed}")
         num_ranks = num_ranks or choose.randint(2, 8)
@@ -202,22 +207,20 @@ class AgreementScenario:
 
     def tell(self, sender: ElasticRank, peers: Sequence[int], function: Callable[..., None], *what: int) -> None:
         """Send something to the same method of other ranks."""
-        for peer in peers:
-            if peer != sender.rank:
-                self._send(sender, peer, lambda rank: getattr(rank, function.__name__)(sender.rank, *what))
+        self._send(sender, peers, lambda rank: getattr(rank, function.__name__)(sender.rank, *what))
 
     def report(self, sender: ElasticRank, tell: Tell) -> None:
         """Send a report."""
-        for peer in tell.peers:
-            self._send(sender, peer, lambda rank: rank.hear(sender.rank, tell.report))
+        self._send(sender, tell.peers, lambda rank: rank.hear(sender.rank, tell.report))
 
-    def _send(self, sender: ElasticRank, peer: int, act: Callable[[ElasticRank], None]) -> None:
-        if peer in sender.lost or sender.is_dead:
-            return
-        link = (sender.rank, peer)
-        due_s = self.time.now_s + self.delay_s * self.time.random.uniform(0.3, 3.0)
-        due_s = self._links[link] = max(due_s, self._links.get(link, 0.0))
-        self.time.at(due_s, self._arrive, sender.rank, self.ranks[peer], act)
+    def _send(self, sender: ElasticRank, peers: Sequence[int], act: Callable[[ElasticRank], None]) -> None:
+        for peer in peers:
+            if peer in sender.lost or sender.is_dead or peer == sender.rank:
+                continue
+            link = (sender.rank, peer)
+            due_s = self.time.now_s + self.delay_s * self.time.random.uniform(0.3, 3.0)
+            due_s = self._links[link] = max(due_s, self._links.get(link, 0.0))
+            self.time.at(due_s, self._arrive, sender.rank, self.ranks[peer], act)
 
     def _arrive(self, source: int, target: ElasticRank, act: Callable[[ElasticRank], None]) -> None:
         if target.is_dead or (source, target.rank) in self.cuts or source in target.lost:

@@ -12,16 +12,18 @@ from random_worlds import random_world
 from virtual_time import SimulationError, VirtualTime
 
 DETECTION_S = 10.0
+MANY_SIZE = 25
 
 
 class ClusterScenario:
-    """One seed of it."""
+    """One seed of it; with many ranks, in clusters of 25, no cut: each of one side loses each of the other."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, num_ranks: int = 0) -> None:
         choose = self.choose = random.Random(f"clusters {seed}")
         self.time = VirtualTime(f"clusters time {seed}")
-        self.is_cut = choose.random() < 0.25
-        self.world = random_world(choose, quorum=0.5 if self.is_cut else 0.0)
+        self.is_cut = choose.random() < 0.25 and not num_ranks
+        sizes = [MANY_SIZE] * (num_ranks // MANY_SIZE)
+        self.world = random_world(choose, quorum=0.5 if self.is_cut else 0.0, sizes=sizes)
         self.ranks = sorted(self.world.players)
         self.delay_s = dict.fromkeys(self.ranks, 0.01)
         for rank in choose.sample(self.ranks, choose.randint(0, len(self.ranks) // 2)):

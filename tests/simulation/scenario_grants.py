@@ -34,7 +34,7 @@ class Message:
 class GrantScenario:
     """One seed of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, num_ranks: int = 0) -> None:
         choose = self.choose = random.Random(f"grants {seed}")
         self.time = VirtualTime(f"grants time {seed}")
         most_bytes = choose.choice((1000, 20_000, 100_000))
@@ -45,7 +45,7 @@ class GrantScenario:
             window=window, quantum_bytes=max(1, most_bytes // 5), now=lambda: self.time.now_s
         )
         self.most_bytes = most_bytes
-        self.senders = {peer: self._messages(peer) for peer in range(choose.randint(1, 6))}
+        self.senders = {peer: self._messages(peer) for peer in range(num_ranks or choose.randint(1, 6))}
         self.rates = {peer: self.bytes_per_s * choose.choice((1.0, 0.3, 0.01)) for peer in self.senders}
         self.queues: dict[int, deque[tuple[Message, int]]] = {peer: deque() for peer in self.senders}
         self.lost: set[int] = set()

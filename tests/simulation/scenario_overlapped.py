@@ -12,22 +12,23 @@ from overlapped_fleet import Fleet
 from test_overlapped_random import repeat_something
 from virtual_time import SimulationError, VirtualTime
 
+MANY_ITERATIONS = 2
 KINDS = ("step", "pull_and_step", "up", "down")
 
 
 class OverlappedScenario:
-    """One seed of it."""
+    """One seed of it; with many workers few steps are made, as exact numbers have a digit for each gradient."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, num_ranks: int = 0) -> None:
         choose = self.choose = random.Random(f"overlapped {seed}")
         self.time = VirtualTime(f"overlapped time {seed}")
-        num_workers = choose.randint(2, 8)
+        num_workers = num_ranks or choose.randint(2, 8)
         self.quorum = choose.randint(1, num_workers)
-        self.num_deaths = choose.randint(0, num_workers - self.quorum)
+        self.num_deaths = choose.randint(0, min(8, num_workers - self.quorum))
         max_staleness = choose.choice((None, 0, 1, 3, 8))
         self.fleet = Fleet(
             num_workers=num_workers,
-            num_iterations=choose.randint(1, 10),
+            num_iterations=MANY_ITERATIONS if num_ranks else choose.randint(1, 10),
             quorum=self.quorum,
             max_staleness=max_staleness,
             window=choose.randint(1, 5),

@@ -2,8 +2,7 @@ r"""Play many seeds of jobs on virtual time, and say which of them end as they s
 
     python tests/simulation/simulate.py --seeds 500 --processes 2
     python tests/simulation/simulate.py --replay 4711 --log
-    python tests/simulation/simulate.py --many 1000
-    python tests/simulation/simulate.py --agree 200
+    python tests/simulation/simulate.py --ranks 1000 --only agreement
 
 The code is the library's own; only time, sockets and the network are virtual (see the scenarios). Which scenario a seed
 plays follows from its number. A seed that is played again gives the same log, to the last bit of its hash. Ends with 1
@@ -36,7 +35,11 @@ import scenario_grants
 import scenario_job
 import scenario_overlapped
 import scenario_partition
+from scenario_agreement import AgreementScenario
+from scenario_clusters import ClusterScenario
+from scenario_grants import GrantScenario
 from scenario_many import ManyRanks
+from scenario_overlapped import OverlappedScenario
 from virtual_time import VirtualTime
 
 SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
@@ -49,6 +52,15 @@ SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
     "grants": (scenario_grants.play, 3),
 }
 """Each scenario, and how many of twenty seeds play it."""
+MANY_SEED = 2
+MANY: dict[str, Callable[[int], VirtualTime]] = {
+    "engine": lambda ranks: ManyRanks(MANY_SEED, num_ranks=ranks).run(),
+    "agreement": lambda ranks: AgreementScenario(MANY_SEED, num_ranks=ranks, fault="deaths", num_steps=1).run(),
+    "clusters": lambda ranks: ClusterScenario(MANY_SEED, num_ranks=ranks).run(),
+    "overlapped": lambda ranks: OverlappedScenario(MANY_SEED, num_ranks=ranks).run(),
+    "grants": lambda ranks: GrantScenario(MANY_SEED, num_ranks=ranks).run(),
+}
+"""Each scenario that can have a thousand ranks; those on virtual sockets would have half a million connections."""
 _ORDER = tuple(name for name, (_, share) in SCENARIOS.items() for _ in range(share))
 
 
@@ -137,23 +149,17 @@ def replay(seed: int, *, shows_log: bool) -> int:
     return int(bool(outcome.error))
 
 
-def many(num_ranks: int) -> int:
-    """Let so many ranks make an all-reduce, and one more in which a rank dies."""
-    return _measure(f"all-reduces of {num_ranks} ranks", ManyRanks(1, num_ranks=num_ranks).run)
-
-
-def agree(num_ranks: int) -> int:
-    """Let so many ranks agree on who goes on after a death."""
-    scenario = scenario_agreement.AgreementScenario(5, num_ranks=num_ranks, fault="deaths", num_steps=1)
-    return _measure(f"an agreement of {num_ranks} ranks", scenario.run)
-
-
-def _measure(what: str, play_it: Callable[[], VirtualTime]) -> int:
+def play_many(name: str, num_ranks: int) -> int:
+    """Play a scenario with so many ranks, and tell what that takes."""
     begun_s = time.process_time()
-    played = play_it()
+    played = MANY[name](num_ranks)
     mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     took_s = time.process_time() - begun_s
-    print(f"{what} in one process: {took_s:.0f} s of processor time, {mebibytes} MiB, hash {played.digest}")
+    print(
+        f"{name} with {num_ranks} ranks in one process: {took_s:.0f} s of processor time, {mebibytes} MiB, "
+        f"{played.num_events} events, hash {played.digest}",
+        flush=True,
+    )
     return 0
 
 
@@ -165,15 +171,13 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--replay", type=int, metavar="SEED", help="play this one only")
     parser.add_argument("--log", action="store_true", help="with --replay: show what happens")
-    parser.add_argument("--many", type=int, metavar="RANKS", help="all-reduces of so many ranks instead")
-    parser.add_argument("--agree", type=int, metavar="RANKS", help="an agreement of so many ranks instead")
+    parser.add_argument("--ranks", type=int, metavar="NUMBER", help="play a scenario with so many ranks instead")
+    parser.add_argument("--only", choices=MANY, help="with --ranks: which one, of all that can have many")
     options = parser.parse_args()
     if options.replay is not None:
         return replay(options.replay, shows_log=options.log)
-    if options.many is not None:
-        return many(options.many)
-    if options.agree is not None:
-        return agree(options.agree)
+    if options.ranks is not None:
+        return max(play_many(name, options.ranks) for name in ([options.only] if options.only else MANY))
     return simulate(range(options.first, options.first + options.seeds), options.processes)
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import simulate
-from scenario_agreement import AgreementScenario
 from scenario_job import FAULTS, JobScenario
-from scenario_many import ManyRanks
 from scenario_partition import PartitionScenario
 from virtual_time import SimulationError, VirtualTime
 
@@ -68,9 +66,10 @@ def test_a_failing_seed_is_told_with_what_plays_it_again(monkeypatch, capsys) ->
     assert simulate.replay(seed, shows_log=False) == 1
 
 
-def test_a_hundred_ranks_in_one_process() -> None:
-    ManyRanks(1, num_ranks=100).run()
-    AgreementScenario(1, num_ranks=60, fault="deaths", num_steps=2).run()
+@pytest.mark.parametrize("name", simulate.MANY)
+def test_many_ranks_in_one_process(name: str, capsys) -> None:
+    assert simulate.play_many(name, 75) == 0
+    assert f"{name} with 75 ranks in one process" in capsys.readouterr().out
 
 
 def test_news_of_a_loss_reach_those_whom_the_finder_cannot_reach() -> None:

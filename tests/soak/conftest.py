@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from soak_job import Forker
+from soak_forker import Forker
 from soak_network import open_network
 from soak_oracle import Oracle
 

@@ -152,6 +152,7 @@ def main() -> None:
     torch.set_num_threads(1)
     train_alone()
     open_a_store()
+    import_module("syncline.pytorch.phased")
     for program in ("soak_rank", "soak_proxy", "soak_stranger"):
         import_module(program)
     gc.freeze()  # so that a rank that collects garbage copies only its own

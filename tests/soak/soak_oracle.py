@@ -7,18 +7,17 @@ fault that was planned did not take place or too few steps were made, is no pass
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from soak_job import JobRecord
-from soak_plan import ELASTIC, KINDS, TOLERANT, Outcome
-from soak_training import TOLERANCE, Replays
+from soak_kinds import KINDS, Outcome
+from soak_memory import MOST_GROWTH_KIB, WARM_STEPS, growth_kib
+from soak_numbers import Numbers
+from soak_record import JobRecord
 
 LONGEST_STALL_S = 30.0
-MOST_GROWTH_KIB = 48 << 10
 STORE_THREAD = "syncline-store"
 """May wait for a store whose process is dead, when init() has given up; torch's client cannot be told to stop."""
 DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
@@ -32,8 +31,7 @@ class Oracle:
     """Judges jobs one after another, and remembers which bits each step had before."""
 
     def __init__(self) -> None:
-        self._replays = Replays()
-        self._digests: dict[tuple[str, int, int], str] = {}
+        self._numbers = Numbers()
 
     def judge(self, record: JobRecord) -> list[str]:
         """Return what is wrong."""
@@ -43,44 +41,11 @@ class Oracle:
         wrong += judge_errors(record)
         wrong += judge_notices(record)
         wrong += judge_what_is_held(record)
-        wrong += self._judge_numbers(record)
+        wrong += self._numbers.judge(record, culprits(record))
         stall_s = longest_stall_s(record)
         if stall_s > LONGEST_STALL_S:
             wrong.append(f"a rank that lives made no step and told no error for {stall_s:.1f} s")
         return wrong
-
-    def _judge_numbers(self, record: JobRecord) -> list[str]:
-        """Equal bits on all ranks after each step, those of any run before, and the numbers of one process."""
-        if record.plan.rule in TOLERANT:
-            return judge_last_digests(record)
-        wrong: list[str] = []
-        spoilt_from = min((one["at_step"] for one in _planned(record, "not-a-number")), default=math.inf)
-        everyone = tuple(range(record.plan.world_size))
-        made: list[tuple[int, ...]] = []
-        for step, events in sorted(_by_step(record).items()):
-            digests = {event["digest"] for event in events.values()}
-            members = {tuple(event["members"] or everyone) for event in events.values()}
-            if len(digests) > 1 or len(members) > 1:
-                wrong.append(f"step {step}: ranks differ: { ({rank: one['digest'] for rank, one in events.items()}) }")
-                break
-            made.append(*members)
-            if step > spoilt_from:
-                continue
-            if made[-1] == everyone:
-                known = self._digests.setdefault((record.plan.rule, record.plan.world_size, step), *digests)
-                if {known} != digests:
-                    wrong.append(f"step {step}: other bits than in an earlier run: {known} and {digests}")
-            wrong += self._compare(f"step {step}", made, next(iter(events.values()))["value"])
-        for event in record.events:
-            if event["event"] == "loaded":
-                wrong += self._compare("the checkpoint", made[: event["step"]], event["value"])
-        return wrong[:6]
-
-    def _compare(self, what: str, members: Sequence[Sequence[int]], value: float) -> list[str]:
-        expected = self._replays.number(members)
-        if abs(value - expected) <= TOLERANCE * max(1.0, abs(expected)):
-            return []
-        return [f"{what}: parameters are not those of one process: {value} in place of {expected}"]
 
 
 def took_place(record: JobRecord) -> set[str]:
@@ -90,14 +55,7 @@ def took_place(record: JobRecord) -> set[str]:
 
 def culprits(record: JobRecord) -> set[int]:
     """Return the ranks that may be lost by what took place."""
-    found: set[int] = set()
-    for one in record.injected:
-        for fault in record.plan.faults:
-            if (fault.kind, fault.victim) == (one["kind"], one["rank"]):
-                found.update(record.plan.struck(fault))
-        if one.get("other") is not None:
-            found.add(one["other"])
-    return found
+    return {rank for one in record.injected for rank in one["blamed"]}
 
 
 def invalid(record: JobRecord) -> str | None:
@@ -138,8 +96,8 @@ def judge_errors(record: JobRecord) -> list[str]:
             wrong += _judge_refusal(record, rank, errors)
         elif Outcome.MISUSE in outcomes:
             wrong += [] if _names_both_calls(errors) else [f"rank {rank} was not told of both calls: {_texts(errors)}"]
-        elif rank in blamed:
-            continue
+        elif rank in blamed or (rank in record.newcomers and not record.of(rank, "ready")):
+            wrong += [] if rank in blamed else _judge_newcomer(record, rank, errors)
         elif record.plan.begins_badly and not record.of(rank, "ready"):
             wrong += [] if errors and errors[0]["is_own"] else [f"rank {rank} was told nothing: {_texts(errors)}"]
         elif outcomes & {Outcome.LOSS, Outcome.PAIR} and not record.plan.is_tolerant:
@@ -150,6 +108,20 @@ def judge_errors(record: JobRecord) -> list[str]:
     if record.plan.begins_badly and told and not any(f"rank {rank}" in text for rank in blamed for text in told):
         wrong.append(f"nobody names who did not come, of {sorted(blamed)}: {told}")
     return wrong
+
+
+def _judge_newcomer(record: JobRecord, rank: int, errors: Sequence[dict[str, Any]]) -> list[str]:
+    """One that did not come in was told why; and something happened meanwhile, or the job came to its end."""
+    if not errors or not errors[0]["is_own"]:
+        return [f"newcomer {rank} was told nothing: {_texts(errors)}"]
+    told_s, began_s = errors[0]["at_s"], record.began(rank)
+    ends = [event["at_s"] for event in record.events if event["event"] == "done"]
+    times = [(one["at_s"], one["at_s"] + one["lasts_s"]) for one in record.injected] + [
+        (end_s, told_s) for end_s in ends
+    ]
+    if any(first_s <= told_s and last_s >= began_s for first_s, last_s in times):
+        return []
+    return [f"newcomer {rank} had to come in, but {_texts(errors)}"]
 
 
 def _judge_loss(rank: int, errors: Iterable[dict[str, Any]], blamed: set[int], *, has_steps: bool) -> list[str]:
@@ -204,20 +176,17 @@ def judge_what_is_held(record: JobRecord) -> list[str]:
             after = event["after"] | {"threads": [name for name in event["after"]["threads"] if name != STORE_THREAD]}
             if event["before"] != (after if record.plan.begins_badly else event["after"]):
                 wrong.append(f"rank {rank} held {event['before']} before, and {event['after']} after")
-        sizes = [event["rss_kib"] for event in record.of(rank, "ready", "done")]
-        if len(sizes) == 2 and sizes[1] - sizes[0] > MOST_GROWTH_KIB:
-            wrong.append(f"rank {rank} grew from {sizes[0]} to {sizes[1]} KiB")
+        grown_kib = growth_kib(memory_of(record, rank))
+        if grown_kib is not None and grown_kib > MOST_GROWTH_KIB:
+            wrong.append(f"rank {rank} grew by {grown_kib} KiB: {memory_of(record, rank)}")
     return wrong
 
 
-def judge_last_digests(record: JobRecord) -> list[str]:
-    """Where each rank steps by itself, those that came to the end together hold the same: all, or their cluster's."""
-    half = (record.plan.world_size + 1) // 2
-    groups: dict[bool, dict[int, str]] = defaultdict(dict)
-    for rank in record.statuses:
-        for event in record.of(rank, "done"):
-            groups[record.plan.rule == "clustered" and rank >= half][rank] = event["digest"]
-    return [f"ranks end with different parameters: {found}" for found in groups.values() if len({*found.values()}) > 1]
+def memory_of(record: JobRecord, rank: int) -> list[int]:
+    """Return what a rank held in memory, in KiB, after its first steps."""
+    events = record.of(rank, "step")
+    first = events[0]["step"] if events else 0
+    return [event["rss_kib"] for event in events if "rss_kib" in event and event["step"] >= first + WARM_STEPS]
 
 
 def longest_stall_s(record: JobRecord) -> float:
@@ -225,25 +194,14 @@ def longest_stall_s(record: JobRecord) -> float:
     blamed = culprits(record)
     longest_s = 0.0
     for rank in set(record.statuses) - blamed:
-        times = [record.began_s, *(event["at_s"] for event in record.events if event["rank"] == rank and event["at_s"])]
+        times = [
+            record.began(rank),
+            *(event["at_s"] for event in record.events if event["rank"] == rank and event["at_s"]),
+        ]
         times += [record.ended_s] if rank in record.hanging else []
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         longest_s = max(longest_s, *gaps, 0.0)
     return longest_s
-
-
-def _by_step(record: JobRecord) -> dict[int, dict[int, dict[str, Any]]]:
-    """Return what ranks told after each step, but of those that an elastic job may go on without."""
-    outcasts = culprits(record) if record.plan.rule in ELASTIC else set()
-    found: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for event in record.events:
-        if event["event"] == "step" and event["rank"] not in outcasts:
-            found[event["step"]][event["rank"]] = event
-    return found
-
-
-def _planned(record: JobRecord, kind: str) -> list[dict[str, Any]]:
-    return [fault for fault in record.plan.as_record()["faults"] if fault["kind"] == kind]
 
 
 def _texts(errors: Iterable[dict[str, Any]]) -> str:

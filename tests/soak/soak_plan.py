@@ -1,97 +1,50 @@
-"""What is done to a job, to whom and when: the kinds of faults, what may come of each, and schedules from a seed. Pure.
+"""What is done to a job, to whom and when: schedules from a seed. Pure.
 
 A schedule is all that decides a run besides the machine's own timing: it is logged, and the same seed gives it again.
+A job has many faults that must not harm it, one after another, and then, most often, one that ends it or a rank of it;
+in one that grows, ranks are lost and come back all the time.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Any
 
+from soak_kinds import KINDS, By, Outcome
 
-class Outcome(Enum):
-    """What may come of a fault, for those that it does not strike itself."""
-
-    HARMLESS = "nobody ends; same bits"
-    LOSS = "the victim is lost: rules that go on without it do, others end and name it"
-    PAIR = "as harmless, or one of two ranks is lost"
-    MISUSE = "all ranks end, with both calls named"
-    REFUSED = "no rank begins, and each says why"
-
-
-class By(Enum):
-    """Who brings it about."""
-
-    SIGNAL = "a signal"
-    NETWORK = "the lab's network"
-    PROXY = "a proxy before one rank's port"
-    STRANGER = "a process that does not belong to the job"
-    RANK = "the rank itself, in its loop"
-    LIMIT = "a limit of the process, before it begins"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultKind:
-    """A kind of fault; ``lasts_s`` is the range that the seed chooses from, where it ends by itself."""
-
-    name: str
-    by: By
-    outcome: Outcome
-    lasts_s: tuple[float, float] = (0.0, 0.0)
-    is_silent: bool = False
-    """Whether only silence tells of it, so that the job needs a short ``silence_s``."""
-    needs_checkpoints: bool = False
-    at_start: bool = False
-
-
-def _kinds(*kinds: FaultKind) -> dict[str, FaultKind]:
-    return {kind.name: kind for kind in kinds}
-
-
-SILENCE_S = 4.0
-STALL_S = 5.0
-LONG_S = (SILENCE_S + 2.0, SILENCE_S + 3.0)
-BRIEF_S = (0.2, 1.2)
-
-KINDS = _kinds(
-    FaultKind(name="killed", by=By.SIGNAL, outcome=Outcome.LOSS),
-    FaultKind(name="killed-at-start", by=By.SIGNAL, outcome=Outcome.LOSS, at_start=True),
-    FaultKind(name="killed-in-checkpoint", by=By.SIGNAL, outcome=Outcome.LOSS, needs_checkpoints=True),
-    FaultKind(name="stopped-briefly", by=By.SIGNAL, outcome=Outcome.HARMLESS, lasts_s=BRIEF_S),
-    FaultKind(name="stopped", by=By.SIGNAL, outcome=Outcome.LOSS, lasts_s=LONG_S, is_silent=True),
-    FaultKind(name="link-cut-briefly", by=By.NETWORK, outcome=Outcome.HARMLESS, lasts_s=BRIEF_S),
-    FaultKind(name="link-cut", by=By.NETWORK, outcome=Outcome.LOSS, lasts_s=LONG_S, is_silent=True),
-    FaultKind(name="rack-cut", by=By.NETWORK, outcome=Outcome.LOSS, lasts_s=LONG_S, is_silent=True),
-    FaultKind(name="black-hole-briefly", by=By.NETWORK, outcome=Outcome.HARMLESS, lasts_s=BRIEF_S),
-    FaultKind(name="black-hole", by=By.NETWORK, outcome=Outcome.PAIR, lasts_s=LONG_S, is_silent=True),
-    FaultKind(name="slow-link", by=By.NETWORK, outcome=Outcome.HARMLESS, lasts_s=(0.5, 2.0)),
-    FaultKind(name="reset", by=By.NETWORK, outcome=Outcome.HARMLESS),
-    FaultKind(name="bit-flip", by=By.PROXY, outcome=Outcome.HARMLESS),
-    FaultKind(name="closed-in-a-frame", by=By.PROXY, outcome=Outcome.HARMLESS),
-    FaultKind(name="strangers", by=By.STRANGER, outcome=Outcome.HARMLESS),
-    FaultKind(name="exit", by=By.RANK, outcome=Outcome.LOSS),
-    FaultKind(name="crash", by=By.RANK, outcome=Outcome.LOSS),
-    FaultKind(name="exception", by=By.RANK, outcome=Outcome.LOSS),
-    FaultKind(name="hung", by=By.RANK, outcome=Outcome.LOSS, lasts_s=(STALL_S + 3.0, STALL_S + 4.0)),
-    FaultKind(name="interpreter-held", by=By.RANK, outcome=Outcome.HARMLESS, lasts_s=BRIEF_S),
-    FaultKind(name="another-call", by=By.RANK, outcome=Outcome.MISUSE),
-    FaultKind(name="not-a-number", by=By.RANK, outcome=Outcome.HARMLESS),
-    FaultKind(name="full-disk", by=By.RANK, outcome=Outcome.HARMLESS, needs_checkpoints=True),
-    FaultKind(name="file-size-limit", by=By.RANK, outcome=Outcome.HARMLESS, needs_checkpoints=True),
-    FaultKind(name="few-files", by=By.LIMIT, outcome=Outcome.REFUSED, at_start=True),
-    FaultKind(name="wrong-secret", by=By.LIMIT, outcome=Outcome.REFUSED, at_start=True),
-)
-
-SYNCHRONOUS = ("allreduce", "sharded", "group")
+SYNCHRONOUS = ("allreduce", "sharded", "group", "phase")
 TOLERANT = ("overlapped", "clustered")
-ELASTIC = ("allreduce-elastic",)
+GROWING = "allreduce-growing"
+"""Elastic, and on the host of each rank that is lost another one begins and joins."""
+ELASTIC = ("allreduce-elastic", "sharded-elastic", GROWING)
 """Synchronous, with the survivors of a loss."""
 RULES = (*SYNCHRONOUS, *TOLERANT, *ELASTIC)
+SAVING = ("allreduce", "sharded")
 CHECKPOINT_EVERY = 10
-ENDINGS = tuple(kind.name for kind in KINDS.values() if kind.outcome is not Outcome.HARMLESS)
-PASSING = tuple(kind.name for kind in KINDS.values() if kind.outcome is Outcome.HARMLESS and not kind.needs_checkpoints)
+SAMPLE_EVERY = 10
+"""So many steps apart ranks say how much memory they have."""
+NAN = "not-a-number"
+"""Comes last of what is harmless: the model holds nothing else from then on."""
+AT_START = tuple(kind.name for kind in KINDS.values() if kind.at_start)
+ENDINGS = (
+    *(kind.name for kind in KINDS.values() if kind.outcome is not Outcome.HARMLESS and not kind.at_start),
+    NAN,
+)
+PASSING = tuple(kind.name for kind in KINDS.values() if kind.outcome is Outcome.HARMLESS and kind.name != NAN)
+GROWING_LOSSES = ("killed", "killed", "killed", "stopped", "link-cut")
+"""A silent loss takes longer, so that they are fewer."""
+SIZES = {"phase": (4,)}
+"""Pairs are of one rack each."""
+ANY_SIZE = (4, 4, 5, 5, 6, 6, 7, 8)
+BAD_STARTS = 0.08
+"""So many jobs do not begin at all: each has but one fault, and takes as long as many."""
+NUM_PASSING = (10, 30)
+NUM_GROWING = (40, 80)
+NUM_MARATHON = (150, 250)
+MARATHONS = 0.1
+SPACING = ((2, 8), (4, 14))
+"""Steps from fault to fault; a newcomer needs a second or two, in which steps are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +53,7 @@ class Fault:
 
     kind: str
     victim: int
+    """The place of a rank at the start; in a job that grows, whoever is on its host then."""
     other: int
     """The other end, where it strikes a connection; any rank."""
     at_step: int
@@ -126,6 +80,11 @@ class JobPlan:
     def is_tolerant(self) -> bool:
         """Whether survivors of a loss go on."""
         return self.rule in (*TOLERANT, *ELASTIC)
+
+    @property
+    def grows(self) -> bool:
+        """Whether others come for those who are lost."""
+        return self.rule == GROWING
 
     @property
     def saves(self) -> bool:
@@ -164,75 +123,97 @@ class JobPlan:
 
 def plan_one(kind: str, rule: str, *, seed: int, world_size: int = 4, num_steps: int = 40) -> JobPlan:
     """Plan a job with one fault of a kind, at a place that the seed chooses."""
-    choose = random.Random(f"{kind} {rule} {seed}")
-    fault = _choose_fault(choose, kind, world_size, at_step=choose.randrange(8, 16))
-    return JobPlan(seed=seed, rule=rule, world_size=world_size, num_steps=num_steps, faults=(fault,))
+    draft = _Draft(random.Random(f"{kind} {rule} {seed}"), rule, world_size)
+    draft.add(kind, draft.choose.randrange(8, 16))
+    return JobPlan(seed=seed, rule=rule, world_size=world_size, num_steps=num_steps, faults=tuple(draft.faults))
 
 
-def plan_job(seed: int, *, rules: tuple[str, ...] = RULES, max_passing: int = 5) -> JobPlan:
-    """Plan a job of 4 to 8 ranks: some faults that must not harm it, and then, most often, one that may end it."""
+def plan_job(seed: int, *, rules: tuple[str, ...] = RULES) -> JobPlan:
+    """Plan a job of 4 to 8 ranks."""
     choose = random.Random(seed)
-    rule, world_size = choose.choice(rules), choose.randint(4, 8)
-    at_step, faults = 5, []
-    passing = [name for name in PASSING if rule not in TOLERANT or name != "not-a-number"]
-    for _ in range(choose.randint(1, max_passing)):
-        at_step += choose.randint(1, 12)
-        faults.append(_choose_fault(choose, choose.choice(passing), world_size, at_step=at_step))
-    faults = _once_not_a_number(faults)
-    allowed = [name for name in ENDINGS if _suits(name, rule)]
-    if rule in SYNCHRONOUS and rule != "group" and choose.random() < 0.15:
-        allowed = ["full-disk", "file-size-limit"]
-    ending = choose.choice(allowed)
-    if KINDS[ending].at_start:
-        faults = []
-    at_step += choose.randint(3, 12)
-    faults.append(_choose_fault(choose, ending, world_size, at_step=at_step))
-    if (
-        rule in (*TOLERANT, *ELASTIC)
-        and world_size >= 6
-        and KINDS[ending].outcome is Outcome.LOSS
-        and ending != "rack-cut"
-    ):
-        faults += _second_loss(choose, faults[-1], world_size)
-    return JobPlan(seed=seed, rule=rule, world_size=world_size, num_steps=at_step + 24, faults=tuple(faults))
+    rule = choose.choice(rules)
+    draft = _Draft(choose, rule, choose.choice(SIZES.get(rule, ANY_SIZE)))
+    if rule == GROWING:
+        draft.mix(choose.randint(*(NUM_MARATHON if choose.random() < MARATHONS else NUM_GROWING)), losses=0.15)
+    elif choose.random() < BAD_STARTS:
+        draft.add(choose.choice(AT_START), 0)
+    else:
+        draft.mix(choose.randint(*NUM_PASSING))
+        draft.end()
+    num_steps = draft.at_step + 24
+    return JobPlan(seed=seed, rule=rule, world_size=draft.world_size, num_steps=num_steps, faults=tuple(draft.faults))
 
 
-def _once_not_a_number(faults: list[Fault]) -> list[Fault]:
-    """Leave out what follows gradients that are not a number: the model holds nothing else from then on."""
-    kinds = [fault.kind for fault in faults]
-    return faults[: kinds.index("not-a-number")] if "not-a-number" in kinds[:-1] else faults
+class _Draft:
+    """A schedule that is being made."""
 
+    def __init__(self, choose: random.Random, rule: str, world_size: int) -> None:
+        self.choose, self.rule, self.world_size = choose, rule, world_size
+        self.faults: list[Fault] = []
+        self.at_step = 5
+        self._saves = rule in SAVING and choose.random() < 0.3
+        self._proxied = tuple(choose.sample(range(world_size - 1), 2))
+        """Higher ranks dial lower ones, so that the last is dialled by nobody. Each proxy is a process: two will do."""
+        self._passing = [name for name in PASSING if self._suits(name)]
 
-def _second_loss(choose: random.Random, first: Fault, world_size: int) -> list[Fault]:
-    """Kill another rank while the first loss is being dealt with, or later; more than half are left."""
-    other = choose.choice([rank for rank in range(world_size) if rank != first.victim])
-    return [_choose_fault(choose, "killed", world_size, at_step=first.at_step + choose.randint(0, 6), victim=other)]
+    def mix(self, number: int, *, losses: float = 0.0, spared: tuple[int, ...] = ()) -> None:
+        """Add faults that are harmless, and among them losses where the job grows again; the ``spared`` are not hit."""
+        for _ in range(number):
+            is_loss = self.choose.random() < losses
+            self.at_step += self.choose.randint(*SPACING[self.rule == GROWING])
+            kind = self.choose.choice(GROWING_LOSSES if is_loss else self._passing)
+            self.add(kind, self.at_step, spared=spared)
 
+    def end(self) -> None:
+        """Add what ends the job, or a rank of it; who is left is struck again then."""
+        kind = self.choose.choice([name for name in ENDINGS if self._suits(name)])
+        self.at_step += self.choose.randint(3, 12)
+        self.add(kind, self.at_step)
+        first = self.faults[-1]
+        if self.rule not in (*TOLERANT, *ELASTIC) or first.outcome is not Outcome.LOSS or kind == "rack-cut":
+            return
+        spared = (first.victim,)
+        if self.world_size >= 6:  # more than half are left
+            other = self.choose.choice([rank for rank in range(self.world_size) if rank != first.victim])
+            # Shards of two that are lost at once are lost: one comes after the other there.
+            self.at_step += self.choose.randint(20, 26) if self.rule == "sharded-elastic" else self.choose.randint(0, 6)
+            self.add("killed", self.at_step, victim=other)
+            spared = (first.victim, other)
+        self.mix(self.choose.randint(2, 6), spared=spared)
 
-def _suits(name: str, rule: str) -> bool:
-    kind = KINDS[name]
-    if rule in (*TOLERANT, *ELASTIC, "group"):
-        return not kind.needs_checkpoints and name != "another-call"
-    return True
+    def add(self, name: str, at_step: int, *, victim: int | None = None, spared: tuple[int, ...] = ()) -> None:
+        """Add a fault; who is struck, where it is not said, the seed chooses."""
+        choose, kind = self.choose, KINDS[name]
+        if name == "killed-in-checkpoint":
+            at_step = at_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY
+            self.at_step = max(self.at_step, at_step)
+        if victim is None:
+            allowed = [rank for rank in range(self.world_size) if rank not in spared]
+            if kind.by is By.PROXY:
+                allowed = list(self._proxied)
+            victim = 0 if name == "file-size-limit" else choose.choice(allowed)  # with AllReduce it writes all
+        others = [
+            rank for rank in range(self.world_size) if rank != victim and (kind.by is not By.PROXY or rank > victim)
+        ]
+        self.faults.append(
+            Fault(
+                kind=name,
+                victim=victim,
+                other=choose.choice(others),
+                at_step=0 if kind.at_start else at_step,
+                after_s=round(choose.uniform(0.0, 0.6 if kind.at_start else 0.03), 4),
+                lasts_s=round(choose.uniform(*kind.lasts_s), 3),
+            )
+        )
 
-
-def _choose_fault(
-    choose: random.Random, name: str, world_size: int, *, at_step: int, victim: int | None = None
-) -> Fault:
-    kind = KINDS[name]
-    chosen = choose.randrange(world_size) if victim is None else victim
-    if name == "killed-in-checkpoint":
-        at_step = at_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY
-    if kind.by is By.PROXY:
-        chosen = choose.randrange(world_size - 1)  # higher ranks dial lower ones, so that the last is dialled by nobody
-    elif name == "file-size-limit":
-        chosen = 0  # with AllReduce it writes all
-    others = [rank for rank in range(world_size) if rank != chosen and (kind.by is not By.PROXY or rank > chosen)]
-    return Fault(
-        kind=name,
-        victim=chosen,
-        other=choose.choice(others),
-        at_step=0 if kind.at_start else at_step,
-        after_s=round(choose.uniform(0.0, 0.6 if kind.at_start else 0.03), 4),
-        lasts_s=round(choose.uniform(*kind.lasts_s), 3),
-    )
+    def _suits(self, name: str) -> bool:
+        kind, rule = KINDS[name], self.rule
+        if kind.needs_checkpoints:
+            return self._saves
+        if rule == GROWING and kind.by is By.PROXY:
+            return False  # newcomers are connected past it
+        if rule == "sharded-elastic" and name == "rack-cut":
+            return False  # owner and spare may be of one rack
+        if name == "another-call":
+            return rule in SAVING
+        return name != NAN or rule not in (*TOLERANT, "phase")

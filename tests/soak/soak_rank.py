@@ -24,20 +24,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from soak_pairs import train_in_pairs
+from soak_plan import SAMPLE_EVERY
 from soak_proxy import tell_proxy
+from soak_saving import MOST_TEXT, Saver
 from soak_training import Gauge, batch_of, loss_of, make_model, make_optimizer
 
 import syncline
 from syncline.pytorch import connecting
 
 BUCKET_BYTES = 64 << 10
-MOST_TEXT = 1800
-"""What is written to a pipe at once is written whole up to 4,096 bytes."""
-BALLAST = "ballast"
 FEW_FILES = 24
 WRAPPED = re.compile(r"(PeerLost|Deadline|Mismatch|FabricClosed)Error: ")
 """As DDP tells what a process group raises: torch makes a RuntimeError of it, with its text."""
-SMALL_FILE_BYTES = 2048
 
 
 class Teller:
@@ -61,10 +60,11 @@ class Rank:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.rank, self.plan = config["rank"], config["plan"]
-        self.folder = Path(config["folder"])
         self.teller = Teller(config["events"], self.rank)
-        self.checkpoint_every = config["checkpoint_every"]
-        self._own = [fault for fault in self.plan["faults"] if fault["victim"] == self.rank]
+        self._number = self.rank
+        """By which the fleet knows it: that of who comes later is told when it is in."""
+        self._own = [fault for fault in self.plan["faults"] if fault["victim"] == config["place"]]
+        self._saver = Saver(config, self._own, self.teller.tell)
 
     def fault(self, kind: str, step: int) -> dict[str, Any] | None:
         """Return the fault of this rank that is due after ``step`` steps."""
@@ -72,12 +72,16 @@ class Rank:
 
     def train(self) -> None:
         """Train to the end of the plan."""
+        if self.plan["rule"] == "phase":
+            train_in_pairs(self)
+            return
         with self._joined() as (fleet, model, optimizer):
             gauge = Gauge(model)
-            self.teller.tell(event="ready", rss_kib=rss_kib())
-            step = number = 0
+            self._number = self.rank if fleet is None else fleet.members[fleet.rank]
+            step = number = 0 if fleet is None else optimizer.iteration
+            self.teller.tell(event="ready", number=self._number, join=None if fleet is None else fleet.join_address)
             while number < self.plan["num_steps"]:
-                self._strike(step)
+                self.strike(step)
                 self._mix_calls(fleet, step)
                 loss_of(model, self._batch(step)).backward()
                 optimizer.step()
@@ -86,13 +90,18 @@ class Rank:
                 number = step if fleet is None else optimizer.iteration
                 digest, value = gauge.read()
                 members = None if fleet is None else fleet.members
-                self.teller.tell(event="step", step=number, digest=digest, value=value, members=members)
-                if self.plan["saves"] and step % self.checkpoint_every == 0:
-                    self._save(model, optimizer, step)
+                self.tell_step(number, digest=digest, value=value, members=members)
+                self._saver.after_step(model, optimizer, step)
             if self.plan["has_periods"]:
                 optimizer.end_period()
+            self._saver.finish()
             digest, value = gauge.read()
-            self.teller.tell(event="done", step=number, digest=digest, value=value, rss_kib=rss_kib())
+            self.teller.tell(event="done", step=number, digest=digest, value=value)
+
+    def tell_step(self, number: int, **what: Any) -> None:
+        """Tell that a step was made, and now and then how much memory there is."""
+        size = {"rss_kib": rss_kib()} if number % SAMPLE_EVERY == 0 else {}
+        self.teller.tell(event="step", step=number, **what, **size)
 
     @contextlib.contextmanager
     def _joined(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -108,11 +117,11 @@ class Rank:
             return
         with syncline.init() as fleet:
             rule = rule_of(self.plan)
-            elastic = self.plan["rule"].endswith("-elastic")
+            elastic = self.plan["rule"].endswith(("-elastic", "-growing"))
             yield (fleet, *syncline.distribute(model, make_optimizer(model), rule, samples="batch", elastic=elastic))
 
     def _batch(self, step: int) -> torch.Tensor:
-        batch = batch_of(self.rank, step)
+        batch = batch_of(self._number, step)
         return batch * float("nan") if self.fault("not-a-number", step) else batch
 
     def _mix_calls(self, fleet: Any, step: int) -> None:
@@ -122,7 +131,7 @@ class Rank:
                 self.teller.tell(event="struck", kind="another-call")
                 fleet.all_reduce(torch.ones(8 if fault["victim"] == self.rank else 9))
 
-    def _strike(self, step: int) -> None:
+    def strike(self, step: int) -> None:
         """Do to this rank what is due."""
         for kind, strike in STRIKES.items():
             fault = self.fault(kind, step)
@@ -130,62 +139,20 @@ class Rank:
                 self.teller.tell(event="struck", kind=kind)
                 strike(fault["lasts_s"])
 
-    def _save(self, model: Any, optimizer: Any, step: int) -> None:
-        """Save a checkpoint; one that cannot be written is no reason to end."""
-        place = self.folder / "checkpoints"
-        self.teller.tell(event="saving", step=step)
-        with self._no_room(step, place), self._small_files(step):
-            try:
-                syncline.save_checkpoint(place / "last", model, optimizer, extra={"step": step})
-            except syncline.CheckpointError as error:
-                self.teller.tell(event="unsaved", step=step, text=str(error)[:MOST_TEXT])
-                return
-        self.teller.tell(event="saved", step=step)
-
-    @contextlib.contextmanager
-    def _no_room(self, step: int, place: Path) -> Iterator[None]:
-        if not self._is_due("full-disk", step):
-            yield
-            return
-        room = os.statvfs(place)
-        ballast = place / BALLAST
-        ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
-        self.teller.tell(event="struck", kind="full-disk")
-        try:
-            yield
-        finally:
-            ballast.unlink()
-
-    @contextlib.contextmanager
-    def _small_files(self, step: int) -> Iterator[None]:
-        if not self._is_due("file-size-limit", step):
-            yield
-            return
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, hard))
-        self.teller.tell(event="struck", kind="file-size-limit")
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    def _is_due(self, kind: str, step: int) -> bool:
-        """Whether this is the first checkpoint after the fault's step."""
-        return any(
-            fault["kind"] == kind and step - self.checkpoint_every < fault["at_step"] <= step for fault in self._own
-        )
-
 
 def rule_of(plan: dict[str, Any]) -> Any:
     """Return the plan's update rule."""
     half = (plan["world_size"] + 1) // 2
     clusters = [list(range(half)), list(range(half, plan["world_size"]))]
+    rule = plan["rule"]
+    if rule.startswith("allreduce"):
+        return syncline.AllReduce(bucket_bytes=BUCKET_BYTES)
     return {
-        "allreduce": lambda: syncline.AllReduce(bucket_bytes=BUCKET_BYTES),
         "sharded": lambda: syncline.Sharded(bucket_bytes=BUCKET_BYTES),
         "overlapped": lambda: syncline.Overlapped(period=8, bucket_bytes=BUCKET_BYTES),
         "clustered": lambda: syncline.Clustered(period=4, clusters=clusters),
-    }[plan["rule"].removesuffix("-elastic")]()
+        "sharded-elastic": lambda: syncline.Sharded(bucket_bytes=BUCKET_BYTES, spares=1),
+    }[rule]()
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -6,7 +6,8 @@
 import pytest
 from soak_job import Job
 from soak_oracle import invalid
-from soak_plan import KINDS, plan_one
+from soak_kinds import KINDS
+from soak_plan import GROWING, plan_one
 
 LIMIT_S = 120.0
 """Without any event for so long, a job hangs, also on a busy machine."""
@@ -22,12 +23,22 @@ TOLERANT = [
     ("link-cut-briefly", "clustered"),
 ]
 ELASTIC = [(kind, "allreduce-elastic") for kind in ("killed", "link-cut", "reset", "bit-flip", "rack-cut")]
+SPARED = [(kind, "sharded-elastic") for kind in ("killed", "stopped", "reset")]
+PAIRED = [(kind, "phase") for kind in ("killed", "exception", "reset", "bit-flip", "link-cut", "stopped-briefly")]
 GROUP = [("reset", "group"), ("bit-flip", "group"), ("link-cut-briefly", "group"), ("hung", "group")]
 
 
-@pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *ELASTIC, *GROUP])
+@pytest.mark.parametrize(("kind", "rule"), [*SYNCHRONOUS, *TOLERANT, *ELASTIC, *SPARED, *PAIRED, *GROUP])
 def test_a_job_ends_as_it_may(kind, rule, network, forker, oracle, tmp_path):
     plan = plan_one(kind, rule, seed=1)
     record = Job(plan, network, forker, tmp_path / "job").run(limit_s=LIMIT_S)
     assert invalid(record) is None
     assert not oracle.judge(record), f"{plan}: {record.injected}"
+
+
+@pytest.mark.parametrize("kind", ["killed", "stopped", "reset"])
+def test_another_comes_for_whoever_is_lost(kind, network, forker, oracle, tmp_path):
+    plan = plan_one(kind, GROWING, seed=1, num_steps=300)
+    record = Job(plan, network, forker, tmp_path / "job").run(limit_s=LIMIT_S)
+    assert not oracle.judge(record), f"{plan}: {record.injected}"
+    assert [bool(record.of(rank, "done")) for rank in record.newcomers] == [True] * (kind != "reset")

@@ -4,9 +4,13 @@ import copy
 from collections import Counter
 
 import pytest
-from soak_job import JobRecord
+from soak_growth import Growth
+from soak_kinds import KINDS, Outcome
+from soak_memory import LEAST_SAMPLES, MOST_GROWTH_KIB, WARM_STEPS, growth_kib
 from soak_oracle import LONGEST_STALL_S, Oracle, invalid, longest_stall_s
-from soak_plan import KINDS, RULES, TOLERANT, Fault, JobPlan, Outcome, plan_job
+from soak_pairs import replay_pairs
+from soak_plan import GROWING, RULES, SAMPLE_EVERY, TOLERANT, Fault, JobPlan, plan_job
+from soak_record import JobRecord
 from soak_run import MIN_FAULTS_PER_MINUTE, WARM_JOBS, Tally, judge_soak
 from soak_training import replay
 
@@ -27,6 +31,9 @@ def test_schedules_hold_every_kind_and_every_rule_and_leave_enough_ranks():
     for plan in plans:
         assert 4 <= plan.world_size <= 8
         assert all(fault.victim != fault.other for fault in plan.faults)
+        steps = [fault.at_step for fault in plan.faults]
+        assert max(steps) < plan.num_steps
+        assert len(plan.proxied) <= 2
         lost = {rank for fault in plan.faults for rank in plan.struck(fault)}
         if plan.rule in TOLERANT and not any(fault.outcome is Outcome.REFUSED for fault in plan.faults):
             assert 2 * len(lost) <= plan.world_size
@@ -43,18 +50,19 @@ def make_record(kind="killed", rule="allreduce", *, victim=2):
     is_harmless = KINDS[kind].outcome is Outcome.HARMLESS
     last = NUM_STEPS if is_harmless else 2
     for rank in range(3):
-        tell(record, rank, "ready", rss_kib=1000)
+        tell(record, rank, "ready")
         for step in range(1, last + 1):
             tell(record, rank, "step", step=step, digest=f"bits {step}", value=values[step], members=[0, 1, 2])
         if is_harmless:
-            tell(record, rank, "done", step=last, digest=f"bits {last}", value=values[last], rss_kib=1000)
+            tell(record, rank, "done", step=last, digest=f"bits {last}", value=values[last])
         elif rank != victim:
             text = (
                 f"rank {victim} (host b0) is lost: it died, during all_reduce of bucket 0, step 3; rank 0 waits for it"
             )
             tell(record, rank, "error", kind="PeerLostError", is_own=True, lost=victim, text=text)
         tell(record, rank, "closed", before=HELD, after=copy.deepcopy(HELD))
-    record.injected.append({"at_s": 1.0, "rank": victim, "kind": kind})
+    blamed = [] if is_harmless else [victim]
+    record.injected.append({"at_s": 1.0, "rank": victim, "kind": kind, "lasts_s": 0.0, "blamed": blamed})
     if kind == "killed":
         record.statuses[victim] = -9
     return record
@@ -170,10 +178,27 @@ def test_other_bits_than_before_are_found():
     assert any("other bits than in an earlier run" in sentence for sentence in oracle.judge(record))
 
 
-def test_growth_is_found():
+def test_memory_that_grows_is_found_and_what_comes_early_or_once_is_not():
+    flat = [1000] * LEAST_SAMPLES
+    assert growth_kib(flat) == 0
+    assert growth_kib(flat[1:]) is None
+    assert growth_kib([*flat[:4], 90_000, *flat[5:]]) == 0
+    assert growth_kib([*flat, *([1000 + MOST_GROWTH_KIB + 1] * LEAST_SAMPLES)]) == MOST_GROWTH_KIB + 1
     record = make_record("stopped-briefly")
-    event_of(record, 1, "done")["rss_kib"] += 1 << 20
-    assert any("grew" in sentence for sentence in Oracle().judge(record))
+    samples = [(step, 1000 + 100 * step) for step in range(1, WARM_STEPS + 20 * SAMPLE_EVERY, SAMPLE_EVERY)]
+    for event, (step, size) in zip(grow(record, 1, len(samples)), samples, strict=True):
+        event.update(step=step, rss_kib=min(size, 1000 + 100 * WARM_STEPS))
+    assert not any("grew" in sentence for sentence in Oracle().judge(record))
+    for event, (_, size) in zip(record.of(1, "step")[-len(samples) :], samples, strict=True):
+        event["rss_kib"] = size
+    assert any("rank 1 grew" in sentence for sentence in Oracle().judge(record))
+
+
+def grow(record, rank, number):
+    """Tell so many more steps, and return them."""
+    for _ in range(number):
+        tell(record, rank, "step", step=0, digest="", value=0.0, members=[0, 1, 2])
+    return record.of(rank, "step")[-number:]
 
 
 def test_nan_must_be_told_and_is_compared_no_more():
@@ -192,6 +217,72 @@ def test_ranks_of_a_rule_that_goes_on_end_alike():
     assert Oracle().judge(record) == []
     event_of(record, 1, "done")["digest"] = "others"
     assert any("different parameters" in sentence for sentence in Oracle().judge(record))
+
+
+def make_newcomer(began_s):
+    """Make what is known of a job in which rank 2 was killed after a second, and another asked to come in its place."""
+    record = make_record("killed", GROWING)
+    for rank in (0, 1):
+        record.events.remove(event_of(record, rank, "error"))
+        tell(record, rank, "done", step=NUM_STEPS, digest="bits")
+        event_of(record, rank, "done")["at_s"] = 20.0
+    record.newcomers[3], record.statuses[3], record.outputs[3] = began_s, 0, ""
+    return record
+
+
+def test_a_newcomer_is_let_in_or_told_why_not():
+    record = make_newcomer(began_s=0.5)
+    tell(record, 3, "closed", before=HELD, after=HELD)
+    assert any("newcomer 3 was told nothing" in sentence for sentence in Oracle().judge(record))
+    tell(record, 3, "error", kind="RendezvousError", is_own=True, lost=None, text="a rank of the job was lost")
+    assert Oracle().judge(record) == []
+    record.newcomers[3] = 5.0
+    event_of(record, 3, "error")["at_s"] = 6.0
+    assert any("newcomer 3 had to come in" in sentence for sentence in Oracle().judge(record))
+    event_of(record, 3, "error")["at_s"] = 21.0  # the job was over
+    assert Oracle().judge(record) == []
+
+
+def test_a_newcomer_comes_for_whoever_is_lost_and_one_after_the_other():
+    growth = Growth(3)
+    for rank in range(3):
+        growth.hear({"event": "ready", "rank": rank, "number": rank, "join": f"a{rank}"})
+    assert not growth.is_whole()
+    growth.hear({"event": "step", "rank": 0, "step": 1, "members": [0, 1, 2]})
+    assert growth.is_whole()
+    growth.strike(1)
+    assert not growth.is_whole()
+    assert growth.vacant({1}) == []  # the others have not noticed yet
+    growth.hear({"event": "step", "rank": 0, "step": 2, "members": [0, 2]})
+    growth.broken.add(1)
+    assert growth.vacant({1}) == []  # its link is cut still
+    growth.broken.clear()
+    assert growth.vacant({1}) == [1]
+    assert growth.addresses({1}) == "a0,a2"
+    growth.on[1] = 3
+    assert growth.vacant({1}) == []
+    assert growth.vacant({1, 3}) == [1]  # it did not come in
+    growth.hear({"event": "ready", "rank": 3, "number": 4, "join": "b0"})
+    growth.hear({"event": "step", "rank": 0, "step": 9, "members": [0, 2, 4]})
+    assert growth.is_whole()
+    growth.hear({"event": "done", "rank": 0})
+    assert growth.vacant({3}) == []
+
+
+def test_pairs_have_the_losses_of_one_process_and_the_same_stages():
+    record = make_record("stopped-briefly", "phase")
+    losses = replay_pairs()
+    by_step = {step: next(losses) for step in range(1, NUM_STEPS + 1)}
+    for event in record.events:
+        if event["event"] == "step":
+            event["value"] = by_step[event["step"]][event["rank"] // 2]
+        if event["event"] == "done":
+            event["stages"] = {"0": "bits"}
+    assert Oracle().judge(record) == []
+    event_of(record, 2, "done")["stages"] = {"0": "others"}
+    event_of(record, 1, "step", 2)["value"] *= 1 + 1e-6
+    assert {"stage" in sentence or "loss of rank 1" in sentence for sentence in Oracle().judge(record)} == {True}
+    assert len(Oracle().judge(record)) == 2
 
 
 def test_a_run_in_which_nothing_took_place_is_invalid():

@@ -106,6 +106,8 @@ class Agreement:
     """The last report of each rank since the last agreement."""
     base: Epoch = field(init=False)
     _first_free: int = 0
+    _awaited: int | None = None
+    """One that did not say the same when all were compared last: as long as it does not, nobody else need be."""
 
     def __post_init__(self) -> None:
         self.base = self.epoch
@@ -215,11 +217,13 @@ class Agreement:
         shortage = self._shortage() if has_grown else None
         if shortage is not None:
             return self._stop(shortage)
-        if not has_grown and len(self.heard) + 1 < len(self.base.members) - len(self.losses):
-            return []  # most reports of many ranks: some rank has said nothing yet
+        if not has_grown and self._awaited is not None and not self._says_the_same(self._awaited):
+            return []  # most reports of many ranks
         others = tuple(rank for rank in self.living if rank != self.rank)
         effects: list[Effect] = [Tell(peers=others, report=self._report())] if has_grown and others else []
-        if all(self._says_the_same(rank) for rank in others):
+        # From the highest on: reports mostly come from the lowest on, so that few change who is awaited.
+        self._awaited = next((rank for rank in reversed(others) if not self._says_the_same(rank)), None)
+        if self._awaited is None:
             effects.append(self._go())
         return effects
 

@@ -8,9 +8,10 @@ from cluster_world import World
 from syncline.updates.clustered.record_schedule import RecordSchedule
 
 
-def random_world(choose: random.Random, *, quorum: float = 0.0) -> World:
-    num_clusters = choose.randint(1, 4)
-    sizes = [choose.randint(1, 4) for _ in range(num_clusters)]
+def random_world(choose: random.Random, *, quorum: float = 0.0, sizes: Sequence[int] = ()) -> World:
+    """Make a world; ``sizes`` are those of the clusters, where they are not to be chosen too."""
+    sizes = sizes or [choose.randint(1, 4) for _ in range(choose.randint(1, 4))]
+    num_clusters = len(sizes)
     ranks = list(range(sum(sizes)))
     choose.shuffle(ranks)
     clusters = [tuple(sorted(ranks.pop() for _ in range(size))) for size in sizes]

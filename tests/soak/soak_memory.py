@@ -1,0 +1,28 @@
+"""Whether memory is flat: what a process holds late in its life is not more than what it held early, but for a bound.
+
+Early is after a warm-up, in which modules are imported, buffers are made and caches filled. One value that is large,
+or small, decides nothing: compared are medians. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+WARM_STEPS = 60
+LEAST_SAMPLES = 9
+"""With fewer, of a job that was short, nothing is judged."""
+MOST_GROWTH_KIB = 4 << 10
+"""Of a rank. It holds some 0.5 MiB of parameters, momenta and gradients, so that a copy of them in twenty steps shows."""
+
+
+def growth_kib(samples: Sequence[int]) -> int | None:
+    """Return by how much the last third of equally distant samples exceeds the first; None for too few of them.
+
+    >>> growth_kib([100, 100, 400, 100, 100, 100, 110, 110, 110])
+    10
+    """
+    if len(samples) < LEAST_SAMPLES:
+        return None
+    third = len(samples) // 3
+    return round(median(samples[-third:]) - median(samples[:third]))
