@@ -76,7 +76,7 @@ def die() -> None:
         for _ in range(50):
             trainer.step(*make_batches(1, 2)[0][fleet.rank // 2])
     except PeerLostError as error:
-        print(f"told of rank {error.rank}", flush=True)
+        print(f"told of rank {error.rank}: {error}", flush=True)
 
 
 def die_at_once() -> None:

@@ -13,7 +13,7 @@ WARM_STEPS = 60
 LEAST_SAMPLES = 9
 """With fewer, of a job that was short, nothing is judged."""
 MOST_GROWTH_KIB = 4 << 10
-"""Of a rank. It holds some 0.5 MiB of parameters, momenta and gradients, so that a copy of them in twenty steps shows."""
+"""Of a rank. It holds some 0.5 MiB of parameters, momenta and gradients: a copy of them in twenty steps shows."""
 
 
 def growth_kib(samples: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""Whether a job of a soak computed the right numbers: equal bits on all ranks, those of any run before, and of one process.
+"""Whether a job of a soak computed the right numbers: equal bits on all ranks, and those of any run before.
 
 What is compared follows from the rule. Parameters of one process are those of plain PyTorch over the batches of those
 who made each step; with pairs, it is the losses of both pairs.

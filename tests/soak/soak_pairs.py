@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ NUM_PAIRS = 2
 def make_stages() -> list[nn.Module]:
     generator = torch.Generator().manual_seed(12)
     stages: list[nn.Module] = [
-        nn.Sequential(nn.Linear(first, second), nn.Tanh()).double()
-        for first, second in zip(WIDTHS, WIDTHS[1:], strict=False)
+        nn.Sequential(nn.Linear(first, second), nn.Tanh()).double() for first, second in pairwise(WIDTHS)
     ]
     for stage in stages:
         for parameter in stage.parameters():

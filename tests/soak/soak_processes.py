@@ -15,7 +15,7 @@ from soak_forker import START_S, Forker
 from soak_growth import Growth
 from soak_kinds import SILENCE_S, STALL_S
 from soak_network import SoakNetwork, host_of, topology_text
-from soak_plan import CHECKPOINT_EVERY, TOLERANT, JobPlan
+from soak_plan import CHECKPOINT_EVERY, TOLERANT
 from soak_record import JobRecord
 
 from rank_scripts import script_environment

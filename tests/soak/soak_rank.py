@@ -84,12 +84,13 @@ class Rank:
                 self.strike(step)
                 self._mix_calls(fleet, step)
                 loss_of(model, self._batch(step)).backward()
+                # Those whose batches count: one that dies in step() is among them, and who comes at its end is not.
+                members = None if fleet is None else optimizer.training._collector.report.ranks
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
                 number = step if fleet is None else optimizer.iteration
                 digest, value = gauge.read()
-                members = None if fleet is None else fleet.members
                 self.tell_step(number, digest=digest, value=value, members=members)
                 self._saver.after_step(model, optimizer, step)
             if self.plan["has_periods"]:

@@ -170,14 +170,16 @@ def report(tally: Tally, seed: int, minutes: float, wrong: list[str]) -> str:
 
     make soak MINUTES={minutes:.0f} SEED={seed}
 
-{num_faults} faults in {minutes:.1f} minutes ({num_faults / minutes:.1f} a minute), {sum(tally.jobs.values())} jobs of 4 to 8 ranks ({rules}),
-{tally.steps} steps of ranks; {tally.newcomers} processes joined a job that ran. {tally.ended} jobs of rules that do not go on ended with errors that name the fault;
-{tally.recovered} jobs of rules that do came to their end. In {tally.invalid} jobs nothing took place. Longest time in
-which a rank that was not struck neither made a step nor told an error: {tally.longest_stall_s:.1f} s.
+{num_faults} faults in {minutes:.1f} minutes ({num_faults / minutes:.1f} a minute),
+{sum(tally.jobs.values())} jobs of 4 to 8 ranks ({rules}),
+{tally.steps} steps of ranks; {tally.newcomers} processes joined a job that ran. {tally.ended} jobs of rules
+that do not go on ended with errors that name the fault; {tally.recovered} jobs of rules that do came to their end.
+In {tally.invalid} jobs nothing took place. Longest time in which a rank that was not struck neither made a step
+nor told an error: {tally.longest_stall_s:.1f} s.
 
-Memory: of {len(tally.rank_growth_kib)} ranks in jobs that were long enough, the median held {grown[len(grown) // 2]} KiB
-more in the last third of its steps than in the first after its warm-up, the worst {grown[-1]} KiB. What stays alive, after
-the first {WARM_JOBS} jobs and at the end: {flat}.
+Memory: of {len(tally.rank_growth_kib)} ranks in jobs that were long enough, the median held
+{grown[len(grown) // 2]} KiB more in the last third of its steps than in the first after its warm-up, the worst
+{grown[-1]} KiB. What stays alive, after the first {WARM_JOBS} jobs and at the end: {flat}.
 
 The oracle's failures: {len(tally.failures)}. {"Passed." if not wrong else "Not passed: " + "; ".join(wrong) + "."}
 

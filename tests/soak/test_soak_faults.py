@@ -5,8 +5,8 @@
 
 import pytest
 from soak_job import Job
-from soak_oracle import invalid
 from soak_kinds import KINDS
+from soak_oracle import invalid
 from soak_plan import GROWING, plan_one
 
 LIMIT_S = 120.0
