@@ -32,6 +32,7 @@ from soak_training import Gauge, batch_of, loss_of, make_model, make_optimizer
 
 import syncline
 from syncline.pytorch import connecting
+from syncline.pytorch.optimizer import DistributedOptimizer
 
 BUCKET_BYTES = 64 << 10
 FEW_FILES = 24
@@ -83,9 +84,9 @@ class Rank:
             while number < self.plan["num_steps"]:
                 self.strike(step)
                 self._mix_calls(fleet, step)
+                numbers = {} if fleet is None else dict(zip(fleet.epoch.members, fleet.members, strict=True))
                 loss_of(model, self._batch(step)).backward()
-                # Those whose batches count: one that dies in step() is among them, and who comes at its end is not.
-                members = None if fleet is None else optimizer.training._collector.report.ranks
+                members = [numbers[one] for one in counted_in(optimizer)]
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
@@ -154,6 +155,16 @@ def rule_of(plan: dict[str, Any]) -> Any:
         "clustered": lambda: syncline.Clustered(period=4, clusters=clusters),
         "sharded-elastic": lambda: syncline.Sharded(bucket_bytes=BUCKET_BYTES, spares=1),
     }[rule]()
+
+
+def counted_in(optimizer: Any) -> tuple[int, ...]:
+    """Return whose batches count in a step, by their places on the fabric; () where all do, always.
+
+    A rank that dies in ``step()`` is among them; who comes in at its end is not.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        return ()
+    return optimizer.training._collector.report.ranks or ()
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -180,6 +180,8 @@ class World:
         if kind == "deliver":
             sender, receiver = who
             envelope = self.mail[sender, receiver].pop(0)
+            if not self.mail[sender, receiver]:
+                del self.mail[sender, receiver]  # so that only what is under way is looked through
             if self.keeps_delivered:
                 self.delivered.append((sender, receiver, envelope))
             self.perform(receiver, self.players[receiver].node.receive(sender, envelope))
