@@ -12,7 +12,7 @@ from fabric_scenarios import Mail, Recorder, connect_all, gather, run_over_tcp, 
 from breaking_proxy import BREAKS, BreakingProxy
 from meeting_stores import DictStore, ProxyStore
 from syncline.errors import PeerLostError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, reopening
 from syncline.fabric.protocol import PeerLeftError
 from syncline.fabric.transport_sets import VARIABLE
 
@@ -228,6 +228,34 @@ def test_a_peer_that_does_not_answer_a_dialler_is_lost_in_half_the_time_of_a_sil
 
     proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
     through_proxy(scenario, proxy, heartbeat_s=0.2, suspect_s=1.0, dead_s=1.2)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(monkeypatch):
+    """Two requests for a connection vanish; TCP would send the second one again when it is too late."""
+
+    async def scenario(fabrics, recorders, mail):
+        loop = asyncio.get_running_loop()
+        connect, dial_again, dialled, vanished = loop.sock_connect, reopening.dial_again, set(), []
+
+        def note(*args, address, **named):
+            dialled.add(address)
+            return dial_again(*args, address=address, **named)
+
+        async def vanish(sock, address):
+            if address in dialled and len(vanished) < 2:
+                vanished.append(address)
+                await asyncio.Event().wait()
+            await connect(sock, address)
+
+        monkeypatch.setattr(reopening, "dial_again", note)
+        monkeypatch.setattr(loop, "sock_connect", vanish)
+        cut(fabrics[1], 0, 1)
+        await unless_lost(Traffic(mail, 1).run(20), recorders)
+        assert len(vanished) == 2
+
+    proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
+    through_proxy(scenario, proxy, heartbeat_s=0.5, suspect_s=3.0, dead_s=4.0)
 
 
 @pytest.mark.usefixtures("transport")

@@ -170,24 +170,33 @@ async def dial_again(
     address: tuple[str, int],
     connection_class: int,
     resumption: Resumption,
+    connect_s: float,
 ) -> tuple[socket.socket, int]:
     """Open a connection again that broke; return how much of it has arrived at the peer. It is tried once.
 
-    Raises RefusedError, OSError or EOFError.
+    A live machine answers within ``connect_s``, also for a process that is busy. Raises RefusedError, OSError or
+    EOFError.
     """
     dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
-    return await dial_once(options, own_address, dialer, address, is_resumed=True)
+    return await dial_once(options, own_address, dialer, address, is_resumed=True, connect_s=connect_s)
 
 
 async def dial_once(
-    options: FabricOptions, own_address: str, dialer: Dialer, address: tuple[str, int], *, is_resumed: bool = False
+    options: FabricOptions,
+    own_address: str,
+    dialer: Dialer,
+    address: tuple[str, int],
+    *,
+    is_resumed: bool = False,
+    connect_s: float | None = None,
 ) -> tuple[socket.socket, int]:
     """Connect and shake hands, once; with ``is_resumed`` return how much has arrived at the peer, else 0."""
     loop = asyncio.get_running_loop()
     sock = open_dialling_socket(own_address, options)
     position = 0
     try:
-        await loop.sock_connect(sock, address)
+        async with asyncio.timeout(connect_s):
+            await loop.sock_connect(sock, address)
         await loop.sock_sendall(sock, dialer.hello())
         try:
             finish = dialer.finish(await read_exactly(sock, REPLY_BYTES))

@@ -29,6 +29,11 @@ ASK_AFTER_S = 0.03
 """Most often the peer has dialled again by then."""
 PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)
 """Between attempts to which the peer's machine answers, but not as it should."""
+CONNECT_S = 0.5
+"""After so long without an answer of the peer's machine it is asked anew, and twice as long after every second attempt.
+
+TCP itself asks again after 1 s and then after 3 s, which may be too late for a network that was cut meanwhile.
+"""
 MAX_FRUITLESS = 5
 """So often in a row a connection may break before anything new has arrived on it."""
 FORGET_S = 30.0
@@ -165,7 +170,7 @@ class Reopener:
 
     async def _dial(self, peer: Peer, connection_class: int, line: _Line) -> None:
         num_refused = 0
-        for pause_s in (*PAUSES_S, None):
+        for attempt, pause_s in enumerate((*PAUSES_S, None)):
             line.number += 1
             position = peer.transport.received_position(connection_class)
             try:
@@ -178,6 +183,7 @@ class Reopener:
                         address=self._addresses[peer.rank],
                         connection_class=connection_class,
                         resumption=Resumption(line.number, line.connection_id, position),
+                        connect_s=CONNECT_S * 2 ** (attempt // 2),
                     )
             except ConnectionRefusedError:
                 raise _GoneError from None
