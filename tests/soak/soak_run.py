@@ -203,13 +203,13 @@ def main() -> int:
     options = parser.parse_args()
     output = options.output or Path(tempfile.mkdtemp(prefix="soak-record-"))
     output.mkdir(parents=True, exist_ok=True)
-    began_s = time.monotonic()
     with ExitStack() as stack:
         forker = Forker()
         stack.callback(forker.end)
         network = stack.enter_context(open_network())
         log = stack.enter_context((output / "jobs.jsonl").open("w"))
         soak = Soak(network, forker, output, log)
+        began_s = time.monotonic()
         if options.job is not None:
             wrong = soak.play(plan_job(options.job, rules=tuple(options.rules)))
             print("\n".join(wrong) or "nothing is wrong")
