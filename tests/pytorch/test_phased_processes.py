@@ -41,7 +41,7 @@ def test_a_death_is_told_to_the_partner_and_the_other_pair_and_every_file_is_who
     results = run_script(SCRIPT, 4, "die", str(tmp_path))
     assert [status for status, _ in results] == [0, 7, 0, 0], results
     for rank in (0, 2, 3):
-        assert re.search(r"told of rank 1: .* is lost: .*, during .*step \d", results[rank][1]), results[rank][1]
+        assert re.search(r"told of rank 1: .* is lost: .*; rank \d was .*step \d", results[rank][1]), results[rank][1]
     files = sorted(tmp_path.glob("*/*.safetensors"))
     assert len(files) == 4 * 3 * 2
     for path in files:
