@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
@@ -15,6 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from syncline.fabric.transport_sets import VARIABLE
 from transports import TRANSPORTS
+
+LONGEST = ("labs", "tests/conformance/test_programs.py")
 
 hypothesis.settings.register_profile(
     "house",
@@ -42,20 +45,36 @@ def pytest_report_header():
     return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
 
 
-class FileScheduling(LoadScopeScheduling):
-    """One worker runs all tests of a file, which share fixtures, and one all that build labs, which see each other.
+def scope_of(nodeid):
+    """Return what one worker runs: the tests of a file, which share fixtures, or all that build labs.
 
-    Groups by ``xdist_group`` are what xdist has for this; since pytest 9.2 their marks have no effect.
+    Those see each other. Groups by ``xdist_group`` are what xdist has for this; since pytest 9.2 their marks have no
+    effect.
     """
+    path = nodeid.partition("::")[0]
+    return "labs" if path.split("/")[-2] in {"lab", "bench", "soak"} else path
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Gives the scopes to the workers in the order in which they are collected."""
 
     def _split_scope(self, nodeid):
-        path = nodeid.partition("::")[0]
-        return "labs" if path.split("/")[-2] in {"lab", "bench", "soak"} else path
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config, log):
     """Divide tests among workers, whatever --dist says."""
+    config.option.loadscopereorder = False
     return FileScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Begin with what takes longest, so that no worker is left alone with it at the end; then what has most tests."""
+    if hasattr(config, "workerinput"):
+        sizes = Counter(scope_of(item.nodeid) for item in items)
+        places = {scope: place for place, scope in enumerate(LONGEST)}
+        items.sort(key=lambda item: (places.get(scope_of(item.nodeid), len(LONGEST)), -sizes[scope_of(item.nodeid)]))
 
 
 @pytest.fixture(params=list(TRANSPORTS))

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from rank_scripts import run_python
 from syncline.cli.demo import choose_network, make_folder
 from syncline.errors import ConfigurationError
 from syncline.pytorch.checkpoint_folder import read_manifest
@@ -20,7 +21,7 @@ def demo(*options):
 
 
 def run_demo(*options):
-    done = subprocess.run(demo(*options), capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    done = run_python("-m", "syncline.cli.main", "demo", *options, splits=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from comparison import differences
 from rank_worker import result_path
 
-from rank_scripts import script_environment
+from rank_scripts import run_python
 
 HERE = Path(__file__).parent
 PROGRAMS = '''
@@ -78,15 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[1:];"
         "import supervisor; supervisor.main(Path(sys.argv[1]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(HERE)],
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, folder, HERE)
+    assert done.returncode == 0, done.stdout
     return folder
 
 

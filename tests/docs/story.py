@@ -4,7 +4,7 @@ Every block has a rule: one with a title becomes a file of that name; Python wit
 YAML without one a part of somebody else's file; ``bash`` is commands, line by line, each read by :mod:`commands`. A
 block of another kind is an error. What happens beside reading them:
 
-- ``syncline run`` of the page's own script on this machine: it runs on as many ranks, forked from one process;
+- ``syncline run`` of the page's own script on this machine: it runs on as many ranks;
 - ``syncline plan``, ``cluster`` and ``doctor``: executed;
 - the making of a secret: executed, and its file is private and long enough;
 - what needs other hosts (``--host``, ``--join``, ``--path``, ``srun`` ...), the lab, benchmarks, ``make``:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ import commands
 import yaml
 from markdown_pages import Block
 
-from rank_scripts import run_script, script_environment
+from rank_scripts import run_python, run_script
 from syncline.topology import Topology
 
-RANK = Path(__file__).with_name("rank_in_folder.py")
 EXECUTED = {"plan", "cluster", "doctor"}
 ELSEWHERE = {"host", "path", "listen", "join"}
 DEADLINE_S = 180.0
@@ -53,7 +51,7 @@ class Story:
         elif block.language == "python":
             path = self.folder / "untitled.py"
             path.write_text(block.text)
-            self._execute([sys.executable, str(path)])
+            self._run_python(path)
         elif block.language == "yaml":
             assert isinstance(yaml.safe_load(block.text), dict), f"{block.place}: a part of a file is keys and values"
         else:
@@ -69,7 +67,7 @@ class Story:
     def do(self, line: str) -> None:
         """Execute or read one command."""
         if line.startswith(commands.SECRET):
-            self._execute(["bash", "-c", line])
+            subprocess.run(["bash", "-c", line], cwd=self.folder, check=True, timeout=DEADLINE_S)
             secret = self.folder / "secret"
             assert stat.S_IMODE(secret.stat().st_mode) == 0o600
             assert len(secret.read_bytes()) >= 32
@@ -80,7 +78,7 @@ class Story:
         if words[0] != "syncline" or is_elsewhere:
             return
         if words[1] in EXECUTED:
-            self._execute([sys.executable, "-m", "syncline.cli.main", *words[1:]])
+            self._run_python("-m", "syncline.cli.main", *words[1:])
             for word in words:  # plan --model FILE.py:FUNCTION runs the file
                 self._not_run.pop(word.partition(":")[0], None)
         elif words[1] == "run" and (self.folder / context.params["script"]).exists():
@@ -96,18 +94,10 @@ class Story:
 
     def _run_ranks(self, num_ranks: int, call: list[str], environment: dict[str, str] | None = None) -> None:
         self._not_run.pop(call[0], None)
-        results = run_script(RANK, num_ranks, str(self.folder), *call, extra=environment)
+        results = run_script(Path(call[0]), num_ranks, *call[1:], extra=environment, folder=self.folder)
         failed = {rank: text for rank, (status, text) in enumerate(results) if status != 0}
         assert not failed, f"{' '.join(call)} on {num_ranks} ranks: {failed}"
 
-    def _execute(self, call: list[str]) -> None:
-        done = subprocess.run(
-            call,
-            cwd=self.folder,
-            env=script_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DEADLINE_S,
-        )
-        assert done.returncode == 0, f"{' '.join(call)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    def _run_python(self, *words: object) -> None:
+        done = run_python(*words, folder=self.folder)
+        assert done.returncode == 0, f"python {' '.join(map(str, words))} ended with {done.returncode}:\n{done.stdout}"

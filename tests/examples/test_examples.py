@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rank_scripts import script_environment
+from rank_scripts import run_python, script_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 120.0
 
 
 def run_example(*command):
-    done = subprocess.run(
-        [sys.executable, "-m", "syncline.cli.main", "run", *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "syncline.cli.main", "run", *command)
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 

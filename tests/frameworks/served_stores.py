@@ -6,8 +6,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "HF_HUB_OFFLINE": "1"}
-"""What tells ranks that they need not serve one, and Hugging Face that there is no network."""
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""What tells ranks that they need not serve one."""
+WARM = (
+    "torch.distributed.fsdp",
+    "torch.distributed.nn",
+    "torch.distributed.tensor",
+    "lightning.pytorch",
+    "transformers",
+)
+"""What several programs import, each for seconds."""
 
 
 def serve_stores(number: int) -> list[dist.TCPStore]:

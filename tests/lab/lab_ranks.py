@@ -2,18 +2,17 @@
 
 import select
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from rank_scripts import script_environment
+from rank_scripts import forked_python, script_environment
 
 DEADLINE_S = 120.0
 
 
 def start(lab, program, *arguments):
     """Start a program of this folder for each rank, on its host."""
-    argv = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+    argv = [forked_python(), str(Path(__file__).with_name(program)), *arguments]
     common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "WORLD_SIZE": str(lab.topology.num_ranks)}
     return [
         lab.spawn(

@@ -1,12 +1,11 @@
 """What a real all-reduce puts on each link of the lab is what the schedule says."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rank_scripts import script_environment
+from rank_scripts import forked_python, script_environment
 from syncline.lab import Lab
 from syncline.runtime.plans import plan_best
 from syncline.schedule import Collective
@@ -25,7 +24,7 @@ def all_reduce(lab, folder, *, congestion=""):
         lab.spawn(
             host.name,
             [
-                sys.executable,
+                forked_python(),
                 str(HERE / "lab_all_reduce.py"),
                 str(folder),
                 str(rank),

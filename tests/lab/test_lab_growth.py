@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rank_scripts import script_environment
+from rank_scripts import forked_python, script_environment
 from syncline.lab import Lab
 from syncline.topology import Topology
 from syncline.topology.tree import DirectedLink
@@ -27,7 +26,7 @@ children:
 
 def start(lab, host, *arguments, **variables):
     environment = {"PYTHONPATH": script_environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, str(Path(__file__).with_name("lab_growth.py")), *arguments]
+    argv = [forked_python(), str(Path(__file__).with_name("lab_growth.py")), *arguments]
     return lab.spawn(host, argv, env=environment | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -2,10 +2,9 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
-from rank_scripts import script_environment
+from rank_scripts import forked_python, script_environment
 from syncline.lab import Lab
 from syncline.machines.network import CLEAR_FACTOR
 from syncline.topology import Topology
@@ -26,7 +25,7 @@ def test_ranks_measure_which_uplinks_are_slow_and_divide_themselves_by_that():
     topology = Topology.parse(NETWORK)
     common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
     common["WORLD_SIZE"] = str(topology.num_ranks)
-    argv = [sys.executable, str(Path(__file__).with_name("lab_probe.py"))]
+    argv = [forked_python(), str(Path(__file__).with_name("lab_probe.py"))]
     with Lab(topology) as lab:
         ranks = [
             lab.spawn(host.name, argv, env=common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

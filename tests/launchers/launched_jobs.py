@@ -17,6 +17,12 @@ END_S = 20.0
 OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "MPI_", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
 
 
+def plain_environment() -> dict[str, str]:
+    """Return a shell's environment, in which no launcher has said anything."""
+    plain = {key: value for key, value in script_environment().items() if not key.startswith(OF_LAUNCHERS)}
+    return plain | {"SYNCLINE_CONNECT_TIMEOUT": str(DEADLINE_S)}
+
+
 def run_together(
     commands: Sequence[Sequence[str]], extras: Sequence[Mapping[str, str]], *, timeout_s: float = DEADLINE_S
 ) -> list[str]:
@@ -24,8 +30,7 @@ def run_together(
 
     Returns what each printed. If one hangs, all are ended, with whatever they started.
     """
-    plain = {key: value for key, value in script_environment().items() if not key.startswith(OF_LAUNCHERS)}
-    plain["SYNCLINE_CONNECT_TIMEOUT"] = str(DEADLINE_S)
+    plain = plain_environment()
     processes: list[subprocess.Popen[str]] = []
     try:
         for command, extra in zip(commands, extras, strict=True):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launched_jobs import run_together
+from launched_jobs import plain_environment, run_together
 from restarted_rank import BATCH_SIZE, NUM_SAMPLES, SEED, STRUCK_AT, make_model, make_optimizer
 
-from rank_scripts import reserved_port
+from rank_scripts import Program, forked_python, reserved_port, run_programs
 
 SCRIPT = Path(__file__).with_name("restarted_rank.py")
 TWO_HOSTS = """
@@ -44,6 +44,12 @@ def arguments(folder: Path, way: str, victim: int) -> list[str]:
     return [str(SCRIPT), str(folder), way, str(victim)]
 
 
+def run_launchers(*options: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run `syncline run` with each of these options, side by side."""
+    command = ("-m", "syncline.cli.main", "run")
+    return run_programs([Program((*command, *one), plain_environment()) for one in options])
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     """Return the weights that one process comes to with the batches of two ranks together."""
@@ -59,10 +65,10 @@ def undisturbed() -> list[float]:
 
 def test_torchrun_starts_all_again_and_they_meet_in_the_same_store(tmp_path: Path, undisturbed: list[float]) -> None:
     """Its agent serves one store in all attempts, in which a rank finds the keys of those before."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    torchrun = [forked_python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     with reserved_port() as port:
         at = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-        run_together([[*torchrun, *at, *arguments(tmp_path, "checkpoint", 1)]], [{}])
+        run_together([[*torchrun, *at, *arguments(tmp_path, "checkpoint", 1)]], [{"PYTHON_EXEC": forked_python()}])
     assert [(rank["begun"], rank["iteration"]) for rank in ends(tmp_path)] == [(STRUCK_AT - 1, 6)] * 2
     assert ends(tmp_path)[0]["weights"] == pytest.approx(undisturbed, rel=1e-12)
     check_samples(tmp_path, 6)
@@ -73,33 +79,32 @@ def test_launchers_of_two_hosts_start_their_ranks_again(tmp_path: Path, undistur
     topology.write_text(TWO_HOSTS)
     folder.mkdir()
     with reserved_port() as port:
-        run = [sys.executable, "-m", "syncline.cli.main", "run", "--topology", str(topology), "--restarts", "1"]
-        commands = [
-            [*run, "--host", host, "--master", f"127.0.0.1:{port}", *arguments(folder, "checkpoint", 1)]
-            for host in ("a1", "b1")
-        ]
-        first, second = run_together(commands, [{}, {}])
-    assert "the ranks of this machine start again in 1 s" in first
-    assert (
-        "the job ended well when it was started for the second time; before: 1. rank 1 (host b1) was killed" in second
-    )
+        common = ["--topology", str(topology), "--restarts", "1", "--master", f"127.0.0.1:{port}"]
+        ended = run_launchers(
+            *([*common, "--host", host, *arguments(folder, "checkpoint", 1)] for host in ("a1", "b1"))
+        )
+    assert [one.returncode for one in ended] == [0, 0], ended
+    assert "the ranks of this machine start again in 1 s" in ended[0].stdout
+    words = "the job ended well when it was started for the second time; before: 1. rank 1 (host b1) was killed"
+    assert words in ended[1].stdout
     assert [(rank["begun"], rank["iteration"]) for rank in ends(folder)] == [(STRUCK_AT - 1, 6)] * 2
     assert ends(folder)[0]["weights"] == pytest.approx(undisturbed, rel=1e-12)
 
 
 def test_what_two_ranks_began_one_finishes(tmp_path: Path) -> None:
     """As after a requeue on fewer nodes: what two ranks have not used is divided anew."""
-    run = [sys.executable, "-m", "syncline.cli.main", "run"]
-    with pytest.raises(AssertionError, match="killed by SIGKILL"):
-        run_together([[*run, "--ranks", "2", *arguments(tmp_path, "checkpoint", 1)]], [{}])
-    run_together([[*run, "--ranks", "1", *arguments(tmp_path, "checkpoint", 1)]], [{}])
+    (first,) = run_launchers(["--ranks", "2", *arguments(tmp_path, "checkpoint", 1)])
+    assert first.returncode != 0
+    assert "killed by SIGKILL" in first.stdout
+    (second,) = run_launchers(["--ranks", "1", *arguments(tmp_path, "checkpoint", 1)])
+    assert second.returncode == 0, second.stdout
     assert [(rank["begun"], rank["iteration"]) for rank in ends(tmp_path)] == [(2, 10)]
     check_samples(tmp_path, 10)
 
 
 def test_an_elastic_job_takes_each_sample_once_though_a_rank_is_lost(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", "--elastic"]
-    (printed,) = run_together([[*run, *arguments(tmp_path, "elastic", 1)]], [{}])
-    assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in printed
+    (ended,) = run_launchers(["--ranks", "2", "--elastic", *arguments(tmp_path, "elastic", 1)])
+    assert ended.returncode == 0, ended.stdout
+    assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in ended.stdout
     assert [rank["iteration"] for rank in ends(tmp_path)] == [10]
     check_samples(tmp_path, 10)

@@ -1,10 +1,10 @@
 """A real slurmctld, and a slurmd for each of two nodes: ``srun`` starts jobs, and nobody tells the ranks anything."""
 
-import sys
-
 import pytest
 from launched_jobs import RANK_SCRIPT, check_one_job, run_together, what_ranks_said
 from slurm_cluster import slurm_cluster
+
+from rank_scripts import forked_python
 
 NODES = ("alpha", "beta")
 OTHER_ORDER = """
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory, slurm_is_here):
 
 def srun(folder, *options):
     folder.mkdir()
-    return ["srun", "--export=ALL", *options, sys.executable, str(RANK_SCRIPT), str(folder)]
+    return ["srun", "--export=ALL", *options, forked_python(), str(RANK_SCRIPT), str(folder)]
 
 
 def test_tasks_are_the_ranks_of_one_job(cluster, tmp_path):

@@ -1,11 +1,12 @@
 """Two torchrun agents, as on two machines, start one job that trains."""
 
 import datetime
-import sys
 
 import pytest
 from launched_jobs import RANK_SCRIPT, check_one_job, run_together, what_ranks_said
 from torch.distributed import TCPStore
+
+from rank_scripts import forked_python
 
 RANKS_OF_AN_AGENT = 2
 NUM_RANKS = 2 * RANKS_OF_AN_AGENT
@@ -28,7 +29,7 @@ def meeting_port():
 
 def agent(port, folder):
     return [
-        sys.executable,
+        forked_python(),
         *("-m", "torch.distributed.run"),
         *("--nnodes", "2", "--nproc-per-node", str(RANKS_OF_AN_AGENT), "--rdzv-id", "launched"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=0"),
@@ -42,7 +43,8 @@ def test_two_agents_train_one_model_on_the_topologys_hosts_of_their_names(meetin
     topology, folder = tmp_path / "two-hosts.yaml", tmp_path / "job"
     topology.write_text(TWO_HOSTS)
     folder.mkdir()
-    hosts = [{"SYNCLINE_TOPOLOGY": str(topology), "SYNCLINE_HOST": name} for name in ("b1", "a1")]
+    common = {"SYNCLINE_TOPOLOGY": str(topology), "PYTHON_EXEC": forked_python()}
+    hosts = [common | {"SYNCLINE_HOST": name} for name in ("b1", "a1")]
     run_together([agent(meeting_port, folder)] * 2, hosts)
     said = what_ranks_said(folder)
     check_one_job(said, NUM_RANKS)

@@ -6,17 +6,14 @@ forked dies with it, and it with whoever started it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import json
 import os
 import resource
 import selectors
-import signal
 import socket
 import tempfile
-import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,16 +23,12 @@ from soak_training import batch_of, loss_of, make_model, make_optimizer
 from torch.distributed import TCPStore
 
 import syncline
+from forked_python import die_with_parent, end_as_python, set_environment, set_streams
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_SLAVE_OF_ALL = 1 << 12, 1 << 19 | 1 << 14
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def enter_namespace(name: str) -> None:
@@ -58,19 +51,14 @@ def _check(result: int) -> None:
 def become(order: dict[str, Any]) -> None:
     """Be what is ordered, to the end of the interpreter."""
     enter_namespace(order["namespace"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    set_environment(order["environment"])
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    set_streams([nothing, output, output])
     os.close(nothing)
     os.close(output)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    import_module(order["program"]).main(order["config"])
-    threading._shutdown()  # what an interpreter's end does, but for freeing what the nursery has imported: that takes
-    atexit._run_exitfuncs()  # longer than the job, as all of its memory would be copied first
-    os._exit(0)
+    end_as_python(lambda: import_module(order["program"]).main(order["config"]))
 
 
 class Nursery:

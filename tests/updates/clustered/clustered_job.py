@@ -1,11 +1,9 @@
 """A job as users start it, on loopback: a whole cluster is killed, then the server of another one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from rank_scripts import DEADLINE_S, script_environment
+from rank_scripts import run_python
 
 CLUSTERS = [[0, 1], [2, 3], [4, 5]]
 SCRIPT = Path(__file__).parent / "clustered_deaths.py"
@@ -20,11 +18,8 @@ def lose_a_cluster_and_a_server(folder):
         for rank in ranks
     ]
     network.write_text("switch: core\nchildren:\n" + "".join(hosts))
-    command = [sys.executable, "-m", "syncline.cli.main", "run", "--keep-going", "--topology", str(network), SCRIPT]
-    done = subprocess.run(
-        command, env=script_environment(), capture_output=True, text=True, check=False, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "syncline.cli.main", "run", "--keep-going", "--topology", network, SCRIPT)
+    assert done.returncode == 0, done.stdout
     found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
-    assert len(found) == 3, done.stdout + done.stderr
+    assert len(found) == 3, done.stdout
     return found

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import syncline
-from rank_scripts import DEADLINE_S, run_script, script_environment
+from rank_scripts import run_python, run_script
 from small_regression import make_adam, make_model, parameters_of
 
 SCRIPT = Path(__file__).with_name("overlapped_process.py")
@@ -24,16 +23,7 @@ def arguments(rule: dict, num_iterations: int, *options: str) -> list[str]:
 
 def launch(num_ranks: int, options: list[str]) -> subprocess.CompletedProcess[str]:
     """Start the script with ``syncline run``."""
-    command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", str(num_ranks), str(SCRIPT), *options]
-    return subprocess.run(
-        command,
-        env=script_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
+    return run_python("-m", "syncline.cli.main", "run", "--ranks", num_ranks, SCRIPT, *options)
 
 
 @pytest.mark.parametrize("quorum", [2, None])
