@@ -25,7 +25,15 @@ import torch
 
 import syncline
 from forked_client import NAMESPACES
-from forked_python import ForkingPopen, die_with_parent, enter_namespaces, run_python, set_environment, set_streams
+from forked_python import (
+    ForkingPopen,
+    die_with_parent,
+    end_as_python,
+    enter_namespaces,
+    run_python,
+    set_environment,
+    set_streams,
+)
 from syncline.cli import run
 
 MOST_FILES = 3 + len(NAMESPACES)
@@ -63,7 +71,10 @@ class Request:
         os.chdir(self.program["folder"])
         if self.program["forks"]:
             subprocess.Popen = ForkingPopen  # type: ignore[misc]
-        run_python(self.program["arguments"])
+        if self.program["finalizes"]:
+            run_python(self.program["arguments"])
+        else:
+            end_as_python(lambda: run_python(self.program["arguments"]))
 
 
 class Nursery:

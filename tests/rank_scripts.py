@@ -48,10 +48,12 @@ def run_script(
     *arguments: str,
     extra: dict[str, str] | None = None,
     folder: Path | None = None,
+    finalizes: bool = False,
     warm: tuple[str, ...] = (),
 ) -> list[tuple[int, str]]:
     """Start the script on each rank, as a launcher would, in a folder; return exit status and output of each.
 
+    ``finalizes``: where the end of the interpreter is what is tested, see :class:`Program`.
     ``warm``: modules that are to be imported already, beside torch and syncline.
     """
     extra = extra or {}
@@ -60,7 +62,13 @@ def run_script(
         places = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         common = script_environment() | places
         programs = [
-            Program((str(script), *arguments), common | {"RANK": str(rank)} | extra, folder, forks=False)
+            Program(
+                (str(script), *arguments),
+                common | {"RANK": str(rank)} | extra,
+                folder,
+                forks=False,
+                finalizes=finalizes,
+            )
             for rank in range(world_size)
         ]
         ended = run_programs(programs, warm=warm)
@@ -76,6 +84,8 @@ class Program:
     folder: Path | None = None
     forks: bool = True
     """Whether Python programs that it starts are forked too; a launcher's ranks are."""
+    finalizes: bool = False
+    """Whether the interpreter frees what it has, torch too, when the program has ended: longer than most run."""
     splits: bool = False
     """Whether standard error is told apart from standard output."""
 
@@ -85,6 +95,7 @@ class Program:
         files = [os.open(os.devnull, os.O_RDONLY)]
         files += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in (output, errors)]
         told = {"arguments": self.arguments, "environment": dict(self.environment), "forks": self.forks}
+        told["finalizes"] = self.finalizes
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(place / "socket"))
         send(connection, told | {"folder": str(self.folder or Path.cwd()), "has_namespaces": False}, files)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("group_process.py")
 
 
 def test_everything_that_uses_groups_computes_what_one_process_does() -> None:
-    for status, text in run_script(SCRIPT, 2, "consumers"):
+    for status, text in run_script(SCRIPT, 2, "consumers", finalizes=True):
         assert status == 0, text
         assert text.split() == [
             "distributed_data_parallel",
@@ -42,7 +42,7 @@ def test_a_fleet_and_groups_live_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_program_may_end_without_destroying_its_groups() -> None:
-    for status, text in run_script(SCRIPT, 2, "leave"):
+    for status, text in run_script(SCRIPT, 2, "leave", finalizes=True):
         assert (status, text) == (0, "over\n")
 
 
@@ -52,5 +52,5 @@ def test_groups_of_a_world_use_its_connections_alone_or_at_once_and_fail_alone()
 
 
 def test_groups_of_a_world_that_is_gloos_connect_by_themselves() -> None:
-    for status, text in run_script(SCRIPT, 3, "beside_gloo"):
+    for status, text in run_script(SCRIPT, 3, "beside_gloo", finalizes=True):
         assert (status, text) == (0, "gloo syncline\n")

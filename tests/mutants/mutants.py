@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -80,10 +79,20 @@ def copy_of_library(changes: Sequence[Change]) -> Iterator[Path]:
     """Yield a folder with a package `syncline` that links to the files of this one, all but those that are changed."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         library = Path(folder) / "syncline"
-        shutil.copytree(LIBRARY, library, copy_function=os.symlink)
+        _link(LIBRARY, library, {parent for change in changes for parent in (LIBRARY / change.file).parents})
         for change in changes:
             apply(change, library)
         yield Path(folder)
+
+
+def _link(source: Path, target: Path, parents: set[Path]) -> None:
+    """Link to what is in a folder, and make folders of their own of those that hold what is to be changed."""
+    target.mkdir()
+    for entry in source.iterdir():
+        if entry in parents:
+            _link(entry, target / entry.name, parents)
+        else:
+            (target / entry.name).symlink_to(entry)
 
 
 def command_of(finder: Simulation | NamedTest) -> list[str]:

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("comm_hook_process.py")
 
 @pytest.mark.parametrize("what", ["trains", "fails"])
 def test_hooked_training(what: str) -> None:
-    for status, output in run_script(SCRIPT, 2, what):
+    for status, output in run_script(SCRIPT, 2, what, finalizes=True):
         assert status == 0, output
         assert output.splitlines()[-1] == "ended"
 

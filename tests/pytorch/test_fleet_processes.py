@@ -13,12 +13,12 @@ SCRIPT = Path(__file__).with_name("fleet_process.py")
 
 @pytest.mark.parametrize(("world_size", "number"), [(1, 200), (2, 30)])
 def test_nothing_is_left_after_many_fleets(world_size: int, number: int) -> None:
-    for status, output in run_script(SCRIPT, world_size, "cycles", str(number)):
+    for status, output in run_script(SCRIPT, world_size, "cycles", str(number), finalizes=True):
         assert status == 0, output
 
 
 def test_training_that_ends_without_close() -> None:
-    for status, output in run_script(SCRIPT, 3, "train"):
+    for status, output in run_script(SCRIPT, 3, "train", finalizes=True):
         assert status == 0, output
         assert "final" in output
 

@@ -20,7 +20,7 @@ def environment_of_transport() -> dict[str, str]:
 
 
 def test_a_child_that_touches_the_fleet_is_told_so_and_ends() -> None:
-    for status, output in run_script(SCRIPT, 2, "child", extra=environment_of_transport()):
+    for status, output in run_script(SCRIPT, 2, "child", extra=environment_of_transport(), finalizes=True):
         assert status == 0, output
         told = [line.rsplit(" ", 1)[1] for line in output.splitlines() if line.startswith("child was told")]
         assert told == ["all_reduce", "barrier", "statistics"], output
@@ -28,7 +28,7 @@ def test_a_child_that_touches_the_fleet_is_told_so_and_ends() -> None:
 
 
 def test_a_child_keeps_no_socket() -> None:
-    for status, output in run_script(SCRIPT, 2, "sockets", extra=environment_of_transport()):
+    for status, output in run_script(SCRIPT, 2, "sockets", extra=environment_of_transport(), finalizes=True):
         assert status == 0, output
         assert "had some: True kept: 0" in output
 
@@ -36,7 +36,9 @@ def test_a_child_keeps_no_socket() -> None:
 def test_a_killed_rank_is_noticed_though_its_workers_live(tmp_path: Path) -> None:
     """By the kernel, not by silence: that would take longer than this test may."""
     extra = environment_of_transport() | {"SYNCLINE_SILENCE": "600", "SYNCLINE_TIMEOUT": "600"}
-    (status, output), (killed, _) = run_script(SCRIPT, 2, "workers", str(tmp_path / "pids"), extra=extra)
+    (status, output), (killed, _) = run_script(
+        SCRIPT, 2, "workers", str(tmp_path / "pids"), extra=extra, finalizes=True
+    )
     assert killed == -9
     assert status == 0, output
     assert "told: rank 1 " in output

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("phased_process.py")
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_that_ends_without_close(world_size: int) -> None:
-    for status, output in run_script(SCRIPT, world_size, "train"):
+    for status, output in run_script(SCRIPT, world_size, "train", finalizes=True):
         assert status == 0, output
         assert "final" in output
 
