@@ -17,7 +17,26 @@ from xdist.scheduler import LoadScopeScheduling
 from syncline.fabric.transport_sets import VARIABLE
 from transports import TRANSPORTS
 
-LONGEST = ("labs", "tests/conformance/test_programs.py")
+LONGEST = (
+    "labs",
+    *(
+        f"tests/{name}.py"
+        for name in (
+            "conformance/test_programs",
+            "cli/test_demo",
+            "launchers/test_under_ray",
+            "frameworks/test_framework_examples",
+            "mutants/test_mutants",
+            "docs/test_document_blocks",
+            "pytorch/test_checkpoint_crashes",
+            "examples/test_examples",
+            "simulation/test_simulation",
+            "launchers/test_under_mpi",
+            "pytorch/test_fleet_processes",
+        )
+    ),
+)
+"""What takes a worker longest, the longest first."""
 
 hypothesis.settings.register_profile(
     "house",

@@ -12,37 +12,20 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from launched_scripts import TWO_HOSTS, start
 
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal
 from syncline.errors import ConfigurationError, LaunchError, TopologyError
 
-QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
 DEADLINE_S = 60.0
-TWO_HOSTS = """
-topology: two-hosts
-switch: core
-children:
-  - {host: a1, uplink: 1 Gbit/s, ranks: 1}
-  - {host: b1, uplink: 1 Gbit/s, ranks: 2}
-"""
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("SYNCLINE_")]:
         monkeypatch.delenv(name)
-
-
-def start(script, *, num_ranks=2, limits=QUICK, **said):
-    """Run ``script`` on all ranks; returns exit code, standard output and standard error."""
-    out, error = io.StringIO(), io.StringIO()
-    command = (sys.executable, "-S", "-c", "import os, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
-    topology = {} if "topology" in said else {"num_ranks": num_ranks}
-    request = Request(command=command, limits=limits, **topology, **said)
-    code = launch(request, terminal=Terminal(stdout=out, stderr=error))
-    return code, out.getvalue(), error.getvalue()
 
 
 def test_each_line_carries_its_rank_and_keeps_its_stream():

@@ -1,50 +1,29 @@
 """What the launcher starts again, on real processes: tiny scripts without torch, no test that waits by the clock."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
+from launched_scripts import TWO_HOSTS, start
 from typer.testing import CliRunner
 
 from syncline.cli.launcher.elasticity import Elasticity
-from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.supervisor import Limits
-from syncline.cli.launcher.terminal import Terminal
 from syncline.cli.run import app
 from syncline.errors import ConfigurationError
 
 DEADLINE_S = 60.0
-QUICK = Limits(grace_s=0.3, stubborn_s=0.3, interrupt_s=5.0)
 AGAIN = RestartLimits(count=2, first_pause_s=0.01)
-TWO_HOSTS = """
-topology: two-hosts
-switch: core
-children:
-  - {host: a1, uplink: 1 Gbit/s, ranks: 1}
-  - {host: b1, uplink: 1 Gbit/s, ranks: 2}
-"""
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("SYNCLINE_")]:
         monkeypatch.delenv(name)
-
-
-def start(script, *, limits=QUICK, **said):
-    """Run ``script`` on all ranks; returns exit code, standard output and standard error."""
-    out, error = io.StringIO(), io.StringIO()
-    setting = "import os, signal, sys\nattempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-    command = (sys.executable, "-S", "-c", setting + textwrap.dedent(script))
-    said = said if "topology" in said else {"num_ranks": 2} | said
-    code = launch(Request(command=command, limits=limits, **said), terminal=Terminal(stdout=out, stderr=error))
-    return code, out.getvalue(), error.getvalue()
 
 
 def test_a_job_that_fails_is_started_again_and_the_summary_says_why():

@@ -79,6 +79,33 @@ async def gather(*futures, deadline_s=120.0, return_exceptions=False):
 
 
 @asynccontextmanager
+async def random_traffic(fabrics, mail, generator, num_messages, disturb=lambda source, target: None):
+    """Send among three ranks, before or after the receive is posted, and cancel some receives; ``disturb`` each time.
+
+    Returns what is to arrive, as source, target, tag, payload and future, and the futures of what was cancelled.
+    """
+    kept, cancelled = [], []
+    for tag in range(num_messages):
+        source, target = generator.sample(range(3), 2)
+        payload = generator.randbytes(generator.choice([0, 1, 3000, 20_000, 90_000]))
+        settings = {"urgency": generator.randrange(3), "connection_class": tag % 2}
+        is_send_first = generator.random() < 0.5
+        if is_send_first:
+            mail.send(source, target, tag, payload, **settings)
+        kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
+        if not is_send_first:
+            mail.send(source, target, tag, payload, **settings)
+        chosen = generator.choice(kept)
+        if generator.random() < 0.3 and not chosen[-1].done():
+            kept.remove(chosen)
+            fabrics[chosen[1]].cancel(chosen[0], chosen[2])
+            cancelled.append(chosen[-1])
+        if generator.random() < 0.5:
+            await asyncio.sleep(0)
+        disturb(source, target)
+    return kept, cancelled
+
+
 async def open_memory(world_size):
     fabrics = memory_fabrics(world_size)
     yield fabrics

@@ -7,7 +7,7 @@ import socket
 
 import loops
 import pytest
-from fabric_scenarios import Mail, Recorder, connect_all, gather, run_over_tcp, sockets_of
+from fabric_scenarios import Mail, Recorder, connect_all, gather, random_traffic, run_over_tcp, sockets_of
 
 from breaking_proxy import BREAKS, BreakingProxy
 from meeting_stores import DictStore, ProxyStore
@@ -144,26 +144,12 @@ def cut(fabric, peer, which):
 def test_random_traffic_with_cancellations_while_sockets_end(seed):
     async def scenario(fabrics, recorders, mail):
         generator = random.Random(seed)
-        kept, cancelled = [], []
-        for tag in range(120):
-            source, target = generator.sample(range(3), 2)
-            payload = generator.randbytes(generator.choice([0, 1, 3000, 20_000, 90_000]))
-            settings = {"urgency": generator.randrange(3)}
-            if generator.random() < 0.5:
-                mail.send(source, target, tag, payload, connection_class=tag % 2, **settings)
-                kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
-            else:
-                kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
-                mail.send(source, target, tag, payload, connection_class=tag % 2, **settings)
-            chosen = generator.choice(kept)
-            if generator.random() < 0.3 and not chosen[-1].done():
-                kept.remove(chosen)
-                fabrics[chosen[1]].cancel(chosen[0], chosen[2])
-                cancelled.append(chosen[-1])
-            if generator.random() < 0.5:
-                await asyncio.sleep(0)
+
+        def disturb(source, target):
             if generator.random() < 0.3:
                 cut(fabrics[source], target, generator.randrange(3))
+
+        kept, cancelled = await random_traffic(fabrics, mail, generator, 120, disturb)
         await unless_lost(gather(*(future for *_, future in kept)), recorders)
         assert all(future.result() == payload for *_, payload, future in kept)
         assert sum(counted(fabric, "reconnects") for fabric in fabrics) > 5

@@ -9,7 +9,16 @@ import threading
 import loops
 import pytest
 from bit_flipping_proxy import BitFlippingProxy
-from fabric_scenarios import Mail, Recorder, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
+from fabric_scenarios import (
+    Mail,
+    Recorder,
+    connect_all,
+    gather,
+    num_descriptors,
+    random_traffic,
+    run_over_tcp,
+    sockets_of,
+)
 
 from meeting_stores import DictStore, ProxyStore
 from syncline.errors import PeerLostError
@@ -248,25 +257,7 @@ def test_a_callback_that_fails_does_not_break_the_connection(error):
 @pytest.mark.parametrize("seed", range(10))
 def test_random_traffic_with_cancellations(seed):
     async def scenario(fabrics, recorders, mail):
-        generator = random.Random(seed)
-        kept, cancelled = [], []
-        for tag in range(150):
-            source, target = generator.sample(range(3), 2)
-            payload = generator.randbytes(generator.choice([0, 1, 3000, 20_000, 90_000]))
-            urgency = generator.randrange(3)
-            is_send_first = generator.random() < 0.5
-            if is_send_first:
-                mail.send(source, target, tag, payload, urgency=urgency, connection_class=tag % 2)
-            kept.append((source, target, tag, payload, mail.receive(target, source, tag, len(payload))))
-            if not is_send_first:
-                mail.send(source, target, tag, payload, urgency=urgency, connection_class=tag % 2)
-            chosen = generator.choice(kept)
-            if generator.random() < 0.3 and not chosen[-1].done():
-                kept.remove(chosen)
-                fabrics[chosen[1]].cancel(chosen[0], chosen[2])
-                cancelled.append(chosen[-1])
-            if generator.random() < 0.5:
-                await asyncio.sleep(0)
+        kept, cancelled = await random_traffic(fabrics, mail, random.Random(seed), 150)
         await gather(*(future for *_, future in kept))
         assert all(future.result() == payload for *_, payload, future in kept)
         await gather(*(fabric.close() for fabric in fabrics), deadline_s=60.0)
