@@ -78,7 +78,6 @@ async def gather(*futures, deadline_s=120.0, return_exceptions=False):
         return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 
 
-@asynccontextmanager
 async def random_traffic(fabrics, mail, generator, num_messages, disturb=lambda source, target: None):
     """Send among three ranks, before or after the receive is posted, and cancel some receives; ``disturb`` each time.
 
@@ -106,6 +105,7 @@ async def random_traffic(fabrics, mail, generator, num_messages, disturb=lambda 
     return kept, cancelled
 
 
+@asynccontextmanager
 async def open_memory(world_size):
     fabrics = memory_fabrics(world_size)
     yield fabrics
