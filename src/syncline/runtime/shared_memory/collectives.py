@@ -39,7 +39,7 @@ class EngineLinks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Meeting:
+class _PutUp:
     """A call that this rank has put up, and in which it has not met the others yet."""
 
     number: int
@@ -77,7 +77,7 @@ class SharedMemoryCollectives:
         self._number = 0
         self._num_skipped = 0
         """Calls made here since the last one that was handed over."""
-        self._meeting: _Meeting | None = None
+        self._meeting: _PutUp | None = None
         self._put_off: list[tuple[Call, Work]] = []
         self._has_lost = False
         self.num_calls: dict[str, int] = {}
@@ -137,14 +137,14 @@ class SharedMemoryCollectives:
         part.operation.put(call, self._segment.payload(self._segment.rank, self._number))
         self._segment.put_up(self._number, part.signature)
         call.place_own_part(self._segment.rank)  # the others need not wait for that
-        self._meeting = _Meeting(
+        self._meeting = _PutUp(
             number=self._number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s
         )
         work.make_by_waiting(self.make)
         self._num_skipped += 1
         return True
 
-    def _meet(self, meeting: _Meeting, limit_s: float) -> None:
+    def _meet(self, meeting: _PutUp, limit_s: float) -> None:
         number, call, stalls = meeting.number, meeting.call, self._links.stalls
         outcome, is_made = None, False
         try:
@@ -190,7 +190,7 @@ class SharedMemoryCollectives:
         except FabricClosedError as error:  # which whoever waits is told, be it this thread or another
             work.end(error)
 
-    def _end_meeting(self, meeting: _Meeting, *, is_made: bool) -> None:
+    def _end_meeting(self, meeting: _PutUp, *, is_made: bool) -> None:
         """Hand over the call if it was not made here, and what was put off, before any call that comes now."""
         with self._lock:
             self._meeting = None
