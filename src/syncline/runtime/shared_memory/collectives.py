@@ -137,9 +137,7 @@ class SharedMemoryCollectives:
         part.operation.put(call, self._segment.payload(self._segment.rank, self._number))
         self._segment.put_up(self._number, part.signature)
         call.place_own_part(self._segment.rank)  # the others need not wait for that
-        self._meeting = _PutUp(
-            number=self._number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s
-        )
+        self._meeting = _PutUp(number=self._number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s)
         work.make_by_waiting(self.make)
         self._num_skipped += 1
         return True
