@@ -105,6 +105,7 @@ class World:
                 for peer in sorted(waits_for):  # it closes its fleet, so that others lose it
                     self.losses.append((rank, peer))
                 if self.machines[rank].is_resting and not waits_for:
-                    self.do(rank, self.machines[rank].expire())
+                    machine = self.machines[rank]
+                    self.do(rank, machine.expire() or machine.expire())  # the first time it may wait once more
             if not (self.losses or self.must_rest.intersection(self.going_on) or any(self.links.values())):
                 return

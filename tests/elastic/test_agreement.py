@@ -188,3 +188,29 @@ def test_of_many_ranks_not_every_report_is_compared_with_all_others(monkeypatch)
             effects = machine.hear(peer, Report(base=machine.base, losses=losses, first_free=1))
     assert [type(effect) for effect in effects] == [Go]
     assert num_compared < 5 * num_ranks
+
+
+def test_who_dies_without_a_word_after_it_has_reported_is_waited_for_once_more():
+    """A loss was learnt late, so that the time is over before the silence of the next one that dies."""
+    machine = Agreement(rank=0, epoch=Epoch(number=0, members=tuple(range(8))))
+    machine.rest(first_free=1)
+    for peer in (1, 2, 3, 4, 5):
+        machine.hear(peer, Report(base=machine.base, losses={7: Loss(accuser=0)}, first_free=1))
+    machine.lose(6)
+    for peer in (1, 2, 3, 4):
+        assert not machine.hear(peer, Report(base=machine.base, losses=dict(machine.losses), first_free=1))
+    assert not machine.expire()
+    for peer in (1, 2, 3, 4):
+        machine.hear(peer, Report(base=machine.base, losses=machine.losses | {5: Loss(accuser=1)}, first_free=1))
+    machine.lose(5)
+    assert machine.epoch.members == (0, 1, 2, 3, 4)
+
+
+def test_who_has_nothing_new_to_tell_and_differs_still_ends_the_agreement():
+    machine = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1, 2, 3)))
+    machine.lose(3)
+    machine.rest(first_free=1)
+    for peer in (1, 2):
+        machine.hear(peer, Report(base=machine.base, losses={}, first_free=1))
+    [effect] = machine.expire()
+    assert "did not agree in time" in str(effect.error)

@@ -19,6 +19,9 @@ from syncline.schedule import PLANNERS, Layout, Schedule
 from syncline.topology import Topology
 
 TIMEOUT_S = 20.0
+"""Many times what calls take, also on a slow network."""
+SLOW_TIMEOUT_S = 200.0
+"""The same where a rank is slow as well: in a chain each slice waits for it, and four calls one for the other."""
 FAULTS = ("none", "none", "slow", "death", "deaths", "absence")
 
 
@@ -38,6 +41,7 @@ class EngineScenario:
         shape = choose.randrange(20)
         self.topology = _plan(shape, 0, 0)[0]
         self.fault = choose.choice(FAULTS) if self.topology.num_ranks > 1 else "none"
+        self.timeout_s = SLOW_TIMEOUT_S if self.fault == "slow" else TIMEOUT_S
         self.time = VirtualTime(f"engine time {seed}")
         self.calls: list[CollectiveCall] = []
         self.inputs: list[list[np.ndarray]] = []
@@ -62,7 +66,7 @@ class EngineScenario:
                 buffer=memoryview(self.inputs[-1][0]).cast("B"),
                 reduction=numpy_reduction("float32"),
                 label=f"call {number}",
-                timeout_s=TIMEOUT_S,
+                timeout_s=self.timeout_s,
                 urgency=self.choose.randrange(3),
             )
         )
@@ -78,7 +82,7 @@ class EngineScenario:
                 for number in range(len(self.calls)):
                     job.host.start(self._make(job, rank, number))
             self._plan_fault(job)
-            if not self.time.run(lambda: self._is_over(job), limit_s=2 * TIMEOUT_S + 10):
+            if not self.time.run(lambda: self._is_over(job), limit_s=2 * self.timeout_s + 10):
                 raise SimulationError(f"calls hang after {self.fault}: {job.engines}")
             self._check(job)
             return self.time

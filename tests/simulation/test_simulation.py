@@ -81,3 +81,9 @@ def test_of_two_ranks_that_lose_each_other_all_lose_the_higher_one() -> None:
     scenario = PartitionScenario(1, num_ranks=4, pairs=((1, 2),))
     scenario.run()
     assert [sorted(rank.ear.losses) for rank in scenario.job.ranks] == [[2], [2], [0, 1, 3], [2]]
+
+
+@pytest.mark.parametrize("seed", [17927, 23963])
+def test_seeds_that_failed_once(seed: int) -> None:
+    """Each is told of in `docs/faults.md` ("What simulations have found")."""
+    assert not simulate.play(seed).error

@@ -108,6 +108,8 @@ class Agreement:
     _first_free: int = 0
     _awaited: int | None = None
     """One that did not say the same when all were compared last: as long as it does not, nobody else need be."""
+    _has_learnt: bool = False
+    """Somebody was found lost since the training thread rests, or the time was over last."""
 
     def __post_init__(self) -> None:
         self.base = self.epoch
@@ -139,7 +141,7 @@ class Agreement:
         """Take note that the training thread rests: it waits for the agreement, and makes no call of the old epoch."""
         if self.is_over:
             return []
-        self.is_resting, self._first_free = True, first_free
+        self.is_resting, self._first_free, self._has_learnt = True, first_free, False
         return self._settle(True)
 
     def hear(self, peer: int, report: Report) -> list[Effect]:
@@ -169,16 +171,24 @@ class Agreement:
         return [Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None))] if is_new else []
 
     def expire(self) -> list[Effect]:
-        """Go on without those that have said nothing: the time for the agreement is over."""
+        """Go on without those that have said nothing: the time for the agreement is over.
+
+        Where all have, but somebody was found lost meanwhile, the others may still answer to that, or one of them has
+        died since, of which only its silence will tell: they have as much time once more.
+        """
         if self.is_over or not self.is_resting:
             return []
         silent = [rank for rank in self.living if rank != self.rank and rank not in self.heard]
+        if not silent and self._has_learnt:
+            self._has_learnt = False
+            return []
         if not silent:
             names = describe_ranks([rank for rank in self.living if rank != self.rank], self.describe)
             return self._stop(
                 UpdateError(f"The ranks that are left did not agree in time on who goes on: {names}; start again")
             )
         has_grown = [self._take(rank, Loss(accuser=self.rank)) for rank in silent]
+        self._has_learnt = False
         return self._settle(any(has_grown))
 
     def _believe(self, report: Report) -> bool:
@@ -207,6 +217,7 @@ class Agreement:
         """Hold a rank lost; return whether that is new."""
         known = self.losses.get(rank)
         self.losses[rank] = loss if known is None else Loss(accuser=min(known.accuser, loss.accuser))
+        self._has_learnt |= known is None
         self.heard.pop(rank, None)
         return known is None
 

@@ -288,7 +288,7 @@ class TcpFabric:
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             self._lose(peer, (GivenUpError if is_hearsay else PeerLostError)(text, rank=peer.rank, host=peer.host))
-            if lost < peer.rank and not is_hearsay:
+            if not is_hearsay or peer.rank < lost:  # a lower one is told of too: then this rank is not to be believed
                 self._tell_living(peer.rank, f"gave up rank {lost}, which {reason}")
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys()):
             self._believe(peer.rank, lost, reason)
