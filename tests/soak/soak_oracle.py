@@ -22,7 +22,7 @@ STORE_THREAD = "syncline-store"
 """May wait for a store whose process is dead, when init() has given up; torch's client cannot be told to stop."""
 DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
 OPERATION = re.compile(
-    r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|checkpoint|period|update|"
+    r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|report|checkpoint|period|update|"
     r"stage|(of|after) step).*",
 )
 STEP = re.compile(r"(step|iteration|period|checkpoint) \d+|checkpoint|barrier|starts|distribute")
