@@ -1,5 +1,6 @@
 """Tables with a column of tests name at least one in each row, and each of them exists, with its parameters."""
 
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def cells_of(row):
 def known():
     """The names of the tests that pytest finds, with and without parameters."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider", *FOLDERS]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     whole = {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
     return whole | {name.partition("[")[0] for name in whole}

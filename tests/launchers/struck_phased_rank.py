@@ -28,12 +28,13 @@ def make_stage(number: int) -> nn.Module:
 
 
 def strike() -> None:
-    """Kill rank 0 within a stage in the first attempt, and in the second rank 1 when it has stepped a shard.
+    """Kill rank 0 within a stage in the first attempt, and in the second rank 1 when its third step is made.
 
-    A stage is updated once it is stored as of the step before, and so once the one before that is stored everywhere.
+    That takes three shards a step. A stage is updated once it is stored as of the step before, and so once the one
+    before that is stored everywhere: here the first.
     """
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    left = {(0, 0): 9, (1, 1): 5}.get((attempt, rank), 0)
+    left = {(0, 0): 9, (1, 1): 9}.get((attempt, rank), 0)
     kind = nn.Dropout if rank == 0 else torch.optim.Adam
     name = "forward" if rank == 0 else "step"
     method = getattr(kind, name)

@@ -103,8 +103,8 @@ class Processes:
             pass
         self._record.statuses = {rank: self._forker.ended[pid] for rank, pid in self.pids.items()}
         for rank in self.pids:
-            text = (self._folder / f"output-{rank}").read_text(errors="replace")
-            self._record.outputs[rank] = text[-4000:]
+            output = self._folder / f"output-{rank}"  # which a rank that was killed at once has not made
+            self._record.outputs[rank] = output.read_text(errors="replace")[-4000:] if output.exists() else ""
 
     def _order(self, rank: int, place: int, join: str = "") -> dict[str, Any]:
         plan, name = self._plan, self.names[place]
