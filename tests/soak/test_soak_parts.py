@@ -185,9 +185,9 @@ def test_memory_that_grows_is_found_and_what_comes_early_or_once_is_not():
     assert growth_kib([*flat[:4], 90_000, *flat[5:]]) == 0
     assert growth_kib([*flat, *([1000 + MOST_GROWTH_KIB + 1] * LEAST_SAMPLES)]) == MOST_GROWTH_KIB + 1
     record = make_record("stopped-briefly")
-    samples = [(step, 1000 + 100 * step) for step in range(1, WARM_STEPS + 20 * SAMPLE_EVERY, SAMPLE_EVERY)]
+    samples = [(step, 1000 + 200 * step) for step in range(1, WARM_STEPS + 20 * SAMPLE_EVERY, SAMPLE_EVERY)]
     for event, (step, size) in zip(grow(record, 1, len(samples)), samples, strict=True):
-        event.update(step=step, rss_kib=min(size, 1000 + 100 * WARM_STEPS))
+        event.update(step=step, rss_kib=min(size, 1000 + 200 * WARM_STEPS))
     assert not any("grew" in sentence for sentence in Oracle().judge(record))
     for event, (_, size) in zip(record.of(1, "step")[-len(samples) :], samples, strict=True):
         event["rss_kib"] = size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _trainings: list[Training] = []
-_fleets: WeakKeyDictionary[Training, Fleet] = WeakKeyDictionary()
 
 
 def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, int]]) -> None:
@@ -40,13 +38,13 @@ def add_training(training: Training, fleet: Fleet) -> None:
     """Remember a model in training, and on which fleet."""
     with _lock:
         _trainings.append(training)
-        _fleets[training] = fleet
+        training.fleet = fleet
 
 
 def fleet_of(training: Training) -> Fleet:
     """Return the fleet of a model that is in training, or was."""
-    with _lock:
-        return _fleets[training]
+    assert training.fleet is not None, "a training is added when it begins"
+    return training.fleet
 
 
 def remove_training(training: Training) -> None:

@@ -18,6 +18,7 @@ from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import check_in_place
+from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.joining import Joining, Save, check_join
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
@@ -46,6 +47,8 @@ class Training:
     ) -> None:
         control = updater.collectives.control
         self.model = model
+        self.fleet: Fleet | None = None
+        """Where it is registered; it is told here, and not in a table, as the fleet keeps it: so both are freed."""
         self.updater = updater
         self.tuner = tuner
         self._samples = samples
