@@ -45,6 +45,7 @@ class ElasticCall(Work):
         is_commit: bool = False,
     ) -> None:
         self.label = label
+        self.make_by_waiting(None)
         self.is_commit = is_commit
         self.is_abandoned = False
         """Whether it is a commit that nobody has the result of, from an epoch that is over."""

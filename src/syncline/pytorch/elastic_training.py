@@ -296,7 +296,7 @@ class ElasticTraining:
 
     def end_step(self) -> None:
         """Take note that a step has ended, with the same parameters on all members."""
-        if isinstance(self._begun, ElasticShardedUpdater) and self._begun.lost_state is not None:
+        if isinstance(self._begun, ElasticShardedUpdater) and self._begun.must_go_back():
             self._go_back(self._begun)
         self.recovery.end_step(self.iteration)
 

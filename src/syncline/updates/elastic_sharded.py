@@ -78,6 +78,8 @@ class ElasticShardedUpdater(ShardedUpdater):
         self._went_back: Commit | None = None
         self.lost_state: StateLostError | None = None
         """What is missing until :meth:`go_back`; steps change nothing until then."""
+        self._is_behind = False
+        """Whether other ranks had ended the step that is under way here when state was lost."""
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and keep its gradients."""
@@ -151,6 +153,14 @@ class ElasticShardedUpdater(ShardedUpdater):
             self._move()
         except (PeerLostError, DeadlineError) as error:
             self._recover(error)  # whose last part is a move
+
+    def must_go_back(self) -> bool:
+        """Whether all ranks go back to a checkpoint at the end of this step; asked once for each.
+
+        Where some ranks had ended it already when state was lost, all go back at the end of the next one.
+        """
+        is_behind, self._is_behind = self._is_behind, False
+        return self.lost_state is not None and not is_behind
 
     def go_back(self, load: Callable[[], None]) -> None:
         """Let ``load`` bring back parameters, state and iteration on all ranks, between two steps."""
@@ -234,8 +244,13 @@ class ElasticShardedUpdater(ShardedUpdater):
         told = control.gather_numbers(_LOST if is_lost else self.step_number, "steps made")
         if len({step for step in told if step != _LOST}) > 1:
             raise UpdateError(f"Ranks are at different steps after a loss: {told}; restart from a checkpoint")
-        if _LOST in told:
-            self.lost_state = self.lost_state or StateLostError(())
+        under_way = self._update_under_way
+        is_ending = under_way is not None and under_way.is_agreed
+        all_end = all(control.gather_numbers(int(is_ending), "ranks in the end of a step"))
+        if self.lost_state is None:
+            self._is_behind = is_ending and not all_end
+            if _LOST in told:
+                self.lost_state = StateLostError(())
 
     def _redistribute(self, control: ControlStream) -> PeerState | None:
         """Return what this rank is to keep; None where state is lost, and a checkpoint has it."""
