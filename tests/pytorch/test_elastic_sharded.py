@@ -214,6 +214,8 @@ class JobWithCheckpoints(Job):
     def __init__(self, *arguments: Any, folder: Any, elastic: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.folder, self.elastic = folder, elastic
+        self.doomed = threading.Barrier(len(self.victims))
+        """They die in one step: else the others might have divided the state of the first before the last one dies."""
         self.made: list[int] = []
 
     def run(self, fleet: Fleet) -> list[Any]:
@@ -227,6 +229,7 @@ class JobWithCheckpoints(Job):
             if number == 0:
                 self.made.append(place)
             if place == step:
+                self.doomed.wait(60)
                 self.prepare(fleet, optimizer, phase)
             inputs, targets = self.batches[place]
             loss_of(model, inputs[number::4], targets[number::4]).backward()
