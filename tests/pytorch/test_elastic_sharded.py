@@ -18,6 +18,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import Sharded
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.redistribution import StateLostError
 
 FLAT = Topology.flat(4)
@@ -274,6 +275,26 @@ def test_a_missing_checkpoint_is_told(run_fleets: Any, tmp_path: Any) -> None:
     results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError))
     for rank in range(3):
         assert isinstance(results[rank], CheckpointError)
+
+
+def test_ranks_that_have_ended_a_step_and_ranks_that_have_not_go_back_together(
+    run_fleets: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 meets the loss at the end of its first step, when the others are in their second one."""
+    take, late = ElasticShardedUpdater._take_gathered, ["rank 0"]
+
+    def take_late(updater: ElasticShardedUpdater, index: int) -> None:
+        if updater.collectives.rank == 0 and late:
+            late.clear()
+            updater.collectives.communicator.barrier().wait()  # which the loss of rank 3 ends
+        take(updater, index)
+
+    monkeypatch.setattr(ElasticShardedUpdater, "_take_gathered", take_late)
+    elastic = Elastic(checkpoint=tmp_path / "nothing")
+    victims = {3: (1, "forward")}
+    job = JobWithCheckpoints(FLAT, Sharded(), victims, clips=False, folder=tmp_path / "saved", elastic=elastic)
+    results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError), timeout_s=20.0)
+    assert [type(result) for result in results] == [CheckpointError] * 3 + [KilledError]
 
 
 def test_what_would_lose_state_is_refused(run_fleets: Any) -> None:
