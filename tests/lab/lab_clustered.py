@@ -7,6 +7,7 @@ import json
 import sys
 
 import torch
+from told_training import train_when_told
 
 import syncline
 
@@ -21,16 +22,7 @@ def main() -> None:
     with syncline.init(insecure=True, timeout_s=60) as fleet:
         model = torch.nn.Linear(SIDE, SIDE, bias=False)
         model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), rule)
-        fleet.barrier()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for _ in range(num_steps):
-            model(torch.ones(1, SIDE)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        fleet.barrier()
-        print("done", flush=True)
-        sys.stdin.readline()
+        train_when_told(fleet, model, optimizer, num_steps)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It prints `ready` when all ranks are, trains once it is told to, prints `done` w
 import sys
 
 import torch
+from told_training import train_when_told
 
 import syncline
 
@@ -18,16 +19,7 @@ def main() -> None:
     with syncline.init(insecure=True, timeout_s=60) as fleet:
         model = torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(NUM_LAYERS)))
         model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters()), syncline.Sharded())
-        fleet.barrier()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for _ in range(int(sys.argv[1])):
-            model(torch.ones(1, SIDE)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        fleet.barrier()
-        print("done", flush=True)
-        sys.stdin.readline()
+        train_when_told(fleet, model, optimizer, int(sys.argv[1]))
 
 
 if __name__ == "__main__":

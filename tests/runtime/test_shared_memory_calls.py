@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from segment_ranks import on_all
 
 from syncline.errors import DeadlineError, FabricClosedError, FabricError, MismatchError, PeerLostError
 from syncline.observe import Trace
@@ -17,19 +18,6 @@ from syncline.runtime.shared_memory import futex
 pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has no segment")
 
 FLOAT32 = numpy_reduction("float32")
-
-
-def on_all(communicators, body):
-    """Run ``body`` on each rank in a thread of its own; return what it returned, or the error that it ended with."""
-
-    def run(communicator):
-        try:
-            return body(communicator)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(communicators)) as pool:
-        return list(pool.map(run, communicators))
 
 
 def make(communicator, kind, array, *, is_awaited=True, **settings):

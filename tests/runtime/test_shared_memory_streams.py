@@ -1,10 +1,10 @@
 """Calls of a stream with a segment of its own: put up at once, and made by whoever waits for them."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from segment_ranks import on_all
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError
 from syncline.runtime import numpy_reduction
@@ -17,19 +17,6 @@ pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has
 FLOAT32 = numpy_reduction("float32")
 STREAM, OTHER_STREAM = 9, 11
 NUM_ELEMENTS = 1001
-
-
-def on_all(communicators, body):
-    """Run ``body`` on each rank in a thread of its own; return what it returned, or the error that it ended with."""
-
-    def run(communicator):
-        try:
-            return body(communicator)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(communicators)) as pool:
-        return list(pool.map(run, communicators))
 
 
 @pytest.fixture

@@ -51,10 +51,9 @@ def distribute(
     needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
     False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
     without ranks that are lost, and with those that come, with ``AllReduce()`` and ``Sharded(spares=1)`` (True, or
-    :class:`Elastic`). ``save_on_failure``: when the job
-    ends because ranks are lost, the lowest rank of those that are left writes a checkpoint of what it has to this path
-    (or into it, where :func:`save_checkpoint` keeps several there), before the fleet closes; the error says where. Not
-    with ``Sharded``, whose ranks each have a part.
+    :class:`Elastic`). ``save_on_failure``: when the job ends because ranks are lost, the lowest rank of those that are
+    left writes a checkpoint of what it has to this path (or into it, where :func:`save_checkpoint` keeps several
+    there), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ.
