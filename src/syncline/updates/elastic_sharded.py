@@ -44,6 +44,8 @@ class _UpdateUnderWay:
     """Hyper-parameters of each group."""
     commit: Commit | None = None
     is_applied: bool = False
+    is_made: bool = False
+    """Whether it has changed the shards: not where state is lost."""
 
     @property
     def is_agreed(self) -> bool:
@@ -79,7 +81,7 @@ class ElasticShardedUpdater(ShardedUpdater):
         self.lost_state: StateLostError | None = None
         """What is missing until :meth:`go_back`; steps change nothing until then."""
         self._is_behind = False
-        """Whether other ranks had ended the step that is under way here when state was lost."""
+        """Whether other ranks have ended the step that was under way here when state moved."""
 
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and keep its gradients."""
@@ -195,6 +197,7 @@ class ElasticShardedUpdater(ShardedUpdater):
         under_way.is_applied = True
         if self.lost_state is not None:
             return
+        under_way.is_made = True
         present, factors = gradients.present(), gradients.factors()
         for bucket in self.buckets:
             self._step_shard(bucket, self.step_number, under_way.options, present=present, factors=factors)
@@ -244,13 +247,10 @@ class ElasticShardedUpdater(ShardedUpdater):
         told = control.gather_numbers(_LOST if is_lost else self.step_number, "steps made")
         if len({step for step in told if step != _LOST}) > 1:
             raise UpdateError(f"Ranks are at different steps after a loss: {told}; restart from a checkpoint")
-        under_way = self._update_under_way
-        is_ending = under_way is not None and under_way.is_agreed
-        all_end = all(control.gather_numbers(int(is_ending), "ranks in the end of a step"))
-        if self.lost_state is None:
-            self._is_behind = is_ending and not all_end
-            if _LOST in told:
-                self.lost_state = StateLostError(())
+        if _LOST in told:
+            self.lost_state = self.lost_state or StateLostError(())
+        is_ending = self._update_under_way is not None and self._update_under_way.is_made
+        self._is_behind = not all(control.gather_numbers(is_ending, "ranks in the end of a step")) and is_ending
 
     def _redistribute(self, control: ControlStream) -> PeerState | None:
         """Return what this rank is to keep; None where state is lost, and a checkpoint has it."""
