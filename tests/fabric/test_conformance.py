@@ -148,6 +148,19 @@ def test_what_comes_in_dropped_streams_is_thrown_away_and_counted(on_fabrics):
     on_fabrics(2, scenario)
 
 
+def test_streams_of_a_rank_that_is_gone_can_be_dropped(on_fabrics):
+    async def scenario(fabrics, recorders, mail):
+        await gather(mail.send(0, 1, 5 << 48, b"early"), mail.send(0, 1, 6 << 48, b"kept"))
+        await fabrics[0].close()
+        await recorders[1].wait_until(lambda: recorders[1].lost)
+        fabrics[1].drop_streams(range(5, 6))
+        assert fabrics[1].statistics().unexpected_bytes == len(b"kept")
+        assert fabrics[1].statistics().dropped_messages == 1
+        assert await gather(mail.receive(1, 0, 6 << 48, 4)) == [b"kept"]
+
+    on_fabrics(2, scenario)
+
+
 def test_an_aborted_rank_is_lost_to_all_others(on_fabrics):
     async def scenario(fabrics, recorders, mail):
         received = mail.receive(0, 1, 1, 1_000_000)

@@ -239,6 +239,16 @@ def test_half_a_frame_and_then_nothing_is_a_silent_loss():
     run(scenario)
 
 
+def test_half_an_early_message_and_then_nothing_is_not_kept():
+    async def scenario(fabric, peer, recorder):
+        await peer.send(0, encode_header(FrameType.EAGER, 0, tag=1, message_bytes=50, payload=b"x" * 50), b"x" * 20)
+        peer.sockets[0].shutdown(socket.SHUT_WR)
+        await recorder.wait_until(lambda: recorder.lost)
+        assert fabric.statistics().unexpected_bytes == 0
+
+    run(scenario)
+
+
 def test_a_connection_that_is_reset_does_not_mean_that_a_process_died():
     async def scenario(fabric, peer, recorder):
         peer.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -209,6 +209,7 @@ class Inbox:
         self._announced.clear()
         self._eager.clear()
         self._held = {tag: held for tag, held in self._held.items() if held.is_whole}
+        self.unexpected_bytes = sum(len(held.payload) for held in self._held.values())
         self._posted = {tag: receive for tag, receive in self._posted.items() if tag in self._held}
 
     def _match(self, tag: int) -> None:

@@ -143,8 +143,8 @@ class TcpFabric:
         self._peers[peer].transport.cancel(tag)
 
     def drop_streams(self, streams: range) -> None:
-        """Throw away what comes in streams that are over."""
-        for peer in self._living():
+        """Throw away what comes in streams that are over, or has come, be it of peers that are gone."""
+        for peer in self._peers.values():
             peer.transport.drop_streams(streams)
 
     def send_control(self, peer: int, payload: bytes) -> None:

@@ -367,7 +367,10 @@ void Receiver::close() {
     arriving_.clear();
     announced_.clear();
     eager_.clear();
-    std::erase_if(unexpected_, [](const auto& entry) { return !entry.second.is_whole; });
+    std::erase_if(unexpected_, [this](const auto& entry) {
+        if (!entry.second.is_whole) unexpected_bytes -= static_cast<int64_t>(entry.second.payload.size());
+        return !entry.second.is_whole;
+    });
     std::erase_if(posted_, [this](const auto& entry) { return !unexpected_.count(entry.first); });
 }
 
