@@ -7,9 +7,7 @@ import pytest
 from fabric_scenarios import AUTHENTICATED, OPENERS, run_scenario
 
 from syncline.fabric.transport_sets import VARIABLE
-from transports import TRANSPORTS
-
-ON_ANY_LOOP = {"native on any loop": TRANSPORTS["native"]} if "native" in TRANSPORTS else {}
+from transports import ON_ANY_LOOP, TRANSPORTS
 
 
 @pytest.fixture(params=[*TRANSPORTS, *ON_ANY_LOOP])

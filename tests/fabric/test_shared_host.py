@@ -16,6 +16,7 @@ from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, shared_host
 from syncline.fabric.frames import MEMORY_CLASS, FrameError, FrameType
 from syncline.fabric.shared_host import OFFER_BYTES, OfferTerms, address_of, read_memory
+from transports import ON_ANY_LOOP, TRANSPORTS
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -128,7 +129,8 @@ def test_sockets_are_used_where_memory_cannot_be_read(monkeypatch):
     run(scenario)
 
 
-def test_compiled_transports_copy_without_the_interpreter(transport, monkeypatch):
+@pytest.mark.parametrize("transport", [*TRANSPORTS, *ON_ANY_LOOP][1:], indirect=True)
+def test_compiled_transports_copy_without_the_interpreter(monkeypatch):
     async def scenario(fabrics, recorders, mail):
         monkeypatch.setattr(shared_host, "_process_vm_readv", None)  # what Python copies with
         payload = os.urandom(3 * MIB + 17)
@@ -137,8 +139,6 @@ def test_compiled_transports_copy_without_the_interpreter(transport, monkeypatch
         assert received.result() == payload
         assert bytes_by_class(fabrics[0]) == {0: 1, MEMORY_CLASS: len(payload)}
 
-    if transport == "python":
-        pytest.skip("the reference copies in Python")
     run(scenario)
 
 
