@@ -129,9 +129,10 @@ class Job:
         victim = self._growth.on[fault.victim]
         if victim not in self._processes.living or fault.victim in self._growth.broken or not self._may_strike(fault):
             return  # the job was over first, or another fault came between, whose end would be this one's
+        struck_s = time.monotonic()
         undo = self._strike(fault, victim)
         if KINDS[fault.kind].by is not By.PROXY:  # which tells itself when it has struck
-            self._note_fault(fault, victim, time.monotonic())
+            self._note_fault(fault, victim, struck_s)
         for place in self._plan.struck(fault):
             self._growth.strike(place)
         if undo is not None:

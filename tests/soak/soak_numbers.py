@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soak_pairs import replay_pairs
@@ -28,22 +28,25 @@ class Numbers:
         self._losses: list[list[float]] = []
         self._digests: dict[tuple[str, int, int], str] = {}
 
-    def judge(self, record: JobRecord, blamed: set[int]) -> list[str]:
-        """Return what is wrong; what ranks told that may be lost counts nothing where the others go on."""
+    def judge(self, record: JobRecord, struck_s: Mapping[int, float]) -> list[str]:
+        """Return what is wrong; ``struck_s``: since when ranks may be lost, which others go on without."""
         if record.plan.rule in TOLERANT:
             return judge_last_digests(record)
         if record.plan.rule == "phase":
             return self._judge_pairs(record)[:MOST_SENTENCES]
-        return self._judge_steps(record, blamed if record.plan.rule in ELASTIC else set())[:MOST_SENTENCES]
+        return self._judge_steps(record, struck_s if record.plan.rule in ELASTIC else {})[:MOST_SENTENCES]
 
-    def _judge_steps(self, record: JobRecord, outcasts: set[int]) -> list[str]:
+    def _judge_steps(self, record: JobRecord, struck_s: Mapping[int, float]) -> list[str]:
         wrong: list[str] = []
         took_place = [one["rank"] for one in record.injected if one["kind"] == "not-a-number"]
         planned = [one for one in record.plan.faults if one.kind == "not-a-number" and one.victim in took_place]
         spoilt_from = min((one.at_step for one in planned), default=math.inf)
         everyone = tuple(range(record.plan.world_size))
         made: list[tuple[int, ...]] = []
-        for step, events in sorted(_by_step(record, outcasts).items()):
+        for step, events in sorted(by_step(record, struck_s).items()):
+            if step != len(made) + 1:
+                wrong.append(f"step {len(made) + 1}: nobody who was there told of it")
+                break
             digests = {event["digest"] for event in events.values()}
             members = {tuple(event["members"] or everyone) for event in events.values()}
             if len(digests) > 1 or len(members) > 1:
@@ -67,7 +70,7 @@ class Numbers:
 
     def _judge_pairs(self, record: JobRecord) -> list[str]:
         wrong = []
-        for step, events in sorted(_by_step(record, set()).items()):
+        for step, events in sorted(by_step(record, {}).items()):
             while len(self._losses) < step:
                 self._losses.append(next(self._pairs))
             for rank, event in events.items():
@@ -97,10 +100,17 @@ def _compare(what: str, value: float, expected: float) -> list[str]:
     return [f"{what} not those of one process: {value} in place of {expected}"]
 
 
-def _by_step(record: JobRecord, outcasts: set[int]) -> dict[int, dict[int, dict[str, Any]]]:
-    """Return what ranks told after each step, but of the ``outcasts``."""
+def by_step(record: JobRecord, struck_s: Mapping[int, float]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Return what ranks told after each step.
+
+    A rank that was struck counts before that, but for its last step, which those who go on may have made without it.
+    """
     found: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for event in record.events:
-        if event["event"] == "step" and event["rank"] not in outcasts:
+        if event["event"] == "step" and event["at_s"] < struck_s.get(event["rank"], math.inf):
             found[event["step"]][event["rank"]] = event
-    return found
+    for rank in struck_s:
+        last = max((step for step, told in found.items() if rank in told), default=None)
+        if last is not None:
+            del found[last][rank]
+    return {step: told for step, told in found.items() if told}

@@ -42,7 +42,7 @@ class Oracle:
         wrong += judge_errors(record)
         wrong += judge_notices(record)
         wrong += judge_what_is_held(record)
-        wrong += self._numbers.judge(record, culprits(record))
+        wrong += self._numbers.judge(record, struck_s(record))
         stall_s = longest_stall_s(record)
         if stall_s > LONGEST_STALL_S:
             wrong.append(f"a rank that lives made no step and told no error for {stall_s:.1f} s")
@@ -56,7 +56,13 @@ def took_place(record: JobRecord) -> set[str]:
 
 def culprits(record: JobRecord) -> set[int]:
     """Return the ranks that may be lost by what took place."""
-    return {rank for one in record.injected for rank in one["blamed"]}
+    return {*struck_s(record)}
+
+
+def struck_s(record: JobRecord) -> dict[int, float]:
+    """Return since when each of them may be lost."""
+    faults = sorted(record.injected, key=lambda one: one["at_s"], reverse=True)
+    return {rank: one["at_s"] for one in faults for rank in one["blamed"]}
 
 
 def invalid(record: JobRecord) -> str | None:

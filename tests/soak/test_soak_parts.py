@@ -7,7 +7,8 @@ import pytest
 from soak_growth import Growth
 from soak_kinds import KINDS, Outcome
 from soak_memory import LEAST_SAMPLES, MOST_GROWTH_KIB, WARM_STEPS, growth_kib
-from soak_oracle import LONGEST_STALL_S, Oracle, invalid, longest_stall_s
+from soak_numbers import Numbers, by_step
+from soak_oracle import LONGEST_STALL_S, Oracle, invalid, longest_stall_s, struck_s
 from soak_pairs import replay_pairs
 from soak_plan import GROWING, RULES, SAMPLE_EVERY, TOLERANT, Fault, JobPlan, plan_job
 from soak_record import JobRecord
@@ -217,6 +218,29 @@ def test_ranks_of_a_rule_that_goes_on_end_alike():
     assert Oracle().judge(record) == []
     event_of(record, 1, "done")["digest"] = "others"
     assert any("different parameters" in sentence for sentence in Oracle().judge(record))
+
+
+def test_what_was_made_before_all_of_its_makers_were_lost_counts():
+    record = make_record("killed", GROWING)
+    record.events.clear()
+    running = replay()
+    next(running)
+    places = dict(enumerate([(0, 1, 2), (1, 2, 3), (2, 3, 4), (3, 4, 5), (3, 4, 5)], start=1))
+    for step, members in places.items():
+        value = running.send(members)
+        for rank in members:
+            tell(record, rank, "step", step=step, digest=f"bits {step}", value=value, members=[*members])
+            record.events[-1]["at_s"] = 10.0 * step
+    struck = {0: 15.0, 1: 25.0, 2: 35.0}
+    record.injected = [{**record.injected[0], "at_s": at_s, "blamed": [rank]} for rank, at_s in struck.items()]
+    numbers = Numbers()
+    assert numbers.judge(record, struck_s(record)) == []
+    counted = [sorted(told) for told in by_step(record, struck).values()]
+    assert counted == [[1, 2], [2, 3], [3, 4], [3, 4, 5], [3, 4, 5]]
+    event_of(record, 1, "step", 0)["value"] += 1.0
+    assert "step 1: parameters are not those" in numbers.judge(record, struck_s(record))[0]
+    record.events = [event for event in record.events if event["step"] != 2]
+    assert numbers.judge(record, struck_s(record))[-1] == "step 2: nobody who was there told of it"
 
 
 def make_newcomer(began_s):
