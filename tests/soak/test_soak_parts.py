@@ -210,7 +210,10 @@ def test_nan_must_be_told_and_is_compared_no_more():
     assert {"not told" in sentence for sentence in Oracle().judge(record)} == {True}
     for rank in (0, 2):
         tell(record, rank, "warning", text="NaN or infinity began in the gradients of rank 2 at step 3")
+    tell(record, -1, "loaded", step=3, value=float("nan"))
     assert Oracle().judge(record) == []
+    event_of(record, -1, "loaded")["step"] = 2
+    assert "the checkpoint: parameters are not those" in Oracle().judge(record)[0]
 
 
 def test_ranks_of_a_rule_that_goes_on_end_alike():
