@@ -3,8 +3,9 @@
     syncline run --ranks 2 benchmarks/checkpoint_stall.py FOLDER --megabytes 100
 
 The model's size is chosen so that rank 0, which writes the most (the model, and its part of Adam's state), writes so
-much. A save begins when the one before is on the disk, and steps are made meanwhile. For comparison the same with
-``wait=True``. *busy* is the processor's time of the training thread alone, which a busy machine stretches.
+much. With ``--prepare``, ``prepare_save()`` is called after the first step, some steps before the first save. A save
+begins when the one before is on the disk, and steps are made meanwhile. For comparison the same with ``wait=True``.
+*busy* is the processor's time of the training thread alone, which a busy machine stretches.
 """
 
 from __future__ import annotations
@@ -22,15 +23,22 @@ from torch import nn
 import syncline
 
 WIDTH = 1024
+STEPS_AHEAD = 20
+"""Made between ``prepare_save()`` and the first save: a thread touches 100 MB meanwhile."""
+
+
+def step(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Make one step on random numbers."""
+    model(torch.randn(4, WIDTH) + rank).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def measure(path: Path, model: nn.Module, optimizer: Any, *, wait: bool, number: int, rank: int) -> list[list[float]]:
     """Return for each of ``number`` saves how long it held up training, and the processor's part of it, in seconds."""
     held_s = []
     for _ in range(number):
-        model(torch.randn(4, WIDTH) + rank).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, rank)
         start_s, busy_s = time.perf_counter(), time.thread_time()
         work = syncline.save_checkpoint(path, model, optimizer, keep=1, wait=wait)
         held_s.append([time.perf_counter() - start_s, time.thread_time() - busy_s])
@@ -47,6 +55,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--prepare", action="store_true", help="call prepare_save() before")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with syncline.init() as fleet:
@@ -55,6 +64,11 @@ def main() -> None:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
         inner = torch.optim.Adam(model.parameters(), lr=1e-4)
         model, optimizer = syncline.distribute(model, inner, syncline.Sharded())
+        if arguments.prepare:
+            step(model, optimizer, fleet.rank)
+            syncline.prepare_save(model, optimizer)
+            for _ in range(STEPS_AHEAD):
+                step(model, optimizer, fleet.rank)
         found: dict[str, Any] = {}
         for name, wait in (("background", False), ("waited for", True)):
             path = arguments.folder / name

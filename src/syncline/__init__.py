@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
-    from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+    from syncline.pytorch.checkpoint import load_checkpoint, prepare_save, save_checkpoint
     from syncline.pytorch.checkpoint_background import CheckpointWork
     from syncline.pytorch.checkpoint_history import latest_checkpoint
     from syncline.pytorch.checkpoint_resume import Resumption, resume
@@ -89,6 +89,7 @@ _HOMES = {
     "clip_grad_norm_": "syncline.pytorch.control",
     "comm_hook": "syncline.pytorch.comm_hook",
     "save_checkpoint": "syncline.pytorch.checkpoint",
+    "prepare_save": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
     "resume": "syncline.pytorch.checkpoint_resume",
     "Resumption": "syncline.pytorch.checkpoint_resume",
@@ -145,6 +146,7 @@ __all__ = [
     "clip_grad_norm_",
     "comm_hook",
     "save_checkpoint",
+    "prepare_save",
     "load_checkpoint",
     "resume",
     "Resumption",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
+import sys
 import threading
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,89 @@ def test_memory_is_kept_and_a_second_save_waits(tmp_path: Path, gate: Gate) -> N
         "iteration-0000000001",
         "iteration-0000000002",
     ]
+
+
+def num_present(memory: torch.Tensor) -> int:
+    """Count the pages of ``memory`` that the kernel has found already."""
+    first, stop = memory.data_ptr() // PAGESIZE, -(-(memory.data_ptr() + memory.nbytes) // PAGESIZE)
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(8 * first)
+        entries = struct.unpack(f"<{stop - first}Q", pages.read(8 * (stop - first)))
+    return sum(entry >> 63 for entry in entries)
+
+
+def adam_after_a_step(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_thread_touches_the_memory_ahead_that_the_first_save_copies_into(tmp_path: Path) -> None:
+    model, optimizer = adam_after_a_step(700)
+    writer = writer_of(model)
+    before = set(threading.enumerate())
+    with writer._touching:  # which the thread waits for: whatever is touched now is touched by this one
+        syncline.prepare_save(model, optimizer)
+        (toucher,) = set(threading.enumerate()) - before
+        memory = writer._memory
+        assert memory is not None
+        assert num_present(memory) == 0
+    toucher.join(WAIT_S)
+    assert num_present(memory) == -(-memory.nbytes // PAGESIZE)
+    syncline.prepare_save(model, optimizer)  # all is there
+    work = syncline.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    assert work is not None
+    assert writer._memory is memory, "it was large enough"
+    work.wait()
+
+
+def test_a_save_that_comes_before_all_is_touched_is_written_over_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    model, optimizer = adam_after_a_step(30)
+    late: list[threading.Thread] = []
+
+    def start_late(thread: threading.Thread) -> None:
+        late.append(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_late)
+        syncline.prepare_save(model, optimizer)
+    work = syncline.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    assert work is not None
+    (toucher,) = late
+    toucher.start()
+    toucher.join(WAIT_S)
+    gate.opened.set()
+    work.wait()
+    loaded = nn.Linear(30, 30)
+    syncline.load_checkpoint(tmp_path / "saved", loaded, torch.optim.Adam(loaded.parameters()))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(values_of(loaded), values_of(model), strict=True))
+
+
+class ImportSpy:
+    """Notes which thread imports what."""
+
+    def __init__(self) -> None:
+        self.imported: dict[str, threading.Thread] = {}
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        self.imported[name] = threading.current_thread()
+
+
+def test_the_training_thread_imports_nothing_in_its_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = adam_after_a_step(30)
+    save_checkpoint, spy, name = syncline.save_checkpoint, ImportSpy(), "syncline.pytorch.checkpoint_chunks"
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(syncline.pytorch, "checkpoint_chunks")
+    monkeypatch.setattr(sys, "meta_path", [spy, *sys.meta_path])
+    work = save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    assert work is not None
+    work.wait()
+    assert name in spy.imported
+    assert threading.current_thread() not in spy.imported.values()
 
 
 def refuse(*_: Any, **__: Any) -> Any:

@@ -8,7 +8,7 @@ without a fleet, and programs that use ``torch.distributed.checkpoint``. Ranks m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_
 from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
 from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
 from syncline.pytorch.checkpoint_together import Together
+from syncline.updates.state import StateEntry
 from syncline.updates.state_values import describe_state
 
 _SAVE = "save_checkpoint()"
@@ -68,6 +69,29 @@ def save_checkpoint(
     _check_number("iteration", iteration, least=0)
     group = checkpoint_group_of(model, optimizer)
     return _save(Path(path).absolute(), model, group, _Ask(extra, iteration, keep, parts), wait=wait)
+
+
+def prepare_save(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Make the memory ready that ``save_checkpoint(..., wait=False)`` copies into; call it after the first step.
+
+    Without it, the first save also waits for the kernel to find and clear that memory: for 100 MB some 10 ms, and on a
+    virtual machine whose host gives memory when it is first touched, hundreds. A thread touches it while training goes
+    on, and the call returns at once. It takes as many bytes as this rank writes, which the first save would take then.
+    Each rank calls it for itself, or leaves it; before the first step there is no optimizer state to make room for. A
+    save that comes before all is touched does not wait for the rest.
+
+    Raises :class:`CheckpointError` if what is to be saved cannot be.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+    >>> syncline.prepare_save(model, optimizer)
+    >>> syncline.save_checkpoint("run1", model, optimizer, wait=False).wait()
+    """
+    group = checkpoint_group_of(model, optimizer)
+    if group.saves:
+        group.synchronize()
+        chunks, _ = _contents(model, group, group.entries())
+        writer_of(group.owner).prepare(chunks)
 
 
 def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> Path:
@@ -204,12 +228,9 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
         history.check_keepable(target)
         target = history.place_of(target, iteration)
     entries = group.entries()
-    chunks, values = state_chunks(entries, group.slots())
+    chunks, values = _contents(model, group, entries)
     told: dict[str, Any] = {"catalogue": describe_state(entries), "parts": encode_parts(ask.parts)}
     if group.rank == 0:
-        groups = [] if group.optimizer is None else group.optimizer.param_groups
-        more_chunks, more_values = group_chunks(groups, group.names())
-        chunks, values = [*model_chunks(model), *chunks, *more_chunks], values | more_values
         told |= {"groups": group.groups(), "has_optimizer": group.optimizer is not None}
         told |= {
             "world_size": group.world_size,
@@ -217,6 +238,18 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
             "extra": json.loads(json.dumps(ask.extra)),
         }
     return _Snapshot(target=target, keep=ask.keep, chunks=chunks, values=values, told=told)
+
+
+def _contents(
+    model: nn.Module, group: CheckpointGroup, entries: Sequence[StateEntry]
+) -> tuple[list[Chunk], dict[str, Any]]:
+    """Return what this rank writes: the state that it owns, and on rank 0 the model and the hyper-parameters."""
+    chunks, values = state_chunks(entries, group.slots())
+    if group.rank == 0:
+        groups = [] if group.optimizer is None else group.optimizer.param_groups
+        more_chunks, more_values = group_chunks(groups, group.names())
+        chunks, values = [*model_chunks(model), *chunks, *more_chunks], values | more_values
+    return chunks, values
 
 
 def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
 from syncline.updates.control import ControlStream, every_rank
-from syncline.updates.large_pages import ALIGNMENT_BYTES, zeros_in_large_pages
+from syncline.updates.large_pages import ALIGNMENT_BYTES, PAGE_BYTES, zeros_in_large_pages
 from syncline.updates.worker_thread import JOIN_S
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,9 @@ class BackgroundWriter:
         self._limit_s = DEFAULT_TIMEOUT_S
         self._is_registered = False
         self._memory: torch.Tensor | None = None
+        self._touching = threading.Lock()
+        self._is_memory_used = False
+        """Whether a snapshot lies in it, or it is given up: nothing is written to it ahead any more."""
         self._last: CheckpointWork | None = None
         self._channel: ControlStream | None = None
         self._close_channel: Callable[[], None] | None = None
@@ -136,18 +140,40 @@ class BackgroundWriter:
             self._is_broken = True  # a call that failed ends all calls of its group
             raise
 
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Let a thread touch the memory that a snapshot of such chunks takes: the kernel finds and clears it then."""
+        if self._memory is not None:
+            return
+        memory = self._room_for(sum(_places(chunks)))
+
+        def touch() -> None:
+            for start in range(0, memory.numel(), PAGE_BYTES):
+                with self._touching:
+                    if self._is_memory_used:
+                        return
+                    memory[start : start + PAGE_BYTES : mmap.PAGESIZE].zero_()  # in which other threads run
+
+        threading.Thread(target=touch, name="syncline-checkpoint", daemon=True).start()
+
     def snapshot(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Copy what is to be written into host memory, which is kept for the next time."""
-        sizes = [-(-chunk.tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for chunk in chunks]
-        if self._memory is None or self._memory.numel() < sum(sizes):
-            self._memory = None  # before there is more: two at once would be one too many
-            (self._memory,) = zeros_in_large_pages([max(1, sum(sizes))])
+        with self._touching:
+            self._is_memory_used = True
+        sizes = _places(chunks)
+        memory = self._room_for(sum(sizes))
         taken = []
         for chunk, start in zip(chunks, accumulate(sizes, initial=0), strict=False):
             source = chunk.tensor.detach()
-            flat = self._memory[start : start + source.nbytes].view(source.dtype)
+            flat = memory[start : start + source.nbytes].view(source.dtype)
             taken.append(replace(chunk, tensor=flat.view(source.shape).copy_(source)))
         return taken
+
+    def _room_for(self, num_bytes: int) -> torch.Tensor:
+        """Return memory of so many bytes at least, that of the last time if it is large enough."""
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = None  # before there is more: two at once would be one too many
+            (self._memory,) = zeros_in_large_pages([max(1, num_bytes)])
+        return self._memory
 
     def start(self, path: Path, write: Callable[[], None]) -> CheckpointWork:
         """Let ``write`` run on a thread; one at a time."""
@@ -185,7 +211,8 @@ class BackgroundWriter:
 
     def close(self, is_failing: bool = False) -> None:
         """Wait for the save that is under way, so that it is whole; raises as :meth:`finish`, unless all fails."""
-        last, self._memory = self._last, None
+        with self._touching:
+            last, self._memory, self._is_memory_used = self._last, None, True
         try:
             if last is None:
                 return
@@ -200,6 +227,11 @@ class BackgroundWriter:
         close, self._close_channel, self._channel = self._close_channel, None, None
         if close is not None:
             close()
+
+
+def _places(chunks: Sequence[Chunk]) -> list[int]:
+    """Return how many bytes each chunk takes in a snapshot."""
+    return [-(-chunk.tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for chunk in chunks]
 
 
 def writer_of(owner: object) -> BackgroundWriter:
