@@ -16,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -42,9 +43,10 @@ def enter_namespaces(files: Sequence[int]) -> None:
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
-    """Have these variables and no others."""
+    """Have these variables and no others; where temporary files go is asked anew."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
 
 
 def set_streams(files: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import psutil
 import pytest
 import torch
 from joining_rank import NUM_SAMPLES, RULES, make_model, make_optimizer
-from launched_jobs import run_together
+from launched_jobs import plain_environment
 
-from rank_scripts import DEADLINE_S, reserved_port
+from rank_scripts import Program, reserved_port, run_programs
 
 SCRIPT = Path(__file__).with_name("joining_rank.py")
-PATIENCE_S = 3 * DEADLINE_S
-"""Interpreters start one after another: a rank that comes, or is started again, does when others run."""
-RUN = [sys.executable, "-m", "syncline.cli.main", "run"]
+RUN = ["-m", "syncline.cli.main", "run"]
 TWO_HOSTS = """
 topology: two-hosts
 switch: core
@@ -41,13 +38,15 @@ def folder(tmp_path: Path) -> Path:
 
 def start(commands: list[list[str]], folder: Path) -> list[str]:
     """Run commands to their end; see that all end well, and that no process and no file of theirs is left."""
-    scratch = folder.parent / "scratch"
+    scratch, place = folder.parent / "scratch", folder.parent / "place"
     scratch.mkdir()
-    printed = run_together(commands, [{"TMPDIR": str(scratch)} for _ in commands], timeout_s=PATIENCE_S)
+    place.mkdir()
+    environment = plain_environment() | {"TMPDIR": str(scratch)}
+    ended = run_programs([Program(tuple(command), environment, place) for command in commands])
+    assert not any(one.returncode for one in ended), ended
     assert not [*scratch.glob("syncline*")]  # torch leaves a folder of its own there
-    called = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [words for words in called if str(folder) in words]
-    return printed
+    assert str(place) not in [process.info["cwd"] for process in psutil.process_iter(["cwd"])]
+    return [one.stdout for one in ended]
 
 
 def check_ended(folder: Path, numbers: list[int]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from launched_jobs import run_together
+from launched_jobs import plain_environment
 from struck_phased_rank import NUM_STEPS
 
-from rank_scripts import DEADLINE_S, run_script
+from rank_scripts import run_python, run_script
 from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.versions import read_manifests
 
@@ -28,14 +27,15 @@ def test_a_job_that_loses_either_rank_of_a_pair_goes_on_from_storage_by_itself(t
     whole, job = tmp_path / "whole", tmp_path / "job"
     for status, output in run_script(SCRIPT, 2, str(whole)):
         assert status == 0, output
-    run = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", "--restarts", "2"]
-    (printed,) = run_together([[*run, str(SCRIPT), str(job), "kills"]], [{}], timeout_s=5 * DEADLINE_S)
+    run = ("-m", "syncline.cli.main", "run", "--ranks", 2, "--restarts", 2)
+    ended = run_python(*run, SCRIPT, job, "kills", environment=plain_environment())
+    assert ended.returncode == 0, ended.stdout
     assert (
         "the job ended well when it was started for the third time; before: 1. rank 0 was killed by SIGKILL; "
         "2. rank 1 was killed by SIGKILL"
-    ) in printed
+    ) in ended.stdout
     for rank in range(2):
-        ended, undisturbed = (json.loads((folder / f"end-{rank}.json").read_text()) for folder in (job, whole))
-        assert 0 < ended["begun"] < NUM_STEPS
-        assert ended["losses"] == undisturbed["losses"][ended["begun"] :]
+        struck, undisturbed = (json.loads((folder / f"end-{rank}.json").read_text()) for folder in (job, whole))
+        assert 0 < struck["begun"] < NUM_STEPS
+        assert struck["losses"] == undisturbed["losses"][struck["begun"] :]
         assert checksums(job, rank) == checksums(whole, rank)
