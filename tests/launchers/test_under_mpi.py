@@ -5,7 +5,7 @@ import sys
 import pytest
 from launched_jobs import RANK_SCRIPT, check_one_job, run_together, what_ranks_said
 
-from rank_scripts import reserved_port
+from rank_scripts import forked_python, reserved_port
 from syncline.pytorch.launchers.mpi import mpich
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -28,7 +28,8 @@ def run_ranks(mpiexec, tmp_path):
         folder.mkdir()
         scratch.mkdir()
         launcher = [mpiexec(name), *MORE_THAN_CORES[name], "-n", str(num_ranks), *extra]
-        command = [*launcher, *BY_A_SHELL, sys.executable, str(RANK_SCRIPT), str(folder)]
+        python = sys.executable if name == "mpich" else forked_python()  # MPICH's job is found by what is above a rank
+        command = [*launcher, *BY_A_SHELL, python, str(RANK_SCRIPT), str(folder)]
         run_together([command], [{**AS_ROOT, "TMPDIR": str(scratch)}])
         return what_ranks_said(folder)
 
