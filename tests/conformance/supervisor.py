@@ -6,6 +6,7 @@ results of each rank in the folder. All ranks are forked from one process that h
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -19,6 +20,8 @@ from typing import Any, TextIO
 from declarations import ALONE, all_programs
 from rank_worker import PROGRAM_TIMEOUT_S, serve
 from torch.distributed import TCPStore
+
+import syncline
 
 MAX_GROUPS_AT_ONCE = 2
 PROGRAMS_PER_JOB = 12
@@ -107,12 +110,15 @@ class Group:
 
 
 def warm_up() -> None:
-    """Import what every rank would import for itself, and find every program."""
-    import torch._dynamo
+    """Import what every rank would import for itself, some to compile a model, and find every program."""
+    import torch._dynamo.backends.debugging
+    import torch._inductor.compile_fx
 
-    assert torch._dynamo is not None
+    assert torch._inductor.compile_fx is not None
+    assert all((syncline.init, syncline.distribute, syncline.AllReduce, syncline.Sharded))  # imported when named
     torch.set_num_threads(1)
     all_programs()
+    gc.freeze()  # so that a rank that collects garbage copies only its own
 
 
 def main(folder: Path) -> None:
