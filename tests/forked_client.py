@@ -1,9 +1,10 @@
 """Stands for `python`: lets the nursery whose folder this file is in fork what is to run, and ends as that ends.
 
 It is copied there, with a first line that names an interpreter, and loads little, so that a start takes milliseconds.
+Under the name FORKING what runs forks the Python programs that it starts, too.
 """
 
-# ruff: noqa: PTH100, PTH109, PTH118, PTH120 - pathlib takes longer to load than all the rest
+# ruff: noqa: PTH100, PTH109, PTH118, PTH119, PTH120 - pathlib takes longer to load than all the rest
 
 import array
 import json
@@ -14,6 +15,7 @@ import sys
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NAMESPACES = ("net", "mnt")
+FORKING = "forking-python"
 
 
 def send(connection, program, files):
@@ -31,7 +33,7 @@ def main():
         "arguments": sys.argv[1:],
         "environment": dict(os.environ),
         "folder": os.getcwd(),
-        "forks": False,
+        "forks": os.path.basename(sys.argv[0]) == FORKING,
         "finalizes": False,
         "has_namespaces": True,
     }

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forked_client import send
+from forked_client import FORKING, send
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120
@@ -138,18 +138,22 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def forked_python() -> str:
-    """Return a program that does what `python` does, for whoever starts ranks: what they import is there already."""
-    return str(_nursery(()) / "python")
+def forked_python(*, forks: bool = False) -> str:
+    """Return a program that does what `python` does, for whoever starts ranks: what they import is there already.
+
+    ``forks``: Python programs that it starts are forked too, as those of a launcher.
+    """
+    return str(_nursery(()) / (FORKING if forks else "python"))
 
 
 @functools.cache
 def _nursery(warm: tuple[str, ...]) -> Path:
-    """Return the folder of a process that forks programs: its `socket`, and a `python` that asks there."""
+    """Return the folder of a process that forks programs: its `socket`, and `python` by two names, which asks there."""
     place = Path(tempfile.mkdtemp())
     client = place / "python"
     client.write_text(f"#!{sys.executable} -IS\n" + HERE.joinpath("forked_client.py").read_text())
     client.chmod(0o700)
+    (place / FORKING).symlink_to(client)
     process = subprocess.Popen(
         [sys.executable, str(HERE / "rank_nursery.py"), str(place), *warm],
         env=script_environment(),

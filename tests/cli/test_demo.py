@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rank_scripts import run_python
+from rank_scripts import forked_python, run_python
 from syncline.cli.demo import choose_network, make_folder
 from syncline.errors import ConfigurationError
 from syncline.pytorch.checkpoint_folder import read_manifest
@@ -131,7 +131,7 @@ def test_the_demo_goes_on_with_another_number_of_ranks(first_run, tmp_path):
 
 
 def test_ctrl_c_ends_the_demo_with_a_checkpoint(tmp_path):
-    command = demo("--ranks", 2, "--steps", 100_000, "--output", tmp_path)
+    command = [forked_python(forks=True), *demo("--ranks", 2, "--steps", 100_000, "--output", tmp_path)[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "training" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
