@@ -2,6 +2,7 @@
 
 They run in one process, each with names prepared: ``syncline``, ``torch``, what its own module exports, and where it
 speaks of them a ``fleet`` of one rank, a ``model`` of 4 inputs and 2 outputs, its ``optimizer`` and a batch ``x``.
+Those that launch ranks run in a process whose Python programs are forked, as this file with the name of one.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import doctest
 import inspect
 import io
 import re
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import syncline
+from rank_scripts import run_python
 from reference_names import REFERENCE, members_of
 
 PUBLIC = (
@@ -100,9 +104,16 @@ def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, names: dict[str, Any]) -> None:
-    value = EXAMPLES[name]
-    text = inspect.cleandoc(value.__doc__)
+def test_example(name: str, names: dict[str, Any], tmp_path: Path) -> None:
+    if "launch(" in EXAMPLES[name].__doc__:
+        done = run_python(__file__, name, folder=tmp_path)
+        assert done.returncode == 0, done.stdout
+    else:
+        check_example(name, names)
+
+
+def check_example(name: str, names: dict[str, Any]) -> None:
+    text = inspect.cleandoc(EXAMPLES[name].__doc__)
     room = next(module for module in reversed(PUBLIC) if name.startswith(f"{module}."))
     shown = exported(room) if room != "syncline" else {}
     globs = {"asyncio": asyncio, "Topology": syncline.Topology, "__name__": "__main__"} | shown | names
@@ -147,3 +158,7 @@ def test_each_public_method_says_more_than_its_name(kind: type) -> None:
     """Those of the classes that users hold in their hands."""
     members = {name: member for name, member in vars(kind).items() if not name.startswith("_")}
     assert not [name for name, member in members.items() if callable(member) and len(member.__doc__ or "") < 30]
+
+
+if __name__ == "__main__":
+    check_example(sys.argv[1], {"syncline": syncline, "torch": torch})
