@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.member import Member
@@ -339,25 +340,29 @@ def accuse(world: World, accuser: int, accused: int) -> None:
     world.perform(accuser, world.players[accuser].node.lose(accused))
 
 
-def frozen(value: object) -> object:
-    """Turn the state of anything into something that can be compared and hashed."""
-    if isinstance(value, dict):
-        return tuple(sorted(((frozen(key), frozen(item)) for key, item in value.items()), key=repr))
-    if isinstance(value, set):
-        return tuple(sorted(value))
-    if isinstance(value, list | tuple):
-        return tuple(frozen(item) for item in value)
-    if isinstance(value, Division | Membership):
-        return _told(value)
-    if isinstance(value, Node | Member | Server | OuterRound | View):
-        return frozen({name: item for name, item in vars(value).items() if name not in _NO_STATE})
-    return value
+def frozen(value: Any) -> object:
+    """Turn the state of anything into something that can be compared and hashed.
+
+    This is most of the time of a walk through all orders, so it asks for exact types, and sorts nothing.
+    """
+    kind = type(value)
+    if kind is dict:
+        return frozenset([(key, frozen(item)) for key, item in value.items()])
+    if kind is set:
+        return frozenset(value)
+    if kind is list or kind is tuple:
+        return tuple([frozen(item) for item in value])
+    if kind in _WITH_STATE:
+        return tuple([frozen(item) for name, item in vars(value).items() if name not in _NO_STATE])
+    return _told(value) if kind in _TOLD else value
 
 
 def _told(value: Division | Membership) -> object:
     if isinstance(value, Division):
         return value.term, value.clusters
-    return tuple(sorted((rank, loss.has_left) for rank, loss in value.losses.items()))
+    return frozenset([(rank, loss.has_left) for rank, loss in value.losses.items()])
 
 
+_TOLD = {Division, Membership}
+_WITH_STATE = {Node, Member, Server, OuterRound, View}
 _NO_STATE = {"_agenda", "record schedule", "_arithmetic", "_view", "_member", "num_refused", "job"}
