@@ -60,19 +60,15 @@ def room_of(module: str) -> str:
 
 def classes_seen_by_other_rooms() -> set[str]:
     """Names of classes that a package exports, or that a module of another room imports."""
-    defined = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                defined[node.name] = room_of(".".join(("syncline", *path.relative_to(SOURCE).with_suffix("").parts)))
-    seen = set()
+    defined: dict[str, str] = {}
+    imported: list[tuple[str, str, bool]] = []
     for path in FILES:
         room = room_of(".".join(("syncline", *path.relative_to(SOURCE).with_suffix("").parts)))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                is_export = path.name == "__init__.py"
-                names = {alias.name for alias in node.names} & defined.keys()
-                seen |= {name for name in names if is_export or defined[name] != room}
+        text = path.read_text()
+        defined |= dict.fromkeys(re.findall(r"^class (\w+)", text, re.MULTILINE), room)
+        for names in re.findall(r"^ *from \S+ import +(\([^)]*\)|.*)", text, re.MULTILINE):
+            imported += [(name, room, path.name == "__init__.py") for name in re.findall(r"\w+", names)]
+    seen = {name for name, room, is_export in imported if name in defined and (is_export or defined[name] != room)}
     return {name for name in seen if not name.startswith("_")}
 
 
