@@ -25,6 +25,7 @@ LONGEST = (
             "conformance/test_programs",
             "cli/test_demo",
             "launchers/test_under_ray",
+            "updates/clustered/test_protocol_orders",
             "frameworks/test_framework_examples",
             "mutants/test_mutants",
             "docs/test_document_blocks",
@@ -33,10 +34,21 @@ LONGEST = (
             "simulation/test_simulation",
             "launchers/test_under_mpi",
             "pytorch/test_fleet_processes",
+            "cli/test_launch_function",
+            "fabric/test_fuzz",
+            "updates/clustered/test_clustered_processes",
+            "updates/overlapped/test_overlapped_every_order",
+            "elastic/test_elastic_sharded_training",
+            "pytorch/test_phased_resume",
+            "launchers/test_joined_jobs",
+            "docs/test_message_path",
+            "elastic/test_elastic_processes",
+            "elastic/test_elastic_sharded_processes",
+            "docs/test_document_tests",
         )
     ),
 )
-"""What takes a worker longest, the longest first."""
+"""What takes a worker longest, the longest first; most of it has few tests, and would come last otherwise."""
 
 hypothesis.settings.register_profile(
     "house",
