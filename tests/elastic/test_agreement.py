@@ -5,7 +5,7 @@ import random
 import pytest
 from agreement_world import World
 
-from syncline.elastic.agreement import Agreement, Go, Loss, Report, Stop
+from syncline.elastic.agreement import Agreement, Go, Interrupt, Loss, Report, Stop
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report
 from syncline.errors import FabricError
@@ -169,10 +169,24 @@ def test_reports_travel():
             decode_report(encode_report(report)[:cut])
 
 
-def test_of_many_ranks_not_every_report_is_compared_with_all_others(monkeypatch):
-    """All have said what they knew before a loss; what they say after it comes one after the other."""
-    num_ranks, num_compared = 200, 0
-    machine = Agreement(rank=0, epoch=Epoch(number=0, members=tuple(range(num_ranks))))
+class Members(tuple):
+    """Members of which is counted how often all are looked through."""
+
+    num_scans = 0
+
+    def __iter__(self):
+        Members.num_scans += 1
+        return super().__iter__()
+
+
+def play_one_loss(num_ranks, monkeypatch, *, reverse):
+    """Let one rank of many hear of a loss, work, rest, and hear all others, those who know of the loss too late first.
+
+    Return how many comparisons of reports, and looks at all members, that took.
+    """
+    num_compared = Members.num_scans = 0
+    epoch = Epoch(number=0, members=Members(range(num_ranks)))
+    machine = Agreement(rank=0, epoch=epoch)
     says_the_same = Agreement._says_the_same
 
     def count(self, rank):
@@ -181,13 +195,38 @@ def test_of_many_ranks_not_every_report_is_compared_with_all_others(monkeypatch)
         return says_the_same(self, rank)
 
     monkeypatch.setattr(Agreement, "_says_the_same", count)
-    machine.lose(num_ranks - 1)
+    peers = sorted(range(1, num_ranks - 1), reverse=reverse)
+    lost = {num_ranks - 1: Loss(accuser=0)}
+    for peer in peers:
+        assert machine.hear(peer, Report(base=epoch, losses=lost, first_free=1)) == [Interrupt(lost=num_ranks - 1)]
+    machine.heard.clear()
     machine.rest(first_free=1)
-    for losses in ({}, {num_ranks - 1: Loss(accuser=0)}):
-        for peer in range(1, num_ranks - 1):
-            effects = machine.hear(peer, Report(base=machine.base, losses=losses, first_free=1))
+    for losses in ({}, lost):
+        for peer in peers:
+            effects = machine.hear(peer, Report(base=epoch, losses=losses, first_free=1))
     assert [type(effect) for effect in effects] == [Go]
-    assert num_compared < 5 * num_ranks
+    monkeypatch.setattr(Agreement, "_says_the_same", says_the_same)
+    return num_compared, Members.num_scans
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_report_costs_as_much_among_twice_as_many_ranks(monkeypatch, reverse):
+    """A rank hears as many reports as there are ranks, so looking at all of them for each would cost their square."""
+    num_compared, num_scans = play_one_loss(200, monkeypatch, reverse=reverse)
+    assert num_compared < 4 * 200
+    assert num_scans < 10
+    twice_compared, twice_scans = play_one_loss(400, monkeypatch, reverse=reverse)
+    assert twice_compared <= 2 * num_compared + 10
+    assert twice_scans == num_scans
+
+
+def test_reports_of_one_base_are_decoded_with_one_list_of_members():
+    """Each of a thousand ranks keeps a thousand reports."""
+    base = Epoch(number=3, members=tuple(range(1000)))
+    reports = [Report(base=base, losses={1000: Loss(accuser=rank)}, first_free=rank) for rank in (1, 2)]
+    first, second = [decode_report(encode_report(report)) for report in reports]
+    assert first == reports[0]
+    assert first.base is second.base
 
 
 def test_who_dies_without_a_word_after_it_has_reported_is_waited_for_once_more():

@@ -128,8 +128,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="elastic/agreement.py",
-                before="        self.heard.pop(rank, None)\n        return known is None\n",
-                after="        self.losses.pop(min(self.losses))\n        return known is None\n",
+                before="        self.heard.pop(rank, None)\n        return True\n",
+                after="        self.losses.pop(min(self.losses))\n        return True\n",
             ),
         ),
         found_by=Simulation(scenario="agreement", num_seeds=60),

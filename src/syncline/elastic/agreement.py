@@ -106,8 +106,8 @@ class Agreement:
     """The last report of each rank since the last agreement."""
     base: Epoch = field(init=False)
     _first_free: int = 0
-    _awaited: int | None = None
-    """One that did not say the same when all were compared last: as long as it does not, nobody else need be."""
+    _awaited: set[int] = field(default_factory=set)
+    """Those that live and have not said the same: a report changes the place of its sender alone."""
     _has_learnt: bool = False
     """Somebody was found lost since the training thread rests, or the time was over last."""
 
@@ -166,9 +166,11 @@ class Agreement:
         if peer not in self.losses:
             self.heard[peer] = report
         if self.is_resting:
+            self._compare(peer)
             return self._settle(has_grown)
         is_new = report.base.number >= self.epoch.number or knew != (self.base.number, len(self.losses))
-        return [Interrupt(lost=min(report.losses.keys() & {*self.epoch.members}, default=None))] if is_new else []
+        lost = (rank for rank in report.losses if rank in self.epoch)
+        return [Interrupt(lost=min(lost, default=None))] if is_new else []
 
     def expire(self) -> list[Effect]:
         """Go on without those that have said nothing: the time for the agreement is over.
@@ -216,10 +218,13 @@ class Agreement:
     def _take(self, rank: int, loss: Loss) -> bool:
         """Hold a rank lost; return whether that is new."""
         known = self.losses.get(rank)
-        self.losses[rank] = loss if known is None else Loss(accuser=min(known.accuser, loss.accuser))
-        self._has_learnt |= known is None
+        if known is None or loss.accuser < known.accuser:
+            self.losses[rank] = loss
+        if known is not None:
+            return False
+        self._has_learnt = True
         self.heard.pop(rank, None)
-        return known is None
+        return True
 
     def _settle(self, has_grown: bool) -> list[Effect]:
         """Stop if too few are left; tell what is new; go on if all say the same."""
@@ -228,15 +233,21 @@ class Agreement:
         shortage = self._shortage() if has_grown else None
         if shortage is not None:
             return self._stop(shortage)
-        if not has_grown and self._awaited is not None and not self._says_the_same(self._awaited):
-            return []  # most reports of many ranks
-        others = tuple(rank for rank in self.living if rank != self.rank)
-        effects: list[Effect] = [Tell(peers=others, report=self._report())] if has_grown and others else []
-        # From the highest on: reports mostly come from the lowest on, so that few change who is awaited.
-        self._awaited = next((rank for rank in reversed(others) if not self._says_the_same(rank)), None)
-        if self._awaited is None:
+        effects: list[Effect] = []
+        if has_grown:
+            others = tuple(rank for rank in self.living if rank != self.rank)
+            self._awaited = {rank for rank in others if not self._says_the_same(rank)}
+            effects = [Tell(peers=others, report=self._report())] if others else []
+        if not self._awaited:
             effects.append(self._go())
         return effects
+
+    def _compare(self, peer: int) -> None:
+        """Await ``peer`` or not, after its report."""
+        if self._says_the_same(peer):
+            self._awaited.discard(peer)
+        elif peer in self.base and peer not in self.losses:
+            self._awaited.add(peer)
 
     def _says_the_same(self, rank: int) -> bool:
         report = self.heard.get(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 
@@ -13,6 +14,8 @@ class Epoch:
     >>> epoch = Epoch(number=1, members=(0, 2, 3))
     >>> epoch.rank_of(3), epoch.world_size
     (2, 3)
+    >>> 3 in epoch, 1 in epoch
+    (True, False)
     """
 
     number: int
@@ -24,6 +27,11 @@ class Epoch:
     def world_size(self) -> int:
         """How many members there are."""
         return len(self.members)
+
+    def __contains__(self, member: int) -> bool:
+        """Whether ``member`` is one, without looking at all of them: it is asked for each report of as many ranks."""
+        place = bisect_left(self.members, member)
+        return self.members[place : place + 1] == (member,)
 
     def rank_of(self, member: int) -> int:
         """Return the rank that a member has in this epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 from syncline.elastic.agreement import Loss, Report
 from syncline.elastic.epoch import Epoch
@@ -32,11 +33,17 @@ def decode_report(payload: bytes) -> Report:
     try:
         number, first_free, num_bytes, num_losses = _HEAD.unpack_from(payload)
         start = _HEAD.size + num_bytes
-        bits = int.from_bytes(payload[_HEAD.size : start], "little")
         if len(payload) != start + num_losses * _LOSS.size:
             raise FabricError(f"A report of {len(payload)} bytes is cut off")
-        members = tuple(member for member in range(8 * num_bytes) if bits >> member & 1)
+        base = _decode_base(number, payload[_HEAD.size : start])
         losses = {rank: Loss(accuser=accuser) for rank, accuser in _LOSS.iter_unpack(payload[start:])}
     except struct.error as error:
         raise FabricError(f"{len(payload)} bytes are no report: {error}") from error
-    return Report(base=Epoch(number=number, members=members), losses=losses, first_free=first_free)
+    return Report(base=base, losses=losses, first_free=first_free)
+
+
+@lru_cache(maxsize=8)
+def _decode_base(number: int, encoded: bytes) -> Epoch:
+    """Decode the base of a report: once for all ranks that tell the same, and one object for what is kept of them."""
+    bits = int.from_bytes(encoded, "little")
+    return Epoch(number=number, members=tuple(member for member in range(8 * len(encoded)) if bits >> member & 1))

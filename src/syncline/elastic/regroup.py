@@ -128,8 +128,9 @@ class Regroup:
                 for peer in effect.peers:
                     self._port.tell(peer, payload)
             elif isinstance(effect, Interrupt):
-                self._interrupt = effect
-                self._end_calls(effect)
+                is_first, self._interrupt = self._interrupt is None, effect
+                if is_first:  # of as many reports as there are ranks
+                    self._end_calls(effect)
             elif isinstance(effect, Go):
                 self._agreed = effect
                 self._finish(None)
