@@ -8,7 +8,8 @@ who go on are all in one epoch; nobody hangs; who stops is told why; and where e
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 from virtual_time import SimulationError, VirtualTime
 
@@ -35,6 +36,8 @@ class ElasticRank:
         self.hangs_until_s = 0.0
         self.stopped: Exception | None = None
         self.lost: set[int] = set()
+        self.last_due_s = [0.0] * len(scenario.first_epoch.members)
+        """When what was sent last to each rank arrives."""
         self._heard: dict[tuple[int, int], set[int]] = {}
         """Of each epoch and step, whose part is here."""
         self._positions: dict[int, dict[int, int]] = {}
@@ -56,15 +59,14 @@ class ElasticRank:
             self.scenario.time.at(self.hangs_until_s, self.begin_step)
             return
         key = (self.epoch.number, self.step)
-        self.scenario.tell(self, self.epoch.members, self._on_part, *key)
+        self.scenario.send(self, self.epoch.members, ElasticRank._on_part, *key)
         self.scenario.time.after(TIMEOUT_S, self._on_deadline, *key)
         self._on_part(self.rank, *key)
 
     def _on_part(self, peer: int, number: int, step: int) -> None:
         heard = self._heard.setdefault((number, step), set())
         heard.add(peer)
-        is_now = self.is_working and (number, step) == (self.epoch.number, self.step)
-        if is_now and self._are_all_members(heard):
+        if self._are_all_members(heard) and self.is_working and (number, step) == (self.epoch.number, self.step):
             self._finish_step()
 
     def _are_all_members(self, ranks: Set[int]) -> bool:
@@ -116,7 +118,7 @@ class ElasticRank:
             return
         self.is_resting, self.epoch = False, go.epoch
         self._is_entering = True
-        self.scenario.tell(self, go.epoch.members, self._on_position, go.epoch.number, self.step)
+        self.scenario.send(self, go.epoch.members, ElasticRank._on_position, go.epoch.number, self.step)
         self._on_position(self.rank, go.epoch.number, self.step)
         self.scenario.time.after(TIMEOUT_S, self._on_late_position, go.epoch.number)
         if self._is_interrupted:
@@ -125,8 +127,8 @@ class ElasticRank:
     def _on_position(self, peer: int, number: int, step: int) -> None:
         positions = self._positions.setdefault(number, {})
         positions[peer] = step
-        is_now = self.is_working and self._is_entering and number == self.epoch.number
-        if is_now and self._are_all_members(positions.keys()):
+        is_now = self._is_entering and number == self.epoch.number
+        if is_now and self._are_all_members(positions.keys()) and self.is_working:
             self._is_entering = False
             newest = max(positions.values())
             if newest > self.step + 1:
@@ -159,7 +161,7 @@ class ElasticRank:
         """Carry out what the agreement says."""
         for effect in effects:
             if isinstance(effect, Tell):
-                self.scenario.report(self, effect)
+                self.scenario.send(self, effect.peers, ElasticRank.hear, effect.report)
             elif isinstance(effect, Interrupt):
                 self._is_interrupted = True
                 if self.is_working:
@@ -189,7 +191,6 @@ class AgreementScenario:
         self.ranks = [ElasticRank(self, rank) for rank in range(num_ranks)]
         self.cuts: set[tuple[int, int]] = set()
         self.num_killed = 0
-        self._links: dict[tuple[int, int], float] = {}
         self._epochs: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def run(self) -> VirtualTime:
@@ -205,30 +206,25 @@ class AgreementScenario:
 
     # The network.
 
-    def tell(self, sender: ElasticRank, peers: Sequence[int], function: Callable[..., None], *what: int) -> None:
-        """Send something to the same method of other ranks."""
-        self._send(sender, peers, lambda rank: getattr(rank, function.__name__)(sender.rank, *what))
+    def send(self, sender: ElasticRank, peers: Sequence[int], method: Callable[..., None], *what: Any) -> None:
+        """Call a method of other ranks, some time, with the sender and something else."""
+        if not sender.is_dead:
+            self.time.at_each(self._due(sender, peers), self._arrive, sender.rank, method, what)
 
-    def report(self, sender: ElasticRank, tell: Tell) -> None:
-        """Send a report."""
-        self._send(sender, tell.peers, lambda rank: rank.hear(sender.rank, tell.report))
-
-    def _send(self, sender: ElasticRank, peers: Sequence[int], act: Callable[[ElasticRank], None]) -> None:
+    def _due(self, sender: ElasticRank, peers: Sequence[int]) -> Iterator[tuple[float, ElasticRank]]:
+        now_s, delay_s, draw, last_due_s = self.time.now_s, self.delay_s, self.time.random.uniform, sender.last_due_s
         for peer in peers:
-            if peer in sender.lost or sender.is_dead or peer == sender.rank:
-                continue
-            link = (sender.rank, peer)
-            due_s = self.time.now_s + self.delay_s * self.time.random.uniform(0.3, 3.0)
-            due_s = self._links[link] = max(due_s, self._links.get(link, 0.0))
-            self.time.at(due_s, self._arrive, sender.rank, self.ranks[peer], act)
+            if peer not in sender.lost and peer != sender.rank:
+                due_s = last_due_s[peer] = max(now_s + delay_s * draw(0.3, 3.0), last_due_s[peer])
+                yield due_s, self.ranks[peer]
 
-    def _arrive(self, source: int, target: ElasticRank, act: Callable[[ElasticRank], None]) -> None:
+    def _arrive(self, target: ElasticRank, source: int, method: Callable[..., None], what: tuple[Any, ...]) -> None:
         if target.is_dead or (source, target.rank) in self.cuts or source in target.lost:
             return
         if target.away_until_s > self.time.now_s:
-            self.time.at(target.away_until_s, self._arrive, source, target, act)
+            self.time.at(target.away_until_s, self._arrive, target, source, method, what)
             return
-        act(target)
+        method(target, source, *what)
 
     # Faults.
 
