@@ -108,6 +108,12 @@ class Fleet:
     def gradient(self, worker: int, number: int) -> int:
         return self.scale << (self.digit_bits * (worker * self.num_iterations + number - 1))
 
+    def divide(self, total: int, by: int) -> int:
+        """Of a sum of gradients."""
+        quotient, rest = divmod(total, by)
+        assert rest == 0
+        return quotient
+
     # --- what may happen -----------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[str, int]]:
@@ -261,9 +267,7 @@ class Fleet:
     def _mean(self, contributions) -> int:
         assert list(contributions) == sorted(contributions, key=lambda one: one.worker)
         total = sum(int(one.weight) * self.held[one.worker, one.place][0] for one in contributions)
-        mean, rest = divmod(total, sum(int(one.weight) for one in contributions))
-        assert rest == 0
-        return mean
+        return self.divide(total, sum(int(one.weight) for one in contributions))
 
     # --- the plain reference -------------------------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class Fleet:
         for round_number, members in self.closings.items():
             if round_number <= closed:
                 runs = [(member, *self.runs[member, round_number]) for member in members]
-                total += sum(self._run_sum(*run) for run in runs) // len(runs)
+                total += self.divide(sum(self._run_sum(*run) for run in runs), len(runs))
         return total
 
     def _run_sum(self, worker: int, first: int, last: int) -> int:
