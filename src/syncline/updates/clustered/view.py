@@ -51,7 +51,7 @@ class View:
 
     def is_member(self, rank: int) -> bool:
         """Whether ``rank`` is one of the job's."""
-        return rank in self.membership.members
+        return rank in self._divisions[0].cluster_of
 
     def live(self) -> tuple[int, ...]:
         """Return all ranks that are not known to be dead."""
@@ -59,7 +59,8 @@ class View:
 
     def live_members(self, term: int) -> tuple[int, ...]:
         """Return those of this rank's cluster in a term."""
-        return tuple(rank for rank in self.clusters(term)[self.own_cluster(term)] if rank not in self.dead)
+        dead = self.dead
+        return tuple(rank for rank in self.clusters(term)[self.own_cluster(term)] if rank not in dead)
 
     def server(self, cluster: int, term: int) -> int | None:
         """Return the temporary server of a cluster in a term; None if all its ranks are dead."""
