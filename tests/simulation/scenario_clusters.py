@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import random
 
+from cluster_world import KINDS
 from random_worlds import random_world
 from virtual_time import SimulationError, VirtualTime
 
 DETECTION_S = 10.0
 MANY_SIZE = 25
+MANY_DEATHS = 2
 
 
 class ClusterScenario:
-    """One seed of it; with many ranks, in clusters of 25, no cut: each of one side loses each of the other."""
+    """One seed of it; with many ranks, in clusters of 25, two die.
+
+    Nothing is cut there: each of one side would lose each of the other.
+    """
 
     def __init__(self, seed: int, *, num_ranks: int = 0) -> None:
         choose = self.choose = random.Random(f"clusters {seed}")
         self.time = VirtualTime(f"clusters time {seed}")
-        self.is_cut = choose.random() < 0.25 and not num_ranks
+        self.is_many = num_ranks > 0
+        self.is_cut = choose.random() < 0.25 and not self.is_many
         sizes = [MANY_SIZE] * (num_ranks // MANY_SIZE)
         self.world = random_world(choose, quorum=0.5 if self.is_cut else 0.0, sizes=sizes)
         self.ranks = sorted(self.world.players)
@@ -37,7 +43,8 @@ class ClusterScenario:
         if self.is_cut:
             self.time.at(self.choose.uniform(0, 1.0), self._cut)
         else:
-            for _ in range(self.choose.choice((0, 1, 2, 4))):
+            num_deaths = self.choose.choice((0, 1, 2, 4))
+            for _ in range(MANY_DEATHS if self.is_many else num_deaths):
                 self.time.at(self.choose.uniform(0, 3.0), self._kill)
         for rank in self.choose.sample(self.ranks, self.choose.randint(0, 1)):
             self.time.at(self.choose.uniform(0, 1.0), self._pause, rank)
@@ -50,23 +57,26 @@ class ClusterScenario:
 
     def _plan(self) -> None:
         """Let whatever may happen now happen when it is due."""
-        for choice in self.world.choices():
-            name = choice if choice[0] != "late" else ("late", 0)
-            if name in self._due:
+        fresh, self.world.fresh = self.world.fresh, set()
+        for name in sorted(fresh - self._due, key=lambda choice: (KINDS.index(choice[0]), choice)):
+            if not self.world.is_possible(self._choice(name)):
                 continue
             self._due.add(name)
-            rank = choice[2] if choice[0] == "deliver" else choice[1] if choice[0] != "late" else self.ranks[0]
+            rank = name[2] if name[0] == "deliver" else name[1] if name[0] != "late" else self.ranks[0]
             delay_s = self.delay_s[rank] * self.time.random.uniform(0.2, 2.0)
-            if choice[0] == "notice":
+            if name[0] == "notice":
                 delay_s += self.time.random.choice((0.0, DETECTION_S))
             self.time.at(max(self.time.now_s, self.away_until_s[rank]) + delay_s, self._happen, name)
 
-    def _happen(self, choice: tuple) -> None:
-        self._due.discard(choice)
-        choices = self.world.choices()
-        if choice[0] == "late":  # the first of those that may still end: before it may be some of ranks that are dead
-            choice = next((one for one in choices if one[0] == "late"), choice)
-        if choice in choices:
+    def _choice(self, name: tuple) -> tuple:
+        """What happens under a name: of all that is late, the first."""
+        return self.world.next_late() if name[0] == "late" else name
+
+    def _happen(self, name: tuple) -> None:
+        self._due.discard(name)
+        self.world.fresh.add(name)
+        choice = self._choice(name)
+        if self.world.is_possible(choice):
             self.time.note(str(choice))
             if not self._is_cut_off(choice):
                 self.world.happen(choice)
@@ -99,6 +109,7 @@ class ClusterScenario:
             for other in self.ranks:
                 if (one in low) != (other in low):
                     self.world.unseen_losses.add((one, other))
+                    self.world.fresh.add(("notice", one, other))
         self._plan()
 
     def _check(self) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import simulate
+from cluster_world import World
+from scenario_clusters import ClusterScenario
 from scenario_job import FAULTS, JobScenario
+from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
 from virtual_time import SimulationError, VirtualTime
 
@@ -70,6 +73,48 @@ def test_a_failing_seed_is_told_with_what_plays_it_again(monkeypatch, capsys) ->
 def test_many_ranks_in_one_process(name: str, capsys) -> None:
     assert simulate.play_many(name, 75) == 0
     assert f"{name} with 75 ranks in one process" in capsys.readouterr().out
+
+
+def test_what_goes_to_all_waits_as_one_and_comes_as_if_each_had_been_asked_for() -> None:
+    due = [(float(place % 7), f"to {place}") for place in range(100)]
+    logs = []
+    for sends_at_once in (False, True):
+        time = VirtualTime(0)
+        if sends_at_once:
+            time.at_each(due, time.note)
+        else:
+            for when_s, target in due:
+                time.at(when_s, time.note, target)
+        time.at(3.0, time.note, "after all that is due then")
+        assert len(time._events) == (2 if sends_at_once else 101)
+        time.run(lambda: False, limit_s=10.0)
+        logs.append(list(time.last_lines))
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 101
+
+
+def test_clusters_of_many_ranks_are_looked_through_when_servers_change_and_not_at_each_event(monkeypatch) -> None:
+    """To ask at each event what may happen to anybody made the time grow with the cube of the ranks."""
+    num_checks = 0
+    check_servers = World.check_servers
+
+    def count(self: World) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        check_servers(self)
+
+    monkeypatch.setattr(World, "check_servers", count)
+    monkeypatch.setattr(World, "choices", lambda _: pytest.fail("all choices were asked for"))
+    played = ClusterScenario(simulate.MANY_SEED, num_ranks=150).run()
+    assert num_checks < played.num_events / 5
+
+
+def test_numbers_do_not_grow_with_the_workers() -> None:
+    fleet = OverlappedScenario(simulate.MANY_SEED, num_ranks=150).fleet
+    gradients = [fleet.gradient(worker, number) for worker in (0, 149) for number in (1, 2)]
+    assert len(set(gradients)) == 4
+    assert max(gradients).bit_length() <= 127
+    assert fleet.divide(sum(gradients) * 4, 4) == sum(gradients) % PRIME
 
 
 def test_news_of_a_loss_reach_those_whom_the_finder_cannot_reach() -> None:

@@ -23,6 +23,8 @@ from syncline.updates.clustered.view import Division, View
 from syncline.updates.membership import Membership
 
 JOB = "job"
+LATE = ("late", 0)
+KINDS = ("deliver", "notice", "finish", "late")
 Symbol = tuple
 
 
@@ -95,6 +97,10 @@ class World:
         self.states_seen: set[ServerState] = set()
         self.num_messages: Counter[str] = Counter()
         self.on_state: Callable[[int, ServerState], None] | None = None
+        self.fresh: set[tuple] = set()
+        """What may have become possible, for who takes it out and so need not ask for all choices."""
+        self._checked: dict[int, list[tuple[int, ServerState]]] = {}
+        """The servers of each rank when all were checked last; empty once somebody is gone."""
         for rank in ranks:
             self.perform(rank, self.players[rank].node.begin())
             self.compute(rank)
@@ -128,19 +134,26 @@ class World:
                 assert instruction.peer != rank
                 self.num_messages[type(instruction.envelope.message).__name__] += 1
                 self.mail.setdefault((rank, instruction.peer), []).append(instruction.envelope)
+                self.fresh.add(("deliver", rank, instruction.peer))
             elif isinstance(instruction, Run):
-                self.runs[rank, instruction.record.index] = instruction
+                index = instruction.record.index
+                self.runs[rank, index] = instruction
+                self.fresh |= {("finish", server, index) for _, server in instruction.participants}
             elif isinstance(instruction, Abandon):
                 run = self.runs.get((rank, instruction.record.index))
                 if run is not None and run.participants == instruction.participants:
                     self.late.append((rank, self.runs.pop((rank, instruction.record.index))))
+                    self.fresh.add(LATE)
             elif isinstance(instruction, Stop):
                 player.stop = instruction.reason
                 self.note_loss(rank)
         for instruction in instructions:
             if isinstance(instruction, Enter):
                 self.enter(rank, instruction)
-        self.check_servers()
+        servers = [(term, server.state) for term, server in player.node.servers.items()]
+        if self._checked.get(rank) != servers:  # that more are taken for dead makes no server one too many
+            self.check_servers()
+            self._checked[rank] = servers
 
     def enter(self, rank: int, instruction: Enter) -> None:
         player = self.players[rank]
@@ -167,6 +180,24 @@ class World:
                 choices.append(("finish", rank, index))
         choices += [("late", number) for number, (rank, _) in enumerate(self.late) if self.players[rank].is_alive]
         return choices
+
+    def is_possible(self, choice: tuple) -> bool:
+        """Whether this is one of :meth:`choices`, without making all of them."""
+        kind, *who = choice
+        if kind == "late":
+            return who[0] < len(self.late) and self.players[self.late[who[0]][0]].is_alive
+        if kind == "deliver":
+            return bool(self.mail.get((who[0], who[1]))) and self.players[who[1]].is_alive
+        if not self.players[who[0]].is_alive:
+            return False
+        if kind == "notice":
+            return (who[0], who[1]) in self.unseen_losses
+        run = self.runs.get((who[0], who[1]))
+        return run is not None and self.can_finish(run)
+
+    def next_late(self) -> tuple:
+        """The first exchange that may still end: before it may be some of ranks that are dead."""
+        return next((("late", place) for place, (rank, _) in enumerate(self.late) if self.players[rank].is_alive), LATE)
 
     def can_finish(self, run: Run) -> bool:
         """An outer round ends for a server once all had begun it; it may end for some before it ends for others."""
@@ -241,7 +272,10 @@ class World:
 
     def note_loss(self, rank: int) -> None:
         """A rank is gone: each of the others will notice."""
-        self.unseen_losses |= {(other, rank) for other in self.live() if rank not in self.players[other].node.view.dead}
+        unseen = {(other, rank) for other in self.live() if rank not in self.players[other].node.view.dead}
+        self.unseen_losses |= unseen
+        self.fresh |= {("notice", *pair) for pair in unseen}
+        self._checked.clear()
 
     # What must hold.
 
