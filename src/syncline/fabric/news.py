@@ -9,6 +9,7 @@ tells is kept until the rank below it is found lost here as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 MAX_REASON_BYTES = 1024
@@ -25,13 +26,13 @@ class News:
     >>> news = News()
     >>> news.hear(2, 0, known=set()), news.hear(2, 3, known=set())  # rank 2 has lost 0, which lives; then it tells of 3
     (False, False)
-    >>> news.find(known={0})  # rank 0 is dead after all
+    >>> list(news.find(known={0}))  # rank 0 is dead after all
     [(2, 3)]
     """
 
     def __init__(self) -> None:
         self._lost_below: dict[int, set[int]] = {}
-        self._kept: list[tuple[int, int]] = []
+        self._kept: set[tuple[int, int]] = set()
 
     def hear(self, teller: int, lost: int, *, known: AbstractSet[int]) -> bool:
         """Whether to believe ``teller`` now that ``lost`` is lost; ``known`` are those that are known to be."""
@@ -39,12 +40,21 @@ class News:
             self._lost_below.setdefault(teller, set()).add(lost)
             return False
         if self._lost_below.get(teller, set()) - known:
-            self._kept.append((teller, lost))
+            self._kept.add((teller, lost))
             return False
         return True
 
-    def find(self, *, known: AbstractSet[int]) -> list[tuple[int, int]]:
-        """Return who told of whom in what was kept and can be believed now; it is not kept any longer."""
-        found = [(teller, lost) for teller, lost in self._kept if not self._lost_below[teller] - known]
-        self._kept = [told for told in self._kept if told not in found]
-        return found
+    def find(self, *, known: AbstractSet[int]) -> Iterator[tuple[int, int]]:
+        """Yield who told of whom in what was kept and can be believed now, the lowest lost rank first.
+
+        ``known`` may grow with each of them: what was told by a rank that is lost itself is not believed any more, as
+        nobody who is left shares its view.
+        """
+        while True:
+            self._kept = {told for told in self._kept if known.isdisjoint(told)}
+            found = [(lost, teller) for teller, lost in self._kept if self._lost_below[teller] <= known]
+            if not found:
+                return
+            lost, teller = min(found)
+            self._kept.remove((teller, lost))
+            yield teller, lost
