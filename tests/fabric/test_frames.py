@@ -13,6 +13,8 @@ from syncline.fabric.frames import (
     check_payload,
     decode_header,
     encode_header,
+    on_word_of,
+    read_loss,
 )
 from syncline.fabric.options import MAX_CHUNK_BYTES
 
@@ -52,6 +54,12 @@ def test_what_is_encoded_is_decoded(kind, connection_class, tag, signature, mess
     assert (frame.type, frame.connection_class, frame.tag, frame.signature) == (kind, connection_class, tag, signature)
     assert (frame.message_bytes, frame.offset, frame.chunk_bytes) == (message_bytes, offset, len(payload))
     check_payload(frame, payload)
+
+
+def test_a_loss_says_whose_word_it_is():
+    assert read_loss(7, teller=3) == (7, 3)
+    for accuser in (0, 5, 2**32 - 2):
+        assert read_loss(on_word_of(accuser, 7), teller=3) == (7, accuser)
 
 
 @given(header=HEADERS, place=st.integers(0, HEADER_BYTES * 8 - 1))

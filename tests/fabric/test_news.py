@@ -32,6 +32,45 @@ def test_what_a_rank_told_that_is_lost_itself_is_forgotten():
     assert not list(news.find(known={0, 2}))
 
 
+def test_another_s_word_is_taken_once_it_is_lost():
+    """Rank 1 accuses 2 and is lost itself; 3 has believed it, and rank 0 holds 2 and 3."""
+    news = News()
+    assert not news.hear(3, 2, accuser=1, known=set()), "rank 1 would tell of it itself"
+    assert list(news.find(known={1})) == [(1, 2)]
+    assert news.hear(4, 2, accuser=1, known={1}), "or it is lost already"
+
+
+def test_another_s_word_is_kept_while_it_has_lost_a_rank_that_lives():
+    news = News()
+    assert not news.hear(1, 0, known=set())
+    assert not news.hear(3, 2, accuser=1, known={1})
+    assert list(news.find(known={0, 1})) == [(1, 2)]
+
+
+def test_no_word_of_a_rank_that_lives_or_does_not_exist_is_taken_and_none_of_one_above():
+    news = News()
+    for accuser in (0, 2, 4, 5, 99, 2**32 - 2):
+        for _ in range(3):
+            assert not news.hear(4, 2, accuser=accuser, known=set())
+    assert not list(news.find(known={1, 3}))
+    assert not news.hear(4, 2, accuser=3, known={3}), "rank 3 is above whom it accuses"
+    assert len(news._kept) <= 1, "what a teller repeats takes no more room"
+
+
+def test_of_two_that_accuse_each_other_on_what_is_kept_only_one_is_lost():
+    """Rank 2 has lost 1 and 3; 3 has believed rank 1 that 2 is lost; rank 1 is found lost last."""
+    for order in itertools.permutations([(2, 1, 2), (2, 3, 2), (3, 2, 1)]):
+        if order.index((2, 1, 2)) > order.index((2, 3, 2)):
+            continue  # what one rank tells comes in its order
+        news, known = News(), set()
+        for teller, lost, accuser in order:
+            assert not news.hear(teller, lost, accuser=accuser, known=known)
+        known.add(1)
+        for _, lost in news.find(known=known):
+            known.add(lost)
+        assert known == {1, 2}, order
+
+
 def test_one_broken_connection_costs_the_higher_rank_alone_in_every_order():
     """Ranks 0 and 2 lose each other; 1 and 4 believe rank 0 and give up rank 2, which accuses them; 3 hears it last."""
     told = [(0, 2), (2, 0), (2, 4), (2, 3)]
@@ -42,6 +81,6 @@ def test_one_broken_connection_costs_the_higher_rank_alone_in_every_order():
         for teller, lost in order:
             if teller not in known and news.hear(teller, lost, known=known):
                 known.add(lost)
-            for _, lost in news.find(known=known):
-                known.add(lost)
+            for _, found in news.find(known=known):
+                known.add(found)
         assert known == {2}, order

@@ -168,8 +168,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="            self._tell_living(lost, reason)  # whom the teller may not reach\n",
-                after="            pass\n",
+                before="        self._tell_living(tag, reason)  # whom the accuser may not reach\n",
+                after="",
             ),
         ),
         found_by=NamedTest(
@@ -179,13 +179,44 @@ FABRIC_MUTANTS = (
         is_quick=False,
     ),
     Mutant(
+        name="nobody says whose word it took",
+        breaks="a rank keeps two that have lost each other, as who accused one of them is lost itself",
+        changes=(
+            Change(
+                file="fabric/tcp.py",
+                before="        tag = lost if self._rank < lost else on_word_of(accuser, lost)\n",
+                after="        tag = lost\n",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/simulation/test_simulation.py",
+            name="test_who_was_believed_before_it_was_lost_itself_is_believed_by_all",
+        ),
+        is_quick=False,
+    ),
+    Mutant(
+        name="a lost rank is believed later",
+        breaks="when a rank dies, those who are left lose another on the word of one that they have lost long before",
+        changes=(
+            Change(
+                file="fabric/news.py",
+                before="if known.isdisjoint(told)}\n",
+                after="}\n",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/fabric/test_news.py",
+            name="test_what_a_rank_told_that_is_lost_itself_is_forgotten",
+        ),
+    ),
+    Mutant(
         name="anyone is believed",
         breaks="of two ranks that lose each other, all others lose both",
         changes=(
             Change(
                 file="fabric/news.py",
-                before="        if teller > lost:\n",
-                after="        if teller == lost:\n",
+                before="        if accuser > lost:\n",
+                after="        if accuser == lost:\n",
             ),
         ),
         found_by=NamedTest(

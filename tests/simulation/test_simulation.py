@@ -128,7 +128,16 @@ def test_of_two_ranks_that_lose_each_other_all_lose_the_higher_one() -> None:
     assert [sorted(rank.ear.losses) for rank in scenario.job.ranks] == [[2], [2], [0, 1, 3], [2]]
 
 
-@pytest.mark.parametrize("seed", [17927, 23963])
+@pytest.mark.parametrize("num_ranks", [4, 6])
+def test_who_was_believed_before_it_was_lost_itself_is_believed_by_all(num_ranks: int) -> None:
+    """Rank 1 accuses rank 2 to all but rank 0, which it cannot reach, and is then lost to rank 0."""
+    scenario = PartitionScenario(1, num_ranks=num_ranks, pairs=((1, 2), (0, 1)))
+    scenario.run()
+    rest = [scenario.job.ranks[0], *scenario.job.ranks[3:]]
+    assert [{*rank.ear.losses} for rank in rest] == [{1, 2}] * (num_ranks - 2)
+
+
+@pytest.mark.parametrize("seed", [17927, 23963, 51983, 53283, 85423, 86623, 89323])
 def test_seeds_that_failed_once(seed: int) -> None:
     """Each is told of in `docs/faults.md` ("What simulations have found")."""
     assert not simulate.play(seed).error

@@ -63,7 +63,8 @@ class FrameType(IntEnum):
     FAREWELL = 10
     """The END of every connection has been seen: all that was sent has been read."""
     LOST = 11
-    """Rank ``tag`` is lost; the payload says why. With ``HEARSAY`` added the sender was told so by another."""
+    """Rank ``tag`` is lost; the payload says why. The upper half is 0, or one more than the rank whose word the sender
+    took (:func:`on_word_of`)."""
     OFFER = 12
     """The sender's memory may be read; the payload lets the receiver try."""
     ACCEPT = 13
@@ -78,10 +79,20 @@ class FrameType(IntEnum):
     """The sender has the first ``message_bytes`` of what this peer sends on the connection of class ``tag`` - 1."""
 
 
-HEARSAY = 1 << 32
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
 _CRCS = CrcChecks()
 _TYPES = frozenset(int(kind) for kind in FrameType)
+
+
+def on_word_of(accuser: int, lost: int) -> int:
+    """Return the tag of a frame that tells that ``lost`` is lost because ``accuser`` says so."""
+    return (accuser + 1) << 32 | lost
+
+
+def read_loss(tag: int, *, teller: int) -> tuple[int, int]:
+    """Return who is lost by the tag of such a frame, and whose word that is: the teller's own, or another's."""
+    lost, other = tag & 0xFFFFFFFF, tag >> 32
+    return lost, other - 1 if other else teller
 
 
 class Frame(NamedTuple):

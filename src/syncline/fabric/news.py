@@ -5,6 +5,10 @@ other, *the one of the higher number is lost*, for all; so a teller is believed 
 lost a rank below its own that lives, as far as is known here, is the lost one of the two. Those who have heard that
 already give it up, and it takes them for lost in turn; whoever has not heard it yet must not believe that. So what it
 tells is kept until the rank below it is found lost here as well.
+
+Who believes passes it on. A rank below the lost one does so in its own name; one above it, which would not be believed,
+names the *accuser*, whose word it took. That is believed once the accuser is lost here: it cannot tell of it any more.
+As long as it lives, it tells of it itself, or it is a lie.
 """
 
 from __future__ import annotations
@@ -28,33 +32,50 @@ class News:
     (False, False)
     >>> list(news.find(known={0}))  # rank 0 is dead after all
     [(2, 3)]
+    >>> news.hear(5, 4, accuser=1, known={0})  # rank 5 took the word of rank 1, which has not told it here
+    False
+    >>> list(news.find(known={0, 1}))
+    [(1, 4)]
     """
 
     def __init__(self) -> None:
         self._lost_below: dict[int, set[int]] = {}
-        self._kept: set[tuple[int, int]] = set()
+        self._kept: dict[tuple[int, int], int] = {}
+        """On whose word a teller holds a rank for lost."""
 
-    def hear(self, teller: int, lost: int, *, known: AbstractSet[int]) -> bool:
-        """Whether to believe ``teller`` now that ``lost`` is lost; ``known`` are those that are known to be."""
-        if teller > lost:
-            self._lost_below.setdefault(teller, set()).add(lost)
+    def hear(self, teller: int, lost: int, *, known: AbstractSet[int], accuser: int | None = None) -> bool:
+        """Whether to believe ``teller`` now that ``lost`` is lost; ``known`` are those that are known to be.
+
+        ``accuser`` is whose word the teller took, if not its own.
+        """
+        if accuser is None:
+            accuser = teller
+        if accuser > lost:
+            if accuser == teller:
+                self._lost_below.setdefault(teller, set()).add(lost)
             return False
-        if self._lost_below.get(teller, set()) - known:
-            self._kept.add((teller, lost))
-            return False
-        return True
+        if self._is_believed(teller, accuser, known):
+            return True
+        self._kept[teller, lost] = accuser
+        return False
 
     def find(self, *, known: AbstractSet[int]) -> Iterator[tuple[int, int]]:
-        """Yield who told of whom in what was kept and can be believed now, the lowest lost rank first.
+        """Yield who accuses whom in what was kept and can be believed now, the lowest lost rank first.
 
         ``known`` may grow with each of them: what was told by a rank that is lost itself is not believed any more, as
         nobody who is left shares its view.
         """
         while True:
-            self._kept = {told for told in self._kept if known.isdisjoint(told)}
-            found = [(lost, teller) for teller, lost in self._kept if self._lost_below[teller] <= known]
+            self._kept = {told: accuser for told, accuser in self._kept.items() if known.isdisjoint(told)}
+            found = [
+                (lost, teller)
+                for (teller, lost), accuser in self._kept.items()
+                if self._is_believed(teller, accuser, known)
+            ]
             if not found:
                 return
             lost, teller = min(found)
-            self._kept.remove((teller, lost))
-            yield teller, lost
+            yield self._kept.pop((teller, lost)), lost
+
+    def _is_believed(self, teller: int, accuser: int, known: AbstractSet[int]) -> bool:
+        return (accuser == teller or accuser in known) and self._lost_below.get(accuser, set()) <= known

@@ -33,8 +33,8 @@ class PeerEvents(Protocol):
     def on_farewell(self, peer: Peer) -> None:
         """Note that the peer has read everything that was sent to it before our END."""
 
-    def on_news(self, peer: Peer, lost: int, reason: str) -> None:
-        """Hear from the peer that rank ``lost`` is lost."""
+    def on_news(self, peer: Peer, tag: int, reason: str) -> None:
+        """Hear from the peer that a rank is lost: the one that ``tag`` says (:func:`read_loss`)."""
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Take a control message for the layer above."""

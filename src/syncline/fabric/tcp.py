@@ -16,7 +16,7 @@ from typing import Protocol, Unpack
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.frames import HEARSAY, FrameType
+from syncline.fabric.frames import FrameType, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
 from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
@@ -206,14 +206,14 @@ class TcpFabric:
         for peer in self._living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
-            self._tell_peer(peer, lost=self._rank, reason=reason)
+            self._tell_peer(peer, tag=self._rank, reason=reason)
         await asyncio.gather(*self._release(), return_exceptions=True)
 
     def abort(self, reason: str = "it aborted its fabric") -> None:
         """Release everything at once; tell the others why, as far as that goes without waiting."""
         if not self._is_closed:
             for peer in self._living():
-                self._tell_peer(peer, lost=self._rank, reason=f"is lost: {reason}")
+                self._tell_peer(peer, tag=self._rank, reason=f"is lost: {reason}")
         self._release()
 
     def resize_grants(self, sizes: WindowSizes) -> None:
@@ -266,32 +266,32 @@ class TcpFabric:
             self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
             return
         if must_tell:
-            self._tell_peer(peer, lost=peer.rank, reason=reason)
+            self._tell_peer(peer, tag=peer.rank, reason=reason)
         self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
         self._tell_living(peer.rank, reason)
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
-        error = PeerLeftError(f"{peer.name} left: it closed its fabric", rank=peer.rank, host=peer.host)
         if not self._is_closing or peer.has_said_farewell:
-            self._lose(peer, error)
+            self._lose(peer, PeerLeftError(f"{peer.name} left: it closed its fabric", rank=peer.rank, host=peer.host))
 
     def on_farewell(self, peer: Peer) -> None:
         """Let go of a peer that has read everything, if it has nothing to send either."""
         self._lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
 
-    def on_news(self, peer: Peer, lost: int, reason: str) -> None:
+    def on_news(self, peer: Peer, tag: int, reason: str) -> None:
         """Believe a peer that another one is lost, if it is to be (:class:`News`), or that it gave up this rank."""
-        is_hearsay, lost = bool(lost & HEARSAY), lost & ~HEARSAY
+        lost, accuser = read_loss(tag, teller=peer.rank)
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
-            self._lose(peer, (GivenUpError if is_hearsay else PeerLostError)(text, rank=peer.rank, host=peer.host))
-            if not is_hearsay or peer.rank < lost:  # a lower one is told of too: then this rank is not to be believed
+            error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
+            self._lose(peer, error)
+            if accuser == peer.rank or peer.rank < lost:  # a lower one is told of too: then this rank is not believed
                 self._tell_living(peer.rank, f"gave up rank {lost}, which {reason}")
-        elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys()):
-            self._believe(peer.rank, lost, reason)
+        elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
+            self._believe(accuser, lost, reason)
         else:
             _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
 
@@ -310,24 +310,25 @@ class TcpFabric:
 
     # --- inside ---
 
-    def _believe(self, teller: int, lost: int, reason: str) -> None:
+    def _believe(self, accuser: int, lost: int, reason: str) -> None:
         outcast = self._peers[lost]
         if outcast.is_gone:
             return
-        if lost != teller:
-            reason = f"{reason} (as {self.describe_peer(teller)} reports)"
-            self._tell_peer(outcast, lost=lost | HEARSAY, reason=reason)
+        if lost != accuser:
+            as_told = f" (as {self.describe_peer(accuser)} reports)"
+            reason = reason.removesuffix(as_told) + as_told
+            self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         self._lose(outcast, PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host))
-        if self._rank < lost:
-            self._tell_living(lost, reason)  # whom the teller may not reach
+        tag = lost if self._rank < lost else on_word_of(accuser, lost)
+        self._tell_living(tag, reason)  # whom the accuser may not reach
 
-    def _tell_living(self, lost: int, reason: str) -> None:
+    def _tell_living(self, tag: int, reason: str) -> None:
         for peer in self._living():
-            peer.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
+            peer.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
 
-    def _tell_peer(self, peer: Peer, *, lost: int, reason: str) -> None:
-        """Tell ``peer`` at once, before its connections are closed, that ``lost`` (itself, or this rank) is lost."""
-        peer.send_frame(FrameType.LOST, tag=lost, payload=cut_reason(reason))
+    def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:
+        """Tell ``peer`` at once, before its connections are closed, that a rank (itself, or this one) is lost."""
+        peer.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
         peer.flush_control()
 
     def _tick(self) -> None:
@@ -360,8 +361,8 @@ class TcpFabric:
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
-        for teller, lost in self._news.find(known=self._lost.keys()):
-            self._believe(teller, lost, "is lost")
+        for accuser, lost in self._news.find(known=self._lost.keys()):
+            self._believe(accuser, lost, "is lost")
 
     def _release(self) -> list[asyncio.Task[Admission]]:
         if self._is_closed:
