@@ -267,3 +267,19 @@ def test_random_traffic_with_cancellations(seed):
     run_over_tcp(
         3, scenario, num_classes=2, credit_bytes=20_000, grant_window_bytes=50_000, chunk_bytes=16_384, close_s=0.2
     )
+
+
+def test_others_hear_of_the_first_loss_first():
+    """Rank 3 ends since rank 2 is lost, and rank 1 believes that once it has lost rank 2 itself."""
+
+    async def scenario(fabrics, recorders, mail):
+        for lost in (2, 3):
+            fabrics[3].peer(1).send_frame(FrameType.LOST, tag=lost, payload=b"is lost: as a test has it")
+        fabrics[3].send_control(1, b"told")
+        await recorders[1].wait_until(lambda: recorders[1].controls)
+        assert not recorders[1].lost, "who has lost a rank below its own is not believed while that one lives"
+        fabrics[1].peer(2).on_broken(EOFError())
+        await recorders[0].wait_until(lambda: len(recorders[0].lost) == 2)
+        assert list(recorders[0].lost) == [2, 3]
+
+    run_over_tcp(4, scenario)

@@ -267,8 +267,8 @@ class TcpFabric:
             return
         if must_tell:
             self._tell_peer(peer, tag=peer.rank, reason=reason)
-        self._lose(peer, PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host))
-        self._tell_living(peer.rank, reason)
+        error = PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host)
+        self._lose(peer, error, news=(peer.rank, reason))
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
@@ -287,9 +287,9 @@ class TcpFabric:
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
-            self._lose(peer, error)
-            if accuser == peer.rank or peer.rank < lost:  # a lower one is told of too: then this rank is not believed
-                self._tell_living(peer.rank, f"gave up rank {lost}, which {reason}")
+            # A lower one is told of too: then this rank is not believed.
+            must_tell = accuser == peer.rank or peer.rank < lost
+            self._lose(peer, error, news=(peer.rank, f"gave up rank {lost}, which {reason}") if must_tell else None)
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
             self._believe(accuser, lost, reason)
         else:
@@ -318,9 +318,9 @@ class TcpFabric:
             as_told = f" (as {self.describe_peer(accuser)} reports)"
             reason = reason.removesuffix(as_told) + as_told
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
-        self._lose(outcast, PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host))
+        error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if self._rank < lost else on_word_of(accuser, lost)
-        self._tell_living(tag, reason)  # whom the accuser may not reach
+        self._lose(outcast, error, news=(tag, reason))  # for those whom the accuser may not reach
 
     def _tell_living(self, tag: int, reason: str) -> None:
         for peer in self._living():
@@ -351,7 +351,8 @@ class TcpFabric:
                 self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self._living()})
 
-    def _lose(self, peer: Peer, error: PeerLostError) -> None:
+    def _lose(self, peer: Peer, error: PeerLostError, *, news: tuple[int, str] | None = None) -> None:
+        """Report a peer as lost; the others hear the ``news`` (tag and reason) before whatever follows from it."""
         if peer.is_gone:
             return
         peer.close()
@@ -361,6 +362,8 @@ class TcpFabric:
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
+        if news is not None:
+            self._tell_living(*news)
         for accuser, lost in self._news.find(known=self._lost.keys()):
             self._believe(accuser, lost, "is lost")
 
