@@ -55,7 +55,11 @@ class Forker:
         assert data, "the nursery has ended"
         *lines, self._rest = (self._rest + data).split(b"\n")
         said = [json.loads(line) for line in lines]
-        self.ended |= {one["ended"]: one["status"] for one in said if "ended" in one}
+        for one in said:
+            if "ended" in one:
+                self.ended[one["ended"]] = one["status"]
+            for process in one.get("begun", {}).values():  # it may have the number of one that has ended long ago
+                self.ended.pop(process, None)
         return said
 
     def end(self) -> None:

@@ -1,9 +1,11 @@
 """What a soak is made of: schedules that a seed gives again, and an oracle that misses nothing it is to find."""
 
 import copy
+import os
 from collections import Counter
 
 import pytest
+from soak_forker import Forker
 from soak_growth import Growth
 from soak_kinds import KINDS, Outcome
 from soak_memory import LEAST_SAMPLES, MOST_GROWTH_KIB, WARM_STEPS, growth_kib
@@ -294,6 +296,23 @@ def test_a_newcomer_comes_for_whoever_is_lost_and_one_after_the_other():
     assert growth.is_whole()
     growth.hear({"event": "done", "rank": 0})
     assert growth.vacant({3}) == []
+
+
+def test_a_process_with_the_number_of_one_that_has_ended_lives(monkeypatch):
+    reading, writing = os.pipe()
+    monkeypatch.setattr(Forker, "handle", reading)
+    forker = Forker.__new__(Forker)
+    forker.ended, forker._rest = {}, b""
+    try:
+        os.write(writing, b'{"begun": {"0": 7}}\n{"ended": 7, "status": 0}\n')
+        forker.read()
+        assert forker.ended == {7: 0}
+        os.write(writing, b'{"begun": {"5": 7}}\n')
+        forker.read()
+        assert forker.ended == {}
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_pairs_have_the_losses_of_one_process_and_the_same_stages():
