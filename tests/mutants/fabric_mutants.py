@@ -168,8 +168,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="        self._tell_living(tag, reason)  # whom the accuser may not reach\n",
-                after="",
+                before="        self._lose(outcast, error, news=[(tag, reason)])  # for those whom the accuser may not reach\n",
+                after="        self._lose(outcast, error)\n",
             ),
         ),
         found_by=NamedTest(

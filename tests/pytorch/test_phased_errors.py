@@ -228,6 +228,7 @@ def test_a_rank_that_fails_is_named_by_its_partner_and_the_other_pairs(run_fleet
     assert told[2] == "RuntimeError: the machine is on fire"
     for rank in (0, 1, 3, 4, 5):
         assert "rank 2 (" in told[rank], told
+        assert "it ended with RuntimeError: the machine is on fire" in told[rank], told
 
 
 class Stuck(TemporaryFiles):

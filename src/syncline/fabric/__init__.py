@@ -7,6 +7,7 @@ from syncline.fabric.news import News
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
 from syncline.fabric.protocol import (
+    ABORTED,
     BULK,
     MAX_CONTROL_BYTES,
     Fabric,
@@ -28,6 +29,7 @@ __all__ = [
     "GivenUpError",
     "News",
     "PeerLeftError",
+    "ABORTED",
     "MAX_CONTROL_BYTES",
     "BULK",
     "FabricOptions",

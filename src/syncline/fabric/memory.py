@@ -20,7 +20,7 @@ from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.memory_classes import MemoryClasses
 from syncline.fabric.memory_parcels import Counters, Parcel, Posted
 from syncline.fabric.progress import Progress, Stalls
-from syncline.fabric.protocol import MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.protocol import ABORTED, MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.priorities.terms import Priorities
@@ -283,9 +283,9 @@ class MemoryFabric:
             pass  # what no one receives within the deadline is dropped, as TCP would
         self._leave(PeerLeftError, "left: it closed its fabric")
 
-    def abort(self) -> None:
+    def abort(self, reason: str = ABORTED) -> None:
         """Leave at once; the others see this rank as lost."""
-        self._leave(PeerLostError, "is lost: its fabric was aborted")
+        self._leave(PeerLostError, f"is lost: {reason}")
 
     def kill(self, rank: int) -> None:
         """Let ``rank`` die as a killed process does: it hears nothing more, and every other rank loses it."""

@@ -18,6 +18,8 @@ from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
 from syncline.priorities.terms import Priorities
 
+ABORTED = "it aborted its fabric"
+"""Why others lose a rank that gives no other reason."""
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
 BULK = 1 << 30
@@ -229,5 +231,5 @@ class Fabric(Transport, Protocol):
         It never raises for peers that do not answer: what they did not take by then is dropped.
         """
 
-    def abort(self) -> None:
-        """Release everything at once, without goodbye; peers see this rank as lost."""
+    def abort(self, reason: str = ABORTED) -> None:
+        """Release everything at once, without goodbye; peers see this rank as lost, for this ``reason``."""

@@ -26,6 +26,7 @@ from syncline.fabric.peer import Peer
 from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
+    ABORTED,
     MAX_CONTROL_BYTES,
     FabricListener,
     GivenUpError,
@@ -209,7 +210,7 @@ class TcpFabric:
             self._tell_peer(peer, tag=self._rank, reason=reason)
         await asyncio.gather(*self._release(), return_exceptions=True)
 
-    def abort(self, reason: str = "it aborted its fabric") -> None:
+    def abort(self, reason: str = ABORTED) -> None:
         """Release everything at once; tell the others why, as far as that goes without waiting."""
         if not self._is_closed:
             for peer in self._living():
@@ -268,7 +269,7 @@ class TcpFabric:
         if must_tell:
             self._tell_peer(peer, tag=peer.rank, reason=reason)
         error = PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host)
-        self._lose(peer, error, news=(peer.rank, reason))
+        self._lose(peer, error, news=[(peer.rank, reason)])
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
@@ -287,9 +288,8 @@ class TcpFabric:
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
-            # A lower one is told of too: then this rank is not believed.
-            must_tell = accuser == peer.rank or peer.rank < lost
-            self._lose(peer, error, news=(peer.rank, f"gave up rank {lost}, which {reason}") if must_tell else None)
+            must_tell = accuser == peer.rank or peer.rank < lost  # a lower one is told of, so this rank is not believed
+            self._lose(peer, error, news=[(peer.rank, f"gave up rank {lost}, which {reason}")] if must_tell else ())
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
             self._believe(accuser, lost, reason)
         else:
@@ -320,11 +320,7 @@ class TcpFabric:
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if self._rank < lost else on_word_of(accuser, lost)
-        self._lose(outcast, error, news=(tag, reason))  # for those whom the accuser may not reach
-
-    def _tell_living(self, tag: int, reason: str) -> None:
-        for peer in self._living():
-            peer.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
+        self._lose(outcast, error, news=[(tag, reason)])  # for those whom the accuser may not reach
 
     def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that a rank (itself, or this one) is lost."""
@@ -351,8 +347,8 @@ class TcpFabric:
                 self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self._living()})
 
-    def _lose(self, peer: Peer, error: PeerLostError, *, news: tuple[int, str] | None = None) -> None:
-        """Report a peer as lost; the others hear the ``news`` (tag and reason) before whatever follows from it."""
+    def _lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:
+        """Report a peer as lost; others hear the ``news`` (each a tag and a reason) before whatever follows from it."""
         if peer.is_gone:
             return
         peer.close()
@@ -362,8 +358,9 @@ class TcpFabric:
         self._note("peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
-        if news is not None:
-            self._tell_living(*news)
+        for tag, reason in news:
+            for other in self._living():
+                other.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
         for accuser, lost in self._news.find(known=self._lost.keys()):
             self._believe(accuser, lost, "is lost")
 

@@ -332,11 +332,17 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             # after a failure of the communicator itself, close() gives the others time to read why
             is_lost = is_failing and self.communicator.failure is None
-            stack.callback(self.base.abort if is_lost else self.base.close)
-            if self.communicator is not self.base:
-                stack.callback(self.communicator.abort if is_lost else self.communicator.close)
+            for communicator in dict.fromkeys((self.base, self.communicator)):
+                stack.callback(*((communicator.abort, self._why()) if is_lost else (communicator.close,)))
             for function in self._on_close:
                 stack.callback(function, is_failing)
+
+    def _why(self) -> str:
+        """Say with what this rank ends, for those who lose it; nothing if that is not known."""
+        error = self.error_in_flight
+        if error is None:
+            return ""
+        return f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
 
     def close_at_exit(self) -> None:
         """Close the fleet when the interpreter ends, if nobody did before."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from syncline.errors import SynclineError
-from syncline.fabric import Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
+from syncline.fabric import ABORTED, Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
@@ -343,14 +343,14 @@ class Communicator:
         finally:
             self._released()
 
-    def abort(self) -> None:
-        """Release everything at once; the other ranks see this one as lost. A second call does nothing."""
+    def abort(self, reason: str = "") -> None:
+        """Release everything at once; the others see this rank as lost, and why. A second call does nothing."""
         if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:
             if self._loop.is_running():
-                self._loop.run(self._break_off(), CLOSE_S)
+                self._loop.run(self._break_off(reason), CLOSE_S)
         finally:
             self._released()
 
@@ -387,10 +387,10 @@ class Communicator:
         await self._fabric.close()
         self._last_statistics = await self._take_statistics()
 
-    async def _break_off(self) -> None:
+    async def _break_off(self, reason: str = "") -> None:
         self._relay.end(self.rank)
         self._last_statistics = await self._take_statistics()
-        self._fabric.abort()
+        self._fabric.abort(reason or ABORTED)
         self._engine.leave(tell=False)
 
     def _released(self) -> None:

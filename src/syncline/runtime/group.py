@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from syncline.errors import ConfigurationError
-from syncline.fabric import Fabric, FabricListener
+from syncline.fabric import ABORTED, Fabric, FabricListener
 from syncline.fabric.progress import MemberStalls
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SliceExecutor
@@ -106,7 +106,7 @@ class GroupFabric:
         self.stalls.close()
         self._relay.remove_group(self)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = ABORTED) -> None:  # noqa: ARG002 - its ranks go on elsewhere
         """Listen no more."""
         self.stalls.close()
         self._relay.remove_group(self)

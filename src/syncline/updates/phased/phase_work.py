@@ -66,7 +66,7 @@ class PhaseWork:
         if current.kind is Pass.TRAIN:
             current.options = self._updater.options()
             if self._side == 0:
-                current.samples = self._updater.count_samples(current.num_samples)
+                current.samples = self._updater.count_samples(current.num_samples, current.step)
 
     def compute(self, phase: Phase, current: CurrentPass, messages: Sequence[Message]) -> Message | None:
         """Compute ``phase`` from what was sent for it; return what is to be sent, if anything is."""
@@ -76,7 +76,7 @@ class PhaseWork:
             current.num_samples = message.num_samples
             current.loss = message.loss if message.loss is not None else current.loss
         if current.kind is Pass.TRAIN and current.samples is None:
-            current.samples = self._updater.count_samples(current.num_samples)
+            current.samples = self._updater.count_samples(current.num_samples, current.step)
         micro = current.micros[phase.micro]
         given = _given(messages[0]) if stage.number else Given(value=micro.inputs)
         if phase.kind is Kind.FORWARD:
@@ -150,7 +150,7 @@ class PhaseWork:
 
     def _end_visit(self, stage: Stage, current: CurrentPass) -> None:
         assert current.samples is not None, "samples are counted before the way back"
-        present, work = self._updater.count_present(stage.present)
+        present, work = self._updater.count_present(stage.present, current.step)
         room, self._room = self._room, None
         self.gradients[stage.number] = StageGradients(
             buckets=stage.end_backward(),

@@ -98,20 +98,20 @@ class StageUpdater:
         self._whole = whole_parameters
         self._thread = WorkerThread(f"syncline-phased-update-{collectives.rank}", on_failure=on_failure)
 
-    def count_samples(self, number: float) -> Samples:
-        """Begin to sum the samples of a pass; the training thread of every rank calls this once a pass."""
+    def count_samples(self, number: float, step: int) -> Samples:
+        """Begin to sum the samples of a step; the training thread of every rank calls this once a step."""
         total = torch.tensor([number], dtype=torch.float64)
-        work = self._collectives.control.start_sum(total, "samples of a pass")
+        work = self._collectives.control.start_sum(total, "samples of a pass", step=step)
         return Samples(own=number, total=total, work=work)
 
     def options(self) -> tuple[dict[str, Any], ...]:
         """Return the hyper-parameters of each group as they are now."""
         return tuple(hyperparameters(self._optimizer, group) for group in range(len(self._optimizer.param_groups)))
 
-    def count_present(self, present: Sequence[bool]) -> tuple[torch.Tensor, Work]:
+    def count_present(self, present: Sequence[bool], step: int) -> tuple[torch.Tensor, Work]:
         """Begin to count which parameters have gradients; as :meth:`count_samples`, after each backward pass."""
         counts = torch.tensor([float(one) for one in present], dtype=torch.float64)
-        return counts, self._collectives.control.start_sum(counts, "gradients of a stage")
+        return counts, self._collectives.control.start_sum(counts, "gradients of a stage", step=step)
 
     def reduce(self, gradients: StageGradients, urgency: int, then: Callable[[], None]) -> None:
         """Begin to reduce-scatter; ``then`` runs on the update thread when this rank's shard is complete."""
