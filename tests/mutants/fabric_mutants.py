@@ -168,7 +168,7 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="        self._lose(outcast, error, news=[(tag, reason)])  # for those whom the accuser may not reach\n",
+                before="        self._lose(outcast, error, news=[(tag, reason)])  # to whom the accuser has no link\n",
                 after="        self._lose(outcast, error)\n",
             ),
         ),

@@ -320,7 +320,7 @@ class TcpFabric:
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if self._rank < lost else on_word_of(accuser, lost)
-        self._lose(outcast, error, news=[(tag, reason)])  # for those whom the accuser may not reach
+        self._lose(outcast, error, news=[(tag, reason)])  # to whom the accuser has no link
 
     def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that a rank (itself, or this one) is lost."""
