@@ -23,7 +23,7 @@ STORE_THREAD = "syncline-store"
 DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
 OPERATION = re.compile(
     r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|report|checkpoint|period|update|"
-    r"stage|(of|after) step).*",
+    r"stage|samples of a pass|norm of all gradients|(of|after) step).*",
 )
 STEP = re.compile(r"(step|iteration|period|checkpoint) \d+|checkpoint|barrier|starts|distribute")
 
