@@ -85,11 +85,11 @@ class PeerLostError(FabricError):
 
     >>> from syncline.runtime import communicators_in_memory
     >>> first, second = communicators_in_memory(2)
-    >>> second.abort()
+    >>> second.abort("it ended with KeyError: 3")
     >>> first.barrier().wait()
     Traceback (most recent call last):
-    syncline.errors.PeerLostError: rank 1 (host memory) is lost: its fabric was aborted, during barrier; rank 0 waits
-        for it
+    syncline.errors.PeerLostError: rank 1 (host memory) is lost: it ended with KeyError: 3, during barrier; rank 0
+        waits for it
     >>> first.failure.rank
     1
     >>> first.abort()
