@@ -112,7 +112,7 @@ def test_the_last_average_of_a_server_that_has_left_counts(options: dict) -> Non
             step += 1
         return parameters_of(model), optimizer.iteration
 
-    results = run_fleets(3, body, timeout_s=10.0)
+    results = run_fleets(3, body)
     for parameters, iteration in results:
         assert torch.equal(parameters, results[0][0])
         assert iteration == 8
