@@ -235,6 +235,7 @@ def one_rank(size: int, **settings: Any) -> tuple[ElasticSampler, FakeOptimizer]
     return ElasticSampler(range(size), fleet=cast("Fleet", fleet), **settings), FakeOptimizer()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on a machine of one core
 def test_what_workers_have_loaded_and_no_step_has_used_is_not_done() -> None:
     sampler, optimizer = one_rank(40, batch_size=4, shuffle=False)
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_sampler=sampler, num_workers=2)
