@@ -67,17 +67,9 @@ class BucketTerms:
         return BULK + self.index
 
     def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
-        """Return the bucket's messages; ``epoch`` counts the servers that it has had.
-
-        What a server sent before it left is received after that too: the last averages come so.
-        """
+        """Return the bucket's messages; ``epoch`` counts the servers that it has had."""
         return MessageStream(
-            port,
-            self.stream,
-            urgency=self.urgency,
-            connection_class=self.connection_class,
-            epoch=epoch,
-            even_if_lost=True,
+            port, self.stream, urgency=self.urgency, connection_class=self.connection_class, epoch=epoch
         )
 
     def make_up(self) -> Message:
