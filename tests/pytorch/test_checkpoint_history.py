@@ -19,8 +19,10 @@ from syncline.updates import AllReduce, Overlapped, Sharded, UpdateRule
 
 
 def make(value: float = 0.0) -> nn.Module:
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)  # of its own: ranks are threads, and make models at the same time
     model = nn.Linear(5, 3)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
     if value:
         nn.init.constant_(model.weight, value)
     return model
