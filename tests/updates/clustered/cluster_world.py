@@ -10,17 +10,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from frozen_state import frozen
 
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Clusters, Contribution, Envelope, Proposal
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.outer_round import OuterRound
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
-from syncline.updates.clustered.server import Server, ServerState
-from syncline.updates.clustered.view import Division, View
-from syncline.updates.membership import Membership
+from syncline.updates.clustered.server import ServerState
 
 JOB = "job"
 LATE = ("late", 0)
@@ -372,31 +369,3 @@ class World:
 def accuse(world: World, accuser: int, accused: int) -> None:
     """Let a rank take another one for dead that lives."""
     world.perform(accuser, world.players[accuser].node.lose(accused))
-
-
-def frozen(value: Any) -> object:
-    """Turn the state of anything into something that can be compared and hashed.
-
-    This is most of the time of a walk through all orders, so it asks for exact types, and sorts nothing.
-    """
-    kind = type(value)
-    if kind is dict:
-        return frozenset([(key, frozen(item)) for key, item in value.items()])
-    if kind is set:
-        return frozenset(value)
-    if kind is list or kind is tuple:
-        return tuple([frozen(item) for item in value])
-    if kind in _WITH_STATE:
-        return tuple([frozen(item) for name, item in vars(value).items() if name not in _NO_STATE])
-    return _told(value) if kind in _TOLD else value
-
-
-def _told(value: Division | Membership) -> object:
-    if isinstance(value, Division):
-        return value.term, value.clusters
-    return frozenset([(rank, loss.has_left) for rank, loss in value.losses.items()])
-
-
-_TOLD = {Division, Membership}
-_WITH_STATE = {Node, Member, Server, OuterRound, View}
-_NO_STATE = {"_agenda", "record schedule", "_arithmetic", "_view", "_member", "num_refused", "job"}
