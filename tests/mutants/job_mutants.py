@@ -264,8 +264,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/overlapped/server.py",
-                before="        if not ended or any(worker not in ended for worker in self.alive):\n",
-                after="        if len(ended) < self.quorum:\n",
+                before="        while self.alive and not self._lacking(self._num_averaged):\n",
+                after="        while len(self._ends.get(self._num_averaged, {})) >= self.quorum:\n",
             ),
         ),
         found_by=Simulation(scenario="overlapped", num_seeds=100),

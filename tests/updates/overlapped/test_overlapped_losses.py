@@ -5,9 +5,11 @@ import torch
 from overlapped_training import one_step, start
 
 from small_regression import make_adam, make_model, parameters_of
+from syncline.fabric.slice_executor import CALL_TAGS, SLICE_TAGS
 from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
 from syncline.updates.membership import QuorumLostError
+from syncline.updates.overlapped.messages import DOWN
 from thread_fleets import run_fleets
 
 
@@ -83,7 +85,7 @@ def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
         if optimizer.is_server:
             return optimizer.serve()
         if fleet.rank == 2:
-            hold_last_average(optimizer.training.updater.client, server=3, until_lost={0, 1}, num_periods=2)
+            hold_last_average(optimizer.training.updater.client, servers={3}, until_lost={0, 1}, num_periods=2)
         for step in range(8):
             one_step(model, optimizer, fleet.rank, step)
         if fleet.rank == 2:
@@ -95,8 +97,29 @@ def test_who_leaves_first_leaves_the_last_average_to_the_others() -> None:
     assert torch.equal(results[2], results[0])
 
 
-def hold_last_average(client, *, server: int, until_lost: set[int], num_periods: int) -> None:
-    """Deliver what ``server`` sends at the end of the last period when those ranks are lost."""
+@pytest.mark.parametrize("options", [{"quorum": 2}, {"average_state": True}], ids=["quorum", "all who live"])
+def test_the_last_average_of_a_server_that_has_left_counts(options: dict) -> None:
+    """Its last bytes and its end came in one reading: rank 0 has the average, and hears first that who sent it left."""
+    rule = Overlapped(period=4, bucket_bytes=128, **options)
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule, make_adam)
+        if fleet.rank == 0:
+            hold_last_average(optimizer.training.updater.client, servers={1, 2}, until_lost={1, 2}, num_periods=2)
+        step = 0
+        while optimizer.iteration < 8:
+            one_step(model, optimizer, fleet.rank, step)
+            step += 1
+        return parameters_of(model), optimizer.iteration
+
+    results = run_fleets(3, body)
+    for parameters, iteration in results:
+        assert torch.equal(parameters, results[0][0])
+        assert iteration == 8
+
+
+def hold_last_average(client, *, servers: set[int], until_lost: set[int], num_periods: int) -> None:
+    """Deliver what ``servers`` send at the end of the last period when those ranks are lost."""
     port, held = client._port, []
     receive = port.receive
 
@@ -105,7 +128,8 @@ def hold_last_average(client, *, server: int, until_lost: set[int], num_periods:
 
     def receive_late(peer, tag, destination, *, on_received, **settings) -> None:
         def received() -> None:
-            if peer == server and is_last() and not until_lost <= set(client.lost):
+            is_reply = tag % CALL_TAGS // SLICE_TAGS == DOWN
+            if is_reply and peer in servers and is_last() and not until_lost <= set(client.lost):
                 held.append(on_received)
             else:
                 on_received()

@@ -11,6 +11,7 @@ from torch import nn
 
 from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
+from syncline.pytorch.control import batch_size
 from syncline.updates import AllReduce, Nesterov, Overlapped
 from thread_fleets import run_fleets
 
@@ -133,6 +134,29 @@ def test_state_is_averaged_where_it_should_be() -> None:
     assert len({digest(values) for values in averaged}) == 1
     own = run_fleets(3, lambda fleet: body(fleet, average_state=False))
     assert len({digest(values) for values in own}) == 3
+
+
+def test_who_has_no_state_takes_part_in_the_average() -> None:
+    """Rank 1 uses only the first layer: its optimizer has nothing for the others, which rank 0 sends the state of."""
+
+    def body(fleet):
+        rule = Overlapped(period=1, rule="swap", max_staleness=None, average_state=True, bucket_bytes=128)
+        model, optimizer = start(fleet, rule, make_adam)
+        for step in range(3):
+            if fleet.rank == 0:
+                one_step(model, optimizer, fleet.rank, step)
+            else:
+                batch_size(4, model)
+                model[0](torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        shared = torch.cat([optimizer.inner.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_sq")])
+        return parameters_of(model), shared, len(optimizer.inner.state)
+
+    (of_first, shared, num_states), (of_second, equal, _) = run_fleets(2, body)
+    assert torch.equal(of_first, of_second)
+    assert torch.equal(shared, equal)
+    assert num_states == 4
 
 
 @pytest.mark.parametrize("outer", [Nesterov(learning_rate=1.0, momentum=0.0), Nesterov()])

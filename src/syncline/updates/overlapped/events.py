@@ -36,8 +36,8 @@ class End:
     place: int
     iteration: int = 0
     """The worker's iteration since the start of the training."""
-    is_last: bool = True
-    """Whether no more parts follow."""
+    last_part: int = 0
+    """How many parts follow the first: kinds of optimizer state, of which one worker may have none and others some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,6 +202,6 @@ def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
             weight=header.weight,
             place=place,
             iteration=header.iteration,
-            is_last=header.round_number == header.last_part,
+            last_part=header.last_part,
         )
     return Hello(worker=worker, period=header.period, place=place, iteration=header.iteration)

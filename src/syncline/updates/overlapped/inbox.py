@@ -63,8 +63,9 @@ class PullBuffers:
         self._early = None
 
     def keep_average(self, part: int) -> None:
-        """Let what has landed be an average."""
+        """Let what has landed be an average, perhaps once more."""
         assert self._landing is not None
+        self._release(self._averages.get(part))
         self._averages[part], self._landing = self._landing, None
 
     def drop_landed(self) -> None:

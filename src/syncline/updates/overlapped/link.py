@@ -64,6 +64,8 @@ class WorkerLink:
         self._pulls = PullBuffers(bucket, terms)
         self._start = bucket.make_up() if terms.keeps_start else None
         self._start_period = 0
+        self.num_heard = 0
+        """Messages of servers."""
         self.start_iteration = 0
         """The fleet's iteration at the start of the newest period that this worker knows the start of."""
 
@@ -215,6 +217,10 @@ class WorkerLink:
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
+    def is_owed_average(self, server: int) -> bool:
+        """Whether the average that ends the period is still to come from ``server``; if that has left, it is here."""
+        return self.server == server and bool(self._sent_ends) and not self._has_all_parts
+
     def on_room(self) -> None:
         """Let the next message of the server land, if there is room for it."""
         with self._changed:
@@ -268,6 +274,7 @@ class WorkerLink:
 
     def _on_reply(self, start_ns: int) -> None:
         self._trace.span(f"pull of bucket {self.bucket.index}", "pull", start_ns, self._trace.now_ns())
+        self.num_heard += 1
         with self._changed:
             message = self._pulls.landed()
             header = DownHeader.decode(message.memory)

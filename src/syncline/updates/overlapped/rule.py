@@ -59,8 +59,8 @@ class Overlapped:
     ``push``: the gradient of the current or of the previous iteration. ``max_staleness``: with more own iterations than
     that for which no global gradient has come, ``step()`` waits; 0 is synchronous training, None never waits.
     ``spread``: where the network is slower than the workers, a global gradient stands for a run of iterations; feed it
-    to the optimizer over as many steps. ``average_state``: average the optimizer's state too. ``outer``: what a
-    period's averaged difference does (default: the average is the next period's start). When too few
+    to the optimizer over as many steps. ``average_state``: average the optimizer's state too, over those who have some.
+    ``outer``: what a period's averaged difference does (default: the average is the next period's start). When too few
     workers live, each gets :class:`QuorumLostError`; ``distribute(..., save_on_failure=...)`` saves what they have.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has

@@ -58,6 +58,8 @@ class _Account:
     is_busy: bool = False
     final_round: int | None = None
     """Its last round of this period, once that is known: it has ended the period."""
+    last_part: int | None = None
+    """The last part of what it ends the period with, once that is known."""
     due: deque[ReplyAverage] = field(default_factory=deque)
     is_waiting: bool = False
     """It has said so since its last push: until it is freed, perhaps by another bucket, it pushes nothing."""
@@ -91,7 +93,10 @@ class ServerShard:
         self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
         self.window = window
-        self._last_part = 0
+        self._num_averaged = 0
+        """Parts of the period's end."""
+        self._reached = 0
+        """The iteration that they ended with who sent the newest of these."""
         self.period = 0
         self.closed = 0
         self.clock = 0
@@ -153,8 +158,9 @@ class ServerShard:
         """Return whom the next thing (the open round, or the period's end) waits for: workers that live."""
         if self._greetings is not None:
             return tuple(worker for worker in self.alive if worker not in self._greetings)
-        some_end = next((ended for ended in self._ends.values() if ended), None)
-        present = some_end if some_end is not None else self._held.get(self.closed + 1, {})
+        if self._ends or self._num_averaged:
+            return self._lacking(self._num_averaged)
+        present = self._held.get(self.closed + 1, {})
         return tuple(worker for worker in self.alive if worker not in present)
 
     def statistics(self) -> ShardStatistics:
@@ -263,36 +269,50 @@ class ServerShard:
     # --- the end of a period -------------------------------------------------------------------------------------
 
     def _end(self, end: End) -> list[ServerInstruction]:
-        ended = self._ends.setdefault(end.part, {})
-        if end.period != self.period or end.worker in ended:
+        ended = self._ends.get(end.part, {})
+        if end.period != self.period or end.part < self._num_averaged or end.worker in ended:
             self._outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
         account = self._accounts[end.worker]
         account.final_round = account.last_round
-        self._last_part = end.part if end.is_last else end.part + 1
-        ended[end.worker] = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
-        return self._advance() + self._average(end.part)
+        account.last_part = end.last_part
+        contribution = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
+        self._ends.setdefault(end.part, {})[end.worker] = contribution
+        return self._advance() + self._average()
 
-    def _average(self, part: int) -> list[ServerInstruction]:
-        ended = self._ends.get(part, {})
-        if not ended or any(worker not in ended for worker in self.alive):
-            return []
-        contributions = tuple(ended[worker] for worker in sorted(ended))
-        is_last = part == self._last_part
-        instructions: list[ServerInstruction] = [
-            Average(period=self.period, part=part, contributions=contributions),
-            *self._release(contributions),
-        ]
-        self._ends[part] = {}
-        reached = max(one.iteration for one in contributions)
+    def _average(self) -> list[ServerInstruction]:
+        """Average the parts that have come from all who live and have them; the last one begins a period."""
+        instructions: list[ServerInstruction] = []
+        while self.alive and not self._lacking(self._num_averaged):
+            ended = self._ends.pop(self._num_averaged, {})
+            if ended:
+                contributions = tuple(ended[worker] for worker in sorted(ended))
+                average = Average(period=self.period, part=self._num_averaged, contributions=contributions)
+                instructions += [average, *self._release(contributions)]
+                self._reached = max(one.iteration for one in contributions)
+                self._num_averaged += 1
+            instructions += self._announce(self._num_averaged - 1)  # once more, if whoever had more has died
+        return instructions
+
+    def _announce(self, part: int) -> list[ServerInstruction]:
+        """Tell all what a part's average is; after the last one begin a period."""
+        is_last = not any(self._may_have(worker, part + 1) for worker in self.alive)
         for worker in self.alive:
-            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last, iteration=reached)
+            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last, iteration=self._reached)
             self._accounts[worker].due.append(reply)
-        if is_last:
-            instructions += self._begin_period(self.period + 1)
+        instructions = self._begin_period(self.period + 1) if is_last else []
         for worker in self.alive:
             instructions += self._reply(worker)
         return instructions
+
+    def _lacking(self, part: int) -> tuple[int, ...]:
+        """Return who lives and is still to send that part of the period's end."""
+        ended = self._ends.get(part, {})
+        return tuple(worker for worker in self.alive if worker not in ended and self._may_have(worker, part))
+
+    def _may_have(self, worker: int, part: int) -> bool:
+        last_part = self._accounts[worker].last_part
+        return last_part is None or last_part >= part
 
     def _stop(self, stop: Stop) -> list[ServerInstruction]:
         begun = self._go_on_to(stop.period)
@@ -310,10 +330,11 @@ class ServerShard:
         self._unfinished.update(one.worker for one in leftover)
         self._held.clear()
         self._ends.clear()
+        self._num_averaged = 0
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
             account.last_round = account.told = 0
-            account.final_round = None
+            account.final_round = account.last_part = None
             account.is_waiting = False
             account.accepted.clear()
         return [*self._release(leftover), Clear(period=period)]
@@ -329,9 +350,7 @@ class ServerShard:
         if self._greetings is not None:
             return self._learn_period()
         instructions = self._advance()
-        for part in sorted(self._ends):
-            instructions += self._average(part)
-        return instructions
+        return instructions + self._average()
 
     def _greet(self, event: Hello) -> list[ServerInstruction]:
         """Learn from the greetings of all workers which period this bucket is in."""

@@ -230,8 +230,9 @@ class ServerClient(Driver):
 
     async def _drain(self) -> None:
         end_s = time.monotonic() + DRAIN_S
-        while time.monotonic() < end_s and not self._is_quiet():  # noqa: ASYNC110 - once in a life, for a moment
-            await asyncio.sleep(0.002)
+        shards = self.hosted.values()
+        while time.monotonic() < end_s and not all(shard.machine.is_quiet for shard in shards):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)  # once in a life, for a moment
 
     def _stop_links(self) -> None:
         """End the period in all buckets, and tell their servers."""
@@ -242,17 +243,12 @@ class ServerClient(Driver):
             note = Stopped(period=self.counts.num_periods, last_rounds=tuple(rounds))
             self._port.call_soon(self._tell, server, note)
 
-    def _is_quiet(self) -> bool:
-        return all(shard.machine.is_quiet for shard in self.hosted.values())
-
     def _use(self, gradients: Sequence[torch.Tensor]) -> int:
         return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
 
-    def _is_stale(self, link: WorkerLink) -> bool:
-        return self._max_staleness is not None and link.machine.staleness > self._max_staleness
-
     def _is_too_stale(self) -> bool:
-        return any(self._is_stale(link) for link in self.links)
+        most = self._max_staleness
+        return most is not None and any(link.machine.staleness > most for link in self.links)
 
     def _is_news(self) -> bool:
         """Whether something has come that may end a wait, or a push may follow the one that has left."""
@@ -378,6 +374,8 @@ class ServerClient(Driver):
             self._shortage = shortage
         elif shortage is not None:
             self.fail(shortage)
+        elif has_left and any(link.is_owed_average(peer) for link in self.links):
+            self._port.hear_out(lambda: sum(link.num_heard for link in self.links), self._move_buckets)
         elif not has_left or not self._tree_end.defers(is_period_begun=self.clock.num_steps > 0):
             self._move_buckets()
         with self._changed:

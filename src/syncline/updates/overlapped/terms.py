@@ -67,9 +67,17 @@ class BucketTerms:
         return BULK + self.index
 
     def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
-        """Return the bucket's messages; ``epoch`` counts the servers that it has had."""
+        """Return the bucket's messages; ``epoch`` counts the servers that it has had.
+
+        What a server sent before it left is received after that too: the last averages come so.
+        """
         return MessageStream(
-            port, self.stream, urgency=self.urgency, connection_class=self.connection_class, epoch=epoch
+            port,
+            self.stream,
+            urgency=self.urgency,
+            connection_class=self.connection_class,
+            epoch=epoch,
+            even_if_lost=True,
         )
 
     def make_up(self) -> Message:
