@@ -269,6 +269,19 @@ def test_random_traffic_with_cancellations(seed):
     )
 
 
+def test_who_ends_for_a_loss_that_is_not_seen_here_yet_is_lost_for_what_it_said():
+    """Rank 2 ends since rank 0 is lost, which rank 1 has not found yet: then it hears nothing more of rank 2."""
+
+    async def scenario(fabrics, recorders, mail):
+        fabrics[1].peer(0)._handlers[FrameType.LOST] = lambda tag, payload: None  # which passes on what rank 2 said
+        fabrics[2].peer(1).send_frame(FrameType.LOST, tag=0, payload=b"is lost: as a test has it")
+        fabrics[2].abort("it ended with PeerLostError: rank 0 (host memory) is lost")
+        await recorders[1].wait_until(lambda: recorders[1].lost)
+        assert str(recorders[1].lost[2]).endswith("is lost: it ended with PeerLostError: rank 0 (host memory) is lost")
+
+    run_over_tcp(3, scenario)
+
+
 def test_others_hear_of_the_first_loss_first():
     """Rank 3 ends since rank 2 is lost, and rank 1 believes that once it has lost rank 2 itself."""
 

@@ -74,6 +74,8 @@ class Peer:
         """Whether the connections that a fabric begins with are there."""
         self.is_gone = False
         self.has_said_farewell = False
+        self._last_words = ""
+        """Why it is lost, as it said itself when it ended."""
         self.opening = ""
         """Which connection classes the peer has said that it opens, until this rank agrees."""
         self.num_confirmed = 0
@@ -159,6 +161,8 @@ class Peer:
         if isinstance(error, FrameError):
             what = "is lost, as a frame was damaged" if isinstance(error, DamagedFrameError) else "broke the protocol"
             self._events.on_broken(self, f"{what}: {error}{more}", must_tell=True)
+        elif self._last_words:
+            self._events.on_broken(self, self._last_words, must_tell=False)
         elif not self.is_gone:
             seen = f"{DIED} ({_describe(error)})" if self._has_ended() else _describe(error)
             self._events.on_broken(self, f"is lost: {seen}{more}", must_tell=bool(more))
@@ -217,7 +221,7 @@ class Peer:
             FrameType.ACCEPT: lambda _tag, _payload: self._on_accept(),
             FrameType.OPEN: lambda _, payload: self._on_open(payload),
             FrameType.OPENED: lambda tag, _: self._on_opened(tag),
-            FrameType.LOST: lambda tag, payload: self._events.on_news(self, tag, escape_text(payload)),
+            FrameType.LOST: lambda tag, payload: self._on_news(tag, escape_text(payload)),
         }
 
     def _on_offer(self, payload: bytes) -> None:
@@ -235,6 +239,11 @@ class Peer:
             raise FrameError("memory was accepted that was not offered")
         self.transport.let_read_us()
         self._events.on_memory_shared(self)
+
+    def _on_news(self, tag: int, reason: str) -> None:
+        if tag == self.rank:
+            self._last_words = reason
+        self._events.on_news(self, tag, reason)
 
     def _on_farewell(self) -> None:
         self.has_said_farewell = True
