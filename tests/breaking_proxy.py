@@ -38,6 +38,8 @@ class BreakingProxy:
         """Whether new connections are relayed; else they are reset."""
         self.is_deaf = False
         """Whether new connections are accepted and not relayed."""
+        self.swallows_ends = False
+        """Whether the end of a connection that one side has closed is kept from the other."""
         self.most_bytes = float("inf")
         """What each connection moves in one direction, before it is reset."""
 
@@ -106,6 +108,8 @@ class BreakingProxy:
                 continue
             place, self._rest = self._rest - 1, self._next()
             await self._break(data, place, source, sink)
+        if self.swallows_ends:
+            await asyncio.Event().wait()
         sink.shutdown(socket.SHUT_WR)
 
     async def _break(self, data, place, source, sink):

@@ -187,6 +187,35 @@ def test_all_sockets_of_a_peer_may_end_at_once_and_idle_ones_too():
 
 
 @pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("num_vanished", [0, 3])
+def test_an_end_that_knows_of_no_break_is_told_by_the_other(num_vanished, monkeypatch):
+    """The reset came to rank 0 alone, and rank 1, which dials, has nothing to send: it would learn of it after 2 s."""
+
+    async def scenario(fabrics, recorders, mail):
+        loop, vanished, peer = asyncio.get_running_loop(), [], fabrics[0].peer(1)
+        connect = loop.sock_connect
+
+        async def vanish(sock, address):
+            if len(vanished) < num_vanished:
+                vanished.append(address)
+                await asyncio.Event().wait()
+            await connect(sock, address)
+
+        monkeypatch.setattr(loop, "sock_connect", vanish)
+        proxy.swallows_ends = True
+        assert peer.transport.suspend(0)
+        peer.on_suspended(0, ConnectionResetError())
+        received = mail.receive(1, 0, 7, 9)
+        mail.send(0, 1, 7, b"come what")
+        await unless_lost(gather(received), recorders)
+        assert received.result() == b"come what"
+        assert [counted(fabric, "reconnects") for fabric in fabrics] == [1, 1]
+
+    proxy = BreakingProxy(1, num_breaks=0, between_bytes=1)
+    through_proxy(scenario, proxy, heartbeat_s=0.5, suspect_s=3.0, dead_s=4.0)
+
+
+@pytest.mark.usefixtures("transport")
 def test_a_peer_that_cannot_be_dialled_is_lost_and_the_error_says_why():
     """The proxy resets whatever comes: rank 1, which dials, gives up rank 0 and tells it so."""
 
@@ -217,8 +246,9 @@ def test_a_peer_that_does_not_answer_a_dialler_is_lost_in_half_the_time_of_a_sil
 
 
 @pytest.mark.usefixtures("transport")
-def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(monkeypatch):
-    """Two requests for a connection vanish; TCP would send the second one again when it is too late."""
+@pytest.mark.parametrize("num_vanished", [2, 3])
+def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(num_vanished, monkeypatch):
+    """Requests for a connection vanish; TCP would send the second or third one again when it is too late."""
 
     async def scenario(fabrics, recorders, mail):
         loop = asyncio.get_running_loop()
@@ -229,7 +259,7 @@ def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(
             return dial_again(*args, address=address, **named)
 
         async def vanish(sock, address):
-            if address in dialled and len(vanished) < 2:
+            if address in dialled and len(vanished) < num_vanished:
                 vanished.append(address)
                 await asyncio.Event().wait()
             await connect(sock, address)
@@ -238,7 +268,7 @@ def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(
         monkeypatch.setattr(loop, "sock_connect", vanish)
         cut(fabrics[1], 0, 1)
         await unless_lost(Traffic(mail, 1).run(20), recorders)
-        assert len(vanished) == 2
+        assert len(vanished) == num_vanished
 
     proxy = BreakingProxy(0, num_breaks=0, between_bytes=1)
     through_proxy(scenario, proxy, heartbeat_s=0.5, suspect_s=3.0, dead_s=4.0)

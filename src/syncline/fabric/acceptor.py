@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from syncline.fabric.dialling import AskedError, greet
+from syncline.fabric.dialling import AskedError, Holds, greet
 from syncline.fabric.forks import close_in_children
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.handshake import Admission, Refusal, RefusedError, Resume, Resumption, Terms
@@ -42,7 +42,7 @@ class Acceptor:
         is_taken: Callable[[int, int], bool],
         on_connection: Callable[[int, int, FrameKeys | None, bytes, Resumption | None, socket.socket], None],
         resume: Resume = lambda *_: None,
-        holds: Callable[[int], bool] = lambda _: False,
+        holds: Holds = lambda *_: False,
     ) -> None:
         self._socket = sock
         self._terms = terms

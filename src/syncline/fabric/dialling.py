@@ -1,7 +1,8 @@
 """Opening connections: the handshake over a socket, from both sides, and dialling until a deadline.
 
 Whoever waits to be dialled again may ask first whether the peer is still there: a *question* is one small message, and
-its answer one byte. Neither is authenticated: who could forge the answer could as well cut all connections.
+its answer one byte. It says which connection is meant, as the peer's end may not know that it broke: then the peer
+dials. Neither is authenticated: who could forge the answer could as well cut all connections.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ from syncline.fabric.sockets import open_dialling_socket
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 _QUESTION_MAGIC = b"SYNCASKS"
-_QUESTION = struct.Struct("<8s32sQII")
+_QUESTION = struct.Struct("<8s32sQIIhI16s")
 _YES, _NO = b"Y", b"N"
 
 
 class AskedError(Exception):
     """The other side only asked whether this rank is still connected to it, and was answered."""
+
+
+Holds = Callable[[int, int, Resumption], bool]
+"""Whether a rank that asks for a connection class is still connected; the number is of the last attempt known there."""
 
 
 class Dialled(NamedTuple):
@@ -72,11 +77,11 @@ async def greet(
     terms: Terms,
     is_taken: Callable[[int, int], bool],
     resume: Resume = lambda *_: None,
-    holds: Callable[[int], bool] = lambda _: False,
+    holds: Holds = lambda *_: False,
 ) -> Admission:
     """Shake hands on an accepted socket; return who the dialer is.
 
-    ``holds`` says whether a rank is still connected, as far as is known here; :class:`AskedError` if that was all.
+    ``holds`` answers what is asked here; :class:`AskedError` if that was all.
     """
     loop = asyncio.get_running_loop()
     greeter = Greeter(terms, is_taken=is_taken, resume=resume)
@@ -97,19 +102,31 @@ async def greet(
     return admission
 
 
-def _answer(question: bytes, terms: Terms, holds: Callable[[int], bool]) -> bytes:
-    _, job, epoch, source, target = _QUESTION.unpack(question)
+def _answer(question: bytes, terms: Terms, holds: Holds) -> bytes:
+    _, job, epoch, source, target, connection_class, number, connection_id = _QUESTION.unpack(question)
+    resumption = Resumption(number, connection_id, 0)
     is_ours = hmac.compare_digest(job, terms.job) and (epoch, target) == (terms.epoch, terms.rank)
     is_peer = source < terms.world_size and source != terms.rank
-    return _YES if is_ours and is_peer and holds(source) else _NO
+    return _YES if is_ours and is_peer and holds(source, connection_class, resumption) else _NO
 
 
-async def ask(terms: Terms, options: FabricOptions, *, own_address: str, peer: int, address: tuple[str, int]) -> bool:
-    """Return whether ``peer`` is connected to this rank, as far as it knows; OSError, EOFError if nobody answers."""
+def make_question(terms: Terms, peer: int, connection_class: int, resumption: Resumption) -> bytes:
+    """Return the question whether ``peer`` is still connected to this rank; ``resumption`` is what is known here."""
+    about = (connection_class, resumption.number, resumption.connection_id)
+    return _QUESTION.pack(_QUESTION_MAGIC, terms.job, terms.epoch, terms.rank, peer, *about)
+
+
+async def ask(
+    options: FabricOptions, own_address: str, question: bytes, address: tuple[str, int], *, connect_s: float
+) -> bool:
+    """Return the answer of whoever listens at ``address``; OSError, EOFError if nobody answers.
+
+    As in :func:`dial_again`, a live machine lets connect within ``connect_s``.
+    """
     loop = asyncio.get_running_loop()
     with open_dialling_socket(own_address, options) as sock:
-        await loop.sock_connect(sock, address)
-        question = _QUESTION.pack(_QUESTION_MAGIC, terms.job, terms.epoch, terms.rank, peer)
+        async with asyncio.timeout(connect_s):
+            await loop.sock_connect(sock, address)
         await loop.sock_sendall(sock, question)
         return await read_exactly(sock, len(_YES)) == _YES
 

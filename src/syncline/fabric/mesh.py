@@ -179,10 +179,8 @@ class _Mesh:
             handshake_s=options.handshake_s,
             is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
             on_connection=self._accept,
-            resume=lambda peer, connection_class, resumption: self._reopener.give_up_socket(
-                fabric.peer(peer), connection_class, resumption
-            ),
-            holds=lambda peer: not fabric.peer(peer).is_gone,
+            resume=lambda peer, *which: self._reopener.give_up_socket(fabric.peer(peer), *which),
+            holds=lambda peer, *which: self._reopener.holds(fabric.peer(peer), *which),
         )
         self._reopener = Reopener(
             self._terms,

@@ -1,9 +1,10 @@
 """Opening a connection again that broke, so that it costs no rank: who dials, who waits, and when the peer is given up.
 
-Whoever dialled first dials again, at once; the other one asks whether the peer is still there, and waits. A peer whose
-address refuses connections is lost at once, as its process has ended; one that answers has ``LIMIT_S``, and no more
-than half of the time for which it may be silent. What both sides have received goes with the handshake, so each sends
-again what the other has not got. A connection that breaks again and again with nothing new in between is a loss.
+Whoever dialled first dials again, at once; the other one asks whether the peer is still there, and waits. Its question
+says which connection it means: where a reset is lost on its way, an end that has nothing to send knows of no break. A
+peer whose address refuses connections is lost at once, as its process has ended; one that answers has ``LIMIT_S``, and
+no more than half of the time for which it may be silent. What both sides have received goes with the handshake, so each
+sends again what the other has not got. A connection that breaks again and again with nothing new in between is a loss.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from syncline.fabric.dialling import ask, dial_again
+from syncline.fabric.dialling import ask, dial_again, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
 from syncline.fabric.handshake import Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
@@ -32,7 +33,8 @@ PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5)
 CONNECT_S = 0.5
 """After so long without an answer of the peer's machine it is asked anew, and twice as long after every second attempt.
 
-TCP itself asks again after 1 s and then after 3 s, which may be too late for a network that was cut meanwhile.
+So it is where there are ``LIMIT_S``, and in proportion where there is less. TCP itself asks again after 1 s and then
+after 3 s, which may be too late for a network that was cut meanwhile.
 """
 MAX_FRUITLESS = 5
 """So often in a row a connection may break before anything new has arrived on it."""
@@ -136,6 +138,17 @@ class Reopener:
         self.reopen(peer, connection_class, EOFError())  # unless it waits already: this attempt may fail too
         return peer.transport.received_position(connection_class)
 
+    def holds(self, peer: Peer, connection_class: int, resumption: Resumption) -> bool:
+        """Say whether a peer that asks is still connected; dial, if only its end of a connection knows of the break."""
+        line = self._lines.get((peer.rank, connection_class))
+        if line is None or peer.is_gone or not peer.is_ready or connection_class >= peer.num_classes:
+            return not peer.is_gone
+        is_news = peer.rank < self._terms.rank and line.task is None and line.number == resumption.number
+        is_meant = hmac.compare_digest(resumption.connection_id, line.connection_id)
+        if is_news and is_meant and peer.transport.suspend(connection_class):
+            self.reopen(peer, connection_class, EOFError())
+        return True
+
     def accept(self, peer: Peer, connection_class: int, resumption: Resumption, sock: socket.socket) -> None:
         """Go on with a socket on which the peer has dialled again, unless it has done so once more."""
         line = self._lines[peer.rank, connection_class]
@@ -160,7 +173,7 @@ class Reopener:
                 if peer.rank < self._terms.rank:
                     await self._dial(peer, connection_class, line)
                 else:
-                    await self._ask(peer)
+                    await self._ask(peer, connection_class, line)
                     peer.transport.forget_socket(connection_class)  # its end may not know
                     await asyncio.Event().wait()  # until it is accepted
         except _GoneError:
@@ -183,7 +196,7 @@ class Reopener:
                         address=self._addresses[peer.rank],
                         connection_class=connection_class,
                         resumption=Resumption(line.number, line.connection_id, position),
-                        connect_s=CONNECT_S * 2 ** (attempt // 2),
+                        connect_s=self._connect_s(attempt),
                     )
             except ConnectionRefusedError:
                 raise _GoneError from None
@@ -200,28 +213,28 @@ class Reopener:
                 raise _GoneError
             await asyncio.sleep(pause_s)
 
-    async def _ask(self, peer: Peer) -> None:
+    async def _ask(self, peer: Peer, connection_class: int, line: _Line) -> None:
         """Return if the peer is there, or nobody can tell."""
         await asyncio.sleep(ASK_AFTER_S)
-        for pause_s in PAUSES_S:
+        for attempt, pause_s in enumerate(PAUSES_S):
             try:
-                if await ask(
-                    self._terms,
-                    self._options,
-                    own_address=self._own_address,
-                    peer=peer.rank,
-                    address=self._addresses[peer.rank],
-                ):
+                known = Resumption(line.number, line.connection_id, 0)
+                question = make_question(self._terms, peer.rank, connection_class, known)
+                address, connect_s = self._addresses[peer.rank], self._connect_s(attempt)
+                if await ask(self._options, self._own_address, question, address, connect_s=connect_s):
                     return
             except ConnectionRefusedError:
                 raise _GoneError from None
-            except (ConnectionResetError, BrokenPipeError, EOFError):
+            except (ConnectionResetError, BrokenPipeError, EOFError, TimeoutError):
                 await asyncio.sleep(pause_s)  # whoever listened there is about to end, or the network cuts this too
             except OSError:
                 return
             else:
                 raise _GoneError
         raise _GoneError
+
+    def _connect_s(self, attempt: int) -> float:
+        return CONNECT_S * self._limit_s / LIMIT_S * (1 << attempt // 2)
 
     def _go_on(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> bool:
         """Use a new socket, unless that broke already."""
