@@ -10,6 +10,7 @@ parameters in the folder.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ import syncline
 from syncline.elastic.join_server import JoinServer
 from syncline.errors import PeerLostError
 from syncline.pytorch.fleet_growth import FleetGrowth, GrowingTraining
+from syncline.updates import Updater
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 DEADLINE_S = 100.0
@@ -110,6 +112,7 @@ def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
+    gc.disable()  # it may come much later than the next step
     own = int(os.environ["RANK"])
     if place := plan["die"].get(str(own)):
         die_in(place)
@@ -146,7 +149,9 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         if fleet.rank == 0:
             for newcomer in (each for each, after in plan["come"].items() if after == step):
                 (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
-    tell({"changes": [[change.lost, change.joined, change.iteration] for change in changes]})
+    num_updaters = sum(isinstance(one, Updater) for one in gc.get_objects())
+    told = [[change.lost, change.joined, change.iteration] for change in changes]
+    tell({"changes": told, "num_updaters": num_updaters})
     torch.save({name: value.detach() for name, value in model.named_parameters()}, folder / f"end-{own}.pt")
     fleet.close()
 

@@ -14,6 +14,7 @@ so wherever they meet a loss, all that are left have the same to go on with.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from syncline.pytorch.newcomer_state import Position, give_state, take_state
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
 from syncline.runtime import Communicator
+from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.membership import Membership, Quorum
@@ -62,6 +64,8 @@ class GrowingTraining:
         """The steps that were made when this rank came in, if it did."""
         self._held: list[HeldState] = []
         """What this rank has of a divided state, while the training is taken away."""
+        self._before: Updater | None = None
+        """What worked on the model before it was taken away."""
         optimizer.grow_with(self)
 
     @property
@@ -104,7 +108,7 @@ class GrowingTraining:
     def leave(self) -> None:
         """Take the training away, and keep what it has."""
         updater = self._training.updater
-        self._iteration = updater.iteration
+        self._iteration, self._before = updater.iteration, updater
         self._held = updater.held_state() if isinstance(updater, ElasticShardedUpdater) else []
         self._installation.remove()
 
@@ -116,6 +120,10 @@ class GrowingTraining:
         held, self._held = self._held, []
         if isinstance(training.updater, ElasticShardedUpdater):
             training.updater.admit(held)
+        if self._before is not None:
+            self._before.release()
+            self._before = None
+            gc.collect()  # a training refers to its parts and they to it, and they have as much memory as the model
 
     def give(self, control: ControlStream) -> None:
         """Give newcomers the state, as the first rank of ``control``."""

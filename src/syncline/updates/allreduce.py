@@ -131,6 +131,11 @@ class ElasticAllReduceUpdater(AllReduceUpdater):
         self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]
         self._report: PendingReport | None = None
 
+    def release(self) -> None:
+        """Let go of the memory."""
+        super().release()
+        self._kept.clear()
+
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket, and keep its gradients."""
         bucket.stage_gradients()

@@ -159,6 +159,11 @@ class Bucket:
         if self.wire_parameters is not self.parameters:
             self.parameters.copy_(self.wire_parameters)
 
+    def release(self) -> None:
+        """Let go of the memory; parameters keep what they lie in until they are moved."""
+        nothing = self.parameters.new_empty(0)
+        self.parameters = self.gradients = self.wire_parameters = self.wire_gradients = self.stepped = nothing
+
 
 def _wire(flat: torch.Tensor) -> torch.Tensor:
     if flat.device.type == "cpu":

@@ -83,6 +83,12 @@ class ElasticShardedUpdater(ShardedUpdater):
         self._is_behind = False
         """Whether other ranks have ended the step that was under way here when state moved."""
 
+    def release(self) -> None:
+        """Let go of the memory."""
+        super().release()
+        for memory in (self._kept, self._former, self.shards):
+            memory.clear()
+
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and keep its gradients."""
         bucket.stage_gradients()

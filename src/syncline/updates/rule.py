@@ -256,6 +256,11 @@ class Updater(ABC):
     def close(self) -> None:
         """Release threads; what is under way is given up."""
 
+    def release(self) -> None:
+        """Let go of the memory, after a close: another updater is in its place."""
+        for bucket in self.buckets:
+            bucket.release()
+
 
 class UpdateRule(Protocol):
     """How parameters change from gradients: the user's choice, checked when it is made.
