@@ -47,6 +47,8 @@ def set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()  # a crash in native code tells where every thread was
 
 
 def set_streams(files: Sequence[int]) -> None:
@@ -132,8 +134,6 @@ def _become(arguments: list[str], environment: Mapping[str, str] | None, prepare
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of the parent
     _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # never flushed: what is in them is the parent's
     sys.stdin, sys.stdout, sys.stderr = _standard_streams()
-    if os.environ.get("PYTHONFAULTHANDLER"):
-        faulthandler.enable()
     end_as_python(lambda: run_python(arguments))
 
 

@@ -30,7 +30,7 @@ def script_environment() -> dict[str, str]:
     """Return an environment in which a script knows no job, and finds the modules that tests share."""
     names = {key: value for key, value in os.environ.items() if not key.startswith(("SYNCLINE", "TORCHELASTIC"))}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), names.get("PYTHONPATH")]))
-    return names | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return names | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 @contextmanager

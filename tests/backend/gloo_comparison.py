@@ -21,7 +21,6 @@ ROOT = WORLD - 1
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
 OTHERS = ("complex64", "complex128", "bool")
-BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 SOME = ("float32", "bool", "uint8")
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 LAYOUTS = ("plain", "scalar", "empty", "every other", "turned")
@@ -113,12 +112,6 @@ def all_gather(group: Group, kind: Kind, **how: Any) -> Iterator[Any]:
     yield outputs
 
 
-def all_gather_coalesced(group: Group, kind: Kind, **how: Any) -> Iterator[Any]:
-    outputs = [[kind.outputs()[0] for _ in range(2)] for _ in range(WORLD)]
-    yield dist.all_gather_coalesced(outputs, [kind.brought(salt) for salt in range(2)], group=group, **how)
-    yield [one for of_rank in outputs for one in of_rank]
-
-
 def all_gather_single(group: Group, kind: Kind, **how: Any) -> Iterator[Any]:
     output = kind.joined(kind.outputs())
     call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -184,7 +177,9 @@ def batch_isend_irecv(group: Group, kind: Kind, **_: Any) -> Iterator[Any]:
 
 
 REDUCTIONS = (all_reduce, reduce_scatter_single, all_reduce_coalesced, reduce, reduce_scatter)
-MOVES = (broadcast, all_gather, all_gather_coalesced, all_gather_single, gather, scatter, all_to_all, all_to_all_single)
+# Not all_gather_coalesced: gloo's own ended the process twice in a hundred runs or so, where it allocates, after it had
+# refused to move numbers of 8 bits, which are left out too.
+MOVES = (broadcast, all_gather, all_gather_single, gather, scatter, all_to_all, all_to_all_single)
 MESSAGES = (send, batch_isend_irecv)
 Call = Callable[..., Iterator[Any]]
 
@@ -232,14 +227,14 @@ def bits(tensor: torch.Tensor) -> tuple[torch.Size, list[int]]:
 def comparisons() -> Iterator[tuple[Call, tuple[str, ...]]]:
     """Calls with each operation and type, and with some of them in each layout."""
     for call, op in itertools.product(REDUCTIONS, OPERATIONS):
-        for dtype in FLOATS + INTEGERS + OTHERS + BYTES[:2] if call in REDUCTIONS[:2] else SOME:
+        for dtype in FLOATS + INTEGERS + OTHERS if call in REDUCTIONS[:2] else SOME:
             yield call, (dtype, "plain", op)
     for call, op, layout in itertools.product(REDUCTIONS, ("SUM", "MAX"), LAYOUTS):
         if (call, layout) != (reduce_scatter_single, "scalar"):  # gloo ends the process
             for dtype in SOME:
                 yield call, (dtype, layout, op)
     for call in MOVES + MESSAGES:
-        for dtype in FLOATS + INTEGERS + OTHERS + BYTES if call in MOVES else SOME + BYTES[:1]:
+        for dtype in FLOATS + INTEGERS + OTHERS if call in MOVES else SOME:
             yield call, (dtype, "plain")
     for call, layout in itertools.product(MOVES + MESSAGES, LAYOUTS):
         if not (call in MESSAGES and layout == "empty"):  # gloo waits for ever

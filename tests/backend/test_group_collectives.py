@@ -18,7 +18,13 @@ COMPLEX = [torch.complex64, torch.complex128]
 SIGNED = [torch.int64, torch.int32, torch.int16, torch.int8]
 UNSIGNED = [torch.uint64, torch.uint32, torch.uint16, torch.uint8]
 INTEGERS = SIGNED + UNSIGNED
-BYTES = [torch.float8_e4m3fn, torch.float8_e5m2]
+BYTES = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
 EVERY_KIND = [*FLOATS, *COMPLEX, *INTEGERS, *BYTES, torch.bool]
 SHAPES = [(), (0,), (1,), (5, 3)]
 
