@@ -112,6 +112,35 @@ def test_who_is_left_stays_equal_wherever_ranks_die(kind):
                 assert all(map(torch.equal, ours, theirs)), f"{kind} differs after {deaths}"
 
 
+@pytest.mark.parametrize("accused", [0, 1, 2])
+def test_who_hears_that_two_lost_each_other_accuses_neither(accused):
+    """The higher one, rank 3, is the first to find the other silent, and its calls end those of all ranks."""
+    is_lost = threading.Event()
+
+    def lose(fleet, peer):
+        error = PeerLostError(f"rank {peer} is lost", rank=peer, host=fleet.topology.host_of(peer).name)
+        communicator = fleet.communicator
+        communicator._loop.call_soon(communicator._fabric._lose, peer, error)
+
+    def body(fleet):
+        model = make_model("")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True, fleet=fleet)
+        for step in range(NUM_STEPS):
+            if (fleet.rank, step) == (3, 2):
+                lose(fleet, accused)
+                fleet.communicator._loop.call_soon(is_lost.set)
+            if (fleet.rank, step) == (accused, 2):
+                assert is_lost.wait(60.0)
+                lose(fleet, 3)
+            plain_step(model, optimizer, fleet.rank, step)
+        return fleet.members
+
+    *lived, left = run_fleets(NUM_RANKS, body, accept=syncline.QuorumLostError)
+    assert lived == [(0, 1, 2)] * 3
+    assert isinstance(left, syncline.QuorumLostError)
+
+
 def test_two_models_of_one_job_go_on_together():
     def body(fleet, mortal):
         rank = fleet.rank

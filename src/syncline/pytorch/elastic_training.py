@@ -93,7 +93,7 @@ class Recovery:
 
         Raises :class:`QuorumLostError` where this rank does not go on.
         """
-        if not isinstance(error, LOSSES) or self._fleet.communicator.accused is None:
+        if not isinstance(error, LOSSES) or not self._fleet.communicator.has_met_loss:
             raise error
         cause: BaseException = error
         while True:

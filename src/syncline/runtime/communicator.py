@@ -17,7 +17,7 @@ from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure
 from syncline.runtime.engine import Engine
 from syncline.runtime.engine_links import link_engine
-from syncline.runtime.failures import CRASH, DEADLINE, PEER_LOST
+from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
@@ -308,14 +308,23 @@ class Communicator:
         """
         self._is_interrupted = True
         member = self.members.index(lost) if lost in self.members else self.rank
-        failure = Failure(reason=PEER_LOST, text=why, rank=member, host=self.topology.host_of(member).name)
+        host = self.topology.host_of(member).name
+        failure = Failure(reason=PEER_LOST, text=why, rank=member, host=host, is_hearsay=True)
         self._loop.call_soon(partial(self._engine.give_up, failure, tell=False))
 
     @property
-    def accused(self) -> int | None:
-        """The job's number of the rank that calls have failed for, if it was lost or late; None else."""
+    def has_met_loss(self) -> bool:
+        """Whether calls have failed since a rank was lost or late."""
         failure = self._engine.failure
-        return self.members[failure.rank] if failure is not None and failure.reason in (PEER_LOST, DEADLINE) else None
+        return failure is not None and failure.reason in LOSSES
+
+    @property
+    def accused(self) -> int | None:
+        """The job's number of the rank that calls have failed for, if it was lost or late, and not by hearsay alone."""
+        failure = self._engine.failure
+        if failure is None or failure.is_hearsay or failure.reason not in LOSSES:
+            return None
+        return self.members[failure.rank]
 
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""

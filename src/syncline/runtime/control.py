@@ -49,6 +49,8 @@ class Failure:
     text: str
     rank: int
     host: str
+    is_hearsay: bool = False
+    """Whether others say of that rank that it is lost: they and it may have lost each other, and both live."""
 
 
 def encode_description(stream: int, number: int, description: Description) -> bytes:

@@ -173,7 +173,7 @@ class Engine:
             self._take_control(peer, payload)
         except ControlError as error:
             text = f"{self._fabric.describe_peer(peer)} broke the protocol: it told {error}"
-            self._fail(Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer)))
+            self._fail(Failure(reason=failures.VIOLATION, text=text, rank=peer, host=self._host(peer)))
 
     def _take_control(self, peer: int, payload: bytes) -> None:
         kind, stream, number, body = control.decode_head(payload)

@@ -7,6 +7,7 @@ done. Each call gets an error of its own, with its own label and step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncline.errors import (
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
+VIOLATION = "violation"
+LOSSES = (PEER_LOST, VIOLATION, DEADLINE)
 
 
 def error_for(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
@@ -91,7 +94,9 @@ def late(call: Call, accused: list[str], *, rank: int, host: str) -> Failure:
 
 def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
     """Return what ``failure`` of another rank means here."""
-    if failure.reason in (MISMATCH, PEER_LOST):
+    if failure.reason == PEER_LOST:
+        return replace(failure, is_hearsay=failure.rank != teller)
+    if failure.reason in (MISMATCH, VIOLATION):
         return failure
     if failure.reason == DEADLINE:
         return Failure(reason=DEADLINE, text=failure.text, rank=failure.rank, host=failure.host)
