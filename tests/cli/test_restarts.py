@@ -138,6 +138,14 @@ def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and
     assert out.splitlines() == ["[a1:0] 0 meets", "[a1:0] 1 127.0.0.1:4100", "[a1:0] 2 meets"]
 
 
+def test_restarts_in_an_elastic_job_of_several_machines_need_a_place_to_join_at(tmp_path):
+    path = tmp_path / "net.yaml"
+    path.write_text(TWO_HOSTS)
+    where = {"topology": str(path), "host": "a1", "master": "127.0.0.1:4000"}
+    with pytest.raises(ConfigurationError, match="need --join-port PORT, the same on all"):
+        start("pass", **where, restarts=AGAIN, elastic=Elasticity())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -67,11 +67,16 @@ class Doors:
 
 
 @contextmanager
-def open_doors(elastic: Elasticity | None, job: Job) -> Iterator[Doors]:
+def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[Doors]:
     """Choose a port for each rank, which no other program gets as long as this lasts."""
     if elastic is None:
         yield Doors(elastic=None)
         return
+    if restarts.count and not job.is_whole and job.join is None and elastic.join_port is None:
+        raise ConfigurationError(
+            "--elastic and --restarts on several machines need --join-port PORT, the same on all: a machine that has "
+            "lost all its ranks joins again at the master's"
+        )
     ranks = [process.rank for process in job.processes]
     address = (
         None if job.is_whole else own_address(job.master_address, what="--join" if job.join else "--master")

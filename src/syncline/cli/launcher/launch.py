@@ -72,7 +72,7 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     traces = trace_parts(job, scratch) if request.trace else {}
-    with open_doors(request.elastic, job) as doors:
+    with open_doors(request.elastic, job, request.restarts) as doors:
         environments = {
             process.rank: rank_environment(
                 job,
