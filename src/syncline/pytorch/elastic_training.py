@@ -93,7 +93,7 @@ class Recovery:
 
         Raises :class:`QuorumLostError` where this rank does not go on.
         """
-        if not isinstance(error, LOSSES) or not self._fleet.communicator.has_met_loss:
+        if not isinstance(error, LOSSES) or self._fleet.communicator.loss is None:
             raise error
         cause: BaseException = error
         while True:
@@ -163,9 +163,10 @@ class Recovery:
 
     def _agree(self, cause: BaseException) -> Go:
         fleet = self._fleet
-        accused = fleet.communicator.accused
-        fleet.communicator.interrupt(str(cause), lost=accused)
-        go = self._regroup.agree([] if accused is None else [accused], first_free=fleet.next_stream)
+        communicator, loss = fleet.communicator, fleet.communicator.loss
+        accused = [] if loss is None or loss.is_hearsay else [communicator.members[loss.rank]]
+        communicator.interrupt(str(cause))
+        go = self._regroup.agree(accused, first_free=fleet.next_stream)
         if fleet.growth is not None:
             fleet.growth.check(go.epoch)
         lost = tuple(sorted(set(fleet.epoch.members).difference(go.epoch.members)))

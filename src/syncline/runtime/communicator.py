@@ -296,8 +296,7 @@ class Communicator:
 
         Elsewhere they end with :class:`PeerLostError`, which says that this rank gave up, and ``why``.
         """
-        host = self.topology.host_of(self.rank).name
-        failure = Failure(reason=CRASH, text=why, rank=self.rank, host=host)
+        failure = Failure(reason=CRASH, text=why, rank=self.rank, host=self.topology.host_of(self.rank).name)
         self._loop.call_soon(self._engine.give_up, failure)
 
     def interrupt(self, why: str, *, lost: int | None = None) -> None:
@@ -313,18 +312,10 @@ class Communicator:
         self._loop.call_soon(partial(self._engine.give_up, failure, tell=False))
 
     @property
-    def has_met_loss(self) -> bool:
-        """Whether calls have failed since a rank was lost or late."""
+    def loss(self) -> Failure | None:
+        """Why calls have failed, if that is because a rank was lost or late; its rank is one of :attr:`members`."""
         failure = self._engine.failure
-        return failure is not None and failure.reason in LOSSES
-
-    @property
-    def accused(self) -> int | None:
-        """The job's number of the rank that calls have failed for, if it was lost or late, and not by hearsay alone."""
-        failure = self._engine.failure
-        if failure is None or failure.is_hearsay or failure.reason not in LOSSES:
-            return None
-        return self.members[failure.rank]
+        return failure if failure is not None and failure.reason in LOSSES else None
 
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""
