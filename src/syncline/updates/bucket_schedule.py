@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -124,49 +124,56 @@ def plan_bucket_schedules(
         return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index) for plan in plans)
     if options.replicate is not None:
         return _plan_replicated(communicator, plans, options, first_stream=first_stream, most=most)
-    step_of = _steps_of_buckets(communicator.topology, plans, options, most)
-    planned = [_plan_divided(communicator, plan, options, first_stream + plan.index, step_of(plan)) for plan in plans]
+    steps = _steps_of_buckets(communicator, plans, options, most)
+    planned = [
+        _plan_divided(communicator, plan, options, first_stream + plan.index, step)
+        for plan, step in zip(plans, steps, strict=True)
+    ]
     if options.spares:
         _check_room(planned, most, "with these spares", "take more hosts, or no spares")
     return tuple(planned)
 
 
 def _steps_of_buckets(
-    topology: Topology, plans: Sequence[BucketPlan], options: BucketScheduleOptions, most: Sequence[float] | None
-) -> Callable[[BucketPlan], ShardedStep]:
+    communicator: Communicator,
+    plans: Sequence[BucketPlan],
+    options: BucketScheduleOptions,
+    most: Sequence[float] | None,
+) -> Sequence[ShardedStep]:
+    """Plan the step of each bucket: as part of all, since they follow each other and keep the links busy together."""
+    topology = communicator.topology
     portions = options.portions if isinstance(options.portions, str) else rank_shares(topology, options.portions)
-    plan_step = partial(plan_sharded_step, topology, most=most, portions=portions, spares=options.spares)
-    most_bits = max(_size_class(plan.num_bytes) for plan in plans)
-    largest = plan_step(1 << most_bits)
+    whole = plan_sharded_step(
+        topology,
+        sum(plan.num_bytes for plan in plans),
+        most=most,
+        portions=portions,
+        spares=options.spares,
+        slice_bytes=options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans)),
+    )
     if not options.whole_parameters:
-        step_of = cache(lambda bits: largest if bits == most_bits else plan_step(1 << bits, apart=largest.apart))
-        return lambda plan: step_of(_size_class(plan.num_bytes))
-    own = most if most is None or largest.apart is None else [limit / 2 for limit in most]
+        return [whole] * len(plans)
+    own = most if most is None or whole.apart is None else [limit / 2 for limit in most]
     is_balanced = portions == "balanced"
-    owners = assign_parameters(topology, plans, largest.shares, cost=options.cost, most=own, is_balanced=is_balanced)
-    spares = _spares_of_parameters(topology, plans, owners, largest)
+    owners = assign_parameters(topology, plans, whole.shares, cost=options.cost, most=own, is_balanced=is_balanced)
+    spares = _spares_of_parameters(topology, plans, owners, whole)
     rows = ([_runs(plan.slots, ranks[plan.index]) for plan in plans] for ranks in (owners, spares))
-    steps = _steps_of_owners(topology, *rows, apart=largest.apart)
-    return lambda plan: steps[plan.index]
+    return _steps_of_owners(topology, *rows, apart=whole.apart)
 
 
 def _spares_of_parameters(
-    topology: Topology, plans: Sequence[BucketPlan], owners: Owners, largest: ShardedStep
+    topology: Topology, plans: Sequence[BucketPlan], owners: Owners, whole: ShardedStep
 ) -> Owners:
     """Return for each bucket the spare of each of its parameters; no ranks where there are no spares."""
-    if largest.apart is None:
+    if whole.apart is None:
         return ((),) * len(plans)
     ranges = [
         (owner, slot.num_elements)
         for plan, of_plan in zip(plans, owners, strict=True)
         for slot, owner in zip(plan.slots, of_plan, strict=True)
     ]
-    spares = iter(spare_of_each(topology, ranges, largest.shares, largest.apart))
+    spares = iter(spare_of_each(topology, ranges, whole.shares, whole.apart))
     return tuple(tuple(next(spares) for _ in plan.slots) for plan in plans)
-
-
-def _size_class(num_bytes: int) -> int:
-    return max(num_bytes - 1, 0).bit_length()
 
 
 def _runs(slots: Sequence[Slot], owners: Sequence[int]) -> Runs:

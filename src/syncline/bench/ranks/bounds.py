@@ -34,9 +34,9 @@ def predicted_s(fleet: Fleet, schedule: Schedule, num_bytes: int) -> float:
 
 def predicted_step_s(fleet: Fleet, num_bytes: int) -> float:
     """Return what the model says of the two halves of a sharded step, on this machine's processors."""
-    step = plan_sharded_step(fleet.topology, num_bytes)
-    prediction = predict_sharded_step(step, fleet.topology, num_bytes, fleet.communicator.slice_bytes, cost=_cost())
-    return prediction.time_s
+    slice_bytes = fleet.communicator.slice_bytes
+    step = plan_sharded_step(fleet.topology, num_bytes, slice_bytes=slice_bytes)
+    return predict_sharded_step(step, fleet.topology, num_bytes, slice_bytes, cost=_cost()).time_s
 
 
 def _cost() -> CostModel:
