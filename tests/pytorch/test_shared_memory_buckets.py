@@ -16,7 +16,6 @@ from syncline.updates import UpdateRule
 pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has no segment")
 
 NUM_STEPS = 6
-HOST = "one"
 BUCKET_BYTES = 1 << 14
 RULES: dict[str, UpdateRule] = {
     "all-reduce": syncline.AllReduce(bucket_bytes=BUCKET_BYTES),
@@ -62,19 +61,18 @@ def test_parameters_are_those_without_a_segment(name: str, num_ranks: int, run_f
 
     is_engine_needed = name == "whole parameters" and num_ranks == 3  # to add in the order of the bucket's in-trees
     made = NUM_STEPS * (1 if name == "all-reduce" or is_engine_needed else 2)
-    topology = Topology.flat_on([HOST] * num_ranks)
-    expected = run_fleets(topology, lambda fleet: train(fleet, rule))
-    for (ours, num_ours), (theirs, num_theirs) in zip(run_fleets(topology, with_segment), expected, strict=True):
+    expected = run_fleets(num_ranks, lambda fleet: train(fleet, rule))
+    for (ours, num_ours), (theirs, num_theirs) in zip(run_fleets(num_ranks, with_segment), expected, strict=True):
         assert (num_ours, num_theirs) == (made, 0)
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_a_topology_of_several_hosts_is_kept_to_on_one_machine(run_fleets: Any) -> None:
+def test_a_network_that_is_tried_out_on_one_machine_is_kept_to(run_fleets: Any) -> None:
     def with_segment(fleet: Fleet) -> int:
         assert fleet.communicator.open_segment()
         return train(fleet, RULES["all-reduce"])[1]
 
-    assert run_fleets(Topology.flat(2), with_segment) == [0, 0]
+    assert run_fleets(Topology.flat(2, rate=1e9), with_segment) == [0, 0]
 
 
 def test_a_rank_that_is_lost_in_a_step_ends_the_others(run_fleets: Any) -> None:
@@ -93,7 +91,7 @@ def test_a_rank_that_is_lost_in_a_step_ends_the_others(run_fleets: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    first, second, third = run_fleets(Topology.flat_on([HOST] * 3), body, accept=syncline.SynclineError)
+    first, second, third = run_fleets(3, body, accept=syncline.SynclineError)
     assert second is None
     for error in (first, third):
         assert isinstance(error, syncline.PeerLostError)

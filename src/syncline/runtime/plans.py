@@ -6,7 +6,6 @@ chosen, and nothing else than the call's own arguments goes in.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -59,7 +58,7 @@ class Plans:
         self.planner = planner
         self.slice_bytes = slice_bytes or _slice_bytes(topology)
         self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
-        self._num_ramp = NUM_RAMP if _has_rates(topology) else 0
+        self._num_ramp = NUM_RAMP if topology.has_rates else 0
         self._max_layouts = max_layouts
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
         self._layouts: OrderedDict[tuple[str, str, int, int, tuple[int, ...]], Layout] = OrderedDict()
@@ -71,7 +70,7 @@ class Plans:
 
         More makes the first slices wait behind the others on the fast links, before the scarce ones have any work.
         """
-        if not _has_rates(self._topology):
+        if not self._topology.has_rates:
             return MOST_INFLIGHT_BYTES
         num_levels = max(len(self._topology.path(rank)) for rank in range(self._topology.num_ranks)) - 1
         return max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes
@@ -127,7 +126,7 @@ class Plans:
 
 def _slice_bytes(topology: Topology) -> int:
     """Return the size of slices between machines; it depends on nothing else than the topology."""
-    if not _has_rates(topology):
+    if not topology.has_rates:
         return max(LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES * topology.num_ranks)
     seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
     wanted = int(MAX_SLICE_BYTES * min(1.0, SLICE_S / seconds)) if seconds else MAX_SLICE_BYTES
@@ -136,9 +135,4 @@ def _slice_bytes(topology: Topology) -> int:
 
 def _slice_bytes_without_rates(topology: Topology) -> int:
     """Return the largest slice for a network whose links do not limit anything; 0 if some do."""
-    return 0 if _has_rates(topology) else MESSAGE_BYTES_WITHIN_MACHINE * topology.num_ranks
-
-
-def _has_rates(topology: Topology) -> bool:
-    links = [link for _, link in topology.links()]
-    return any(not math.isinf(rate) for link in links for rate in (link.up_bytes_per_s, link.down_bytes_per_s))
+    return 0 if topology.has_rates else MESSAGE_BYTES_WITHIN_MACHINE * topology.num_ranks

@@ -199,6 +199,12 @@ class Topology:
         """Return every link with the name of the child that it joins to its parent, depth first."""
         return tuple((node.name, node.link) for node in self.walk() if node.link is not None)
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether some link is known to be limited; without, hosts are named and nothing is known of their network."""
+        rates = (rate for _, link in self.links() for rate in (link.up_bytes_per_s, link.down_bytes_per_s))
+        return not all(map(math.isinf, rates))
+
     def route(self, source: int, destination: int) -> tuple[DirectedLink, ...]:
         """Return the directed links that a message from one rank to another crosses, in order; none to itself.
 

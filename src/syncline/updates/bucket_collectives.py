@@ -53,13 +53,13 @@ class BucketCollectives:
         """Let the smallest bucket move through memory that the ranks share, if they share any; all call this alike.
 
         What a call costs decides there, not its bytes. It is one bucket: more would hold up the computation with their
-        copies, which communication threads make beside it. Where the topology has several hosts, though all ranks run
-        on one machine, a network is tried out: all goes by the plan.
+        copies, which communication threads make beside it. Where links have rates, though all ranks run on one machine,
+        a network is tried out: all goes by the plan.
         """
         communicator = self.communicator
         smallest = min(self.bucket_schedules, key=lambda one: bucket_bytes[one.stream - self._stream])
         is_small = bucket_bytes[smallest.stream - self._stream] <= MOST_SHARED_BYTES
-        if communicator.has_segment and is_small and len(communicator.topology.hosts) == 1:
+        if communicator.has_segment and is_small and not communicator.topology.has_rates:
             communicator.open_segment(stream=smallest.stream)
 
     @property
