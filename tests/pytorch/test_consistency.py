@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle_models import CASES, copies, loss_of
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.consistency import describe_hyperparameters
 from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
@@ -90,6 +90,23 @@ def test_the_rank_that_differs_from_most_is_named(run_fleets: Any) -> None:
     assert told is not None
     assert "on rank 0 are not those on rank 1" in told
     assert "on rank 2" not in told
+
+
+def test_a_loss_during_the_comparison_is_told_with_the_step(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        linear = torch.nn.Linear(3, 2)
+        inner = torch.optim.SGD(linear.parameters(), lr=0.1)
+        model, optimizer = distribute(linear, inner, AllReduce(), fleet=fleet, check_every=2)
+        for number in range(3):
+            if (fleet.rank, number) == (1, 2):
+                fleet.communicator.abort()
+                return
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    error, _ = run_fleets(2, body, accept=PeerLostError)
+    assert "during checksums of parameters after step 2" in str(error)
 
 
 def test_a_write_into_one_element(run_fleets: Any) -> None:

@@ -157,7 +157,8 @@ class InBackwardUpdater(ShardedUpdater):
     def _reduce(self, bucket: Bucket) -> Work:
         pending = self._under_way
         if pending.weighed is None:
-            pending.weighed = self.collectives.control.start_sum(pending.weights, "weights of a backward pass")
+            label = "weights of a backward pass"
+            pending.weighed = self.collectives.control.start_sum(pending.weights, label, step=pending.number)
         bucket.stage_gradients()
         work = self.collectives.start(bucket, Collective.REDUCE_SCATTER, pending.number)
         self._gradients.add(bucket, work)
