@@ -92,7 +92,7 @@ def test_the_rank_that_differs_from_most_is_named(run_fleets: Any) -> None:
     assert "on rank 2" not in told
 
 
-def test_a_loss_during_the_comparison_is_told_with_the_step(run_fleets: Any) -> None:
+def test_a_loss_during_the_comparison_is_told_with_the_pass(run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         linear = torch.nn.Linear(3, 2)
         inner = torch.optim.SGD(linear.parameters(), lr=0.1)
@@ -106,7 +106,7 @@ def test_a_loss_during_the_comparison_is_told_with_the_step(run_fleets: Any) -> 
             optimizer.zero_grad()
 
     error, _ = run_fleets(2, body, accept=PeerLostError)
-    assert "during checksums of parameters after step 2" in str(error)
+    assert "during checksums of parameters before backward pass 3" in str(error)
 
 
 def test_a_write_into_one_element(run_fleets: Any) -> None:

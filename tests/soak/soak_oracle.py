@@ -23,9 +23,10 @@ STORE_THREAD = "syncline-store"
 DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
 OPERATION = re.compile(
     r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|report|checkpoint|period|update|"
+    r"checksums of parameters|"
     r"stage|samples of a pass|norm of all gradients|(of|after) step).*",
 )
-STEP = re.compile(r"(step|iteration|period|checkpoint) \d+|checkpoint|barrier|starts|distribute")
+STEP = re.compile(r"(step|backward pass|iteration|period|checkpoint) \d+|checkpoint|barrier|starts|distribute")
 
 
 class Oracle:

@@ -84,7 +84,7 @@ class Consistency:
             table[control.rank] = torch.tensor(own)
             return table
 
-        sums = control.sum_of(make, f"checksums of parameters after step {updater.iteration}")
+        sums = control.sum_of(make, f"checksums of parameters before backward pass {self._num_passes + 1}")
         if bool((sums == sums[0]).all()):
             return
         mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in _parameters(updater.buckets)]]
