@@ -142,9 +142,10 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         x, y = batch(step, fleet.members[fleet.rank])
         distributed.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
+        # members once the step is made are told by none: some ranks may hear within it of a loss that follows it
         counted = fleet.numbers_of(distributed.training._collector.report.ranks)
         distributed.step()
-        tell([step, counted, digest(model), distributed.param_groups[0]["lr"], fleet.members])
+        tell([step, counted, digest(model), distributed.param_groups[0]["lr"]])
         scheduler.step()
         if fleet.rank == 0:
             for newcomer in (each for each, after in plan["come"].items() if after == step):

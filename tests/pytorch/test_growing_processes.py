@@ -33,8 +33,8 @@ def play(folder: Path, number: int, plan: dict[str, Any]) -> tuple[list[tuple[in
 
 
 def check_equal(told: list[list[Any]]) -> dict[int, list[int]]:
-    """All that live had the same parameters, rates and members after each step; return the members by step."""
-    return {step: entries[0][3] for step, entries in _by_step(told).items()}
+    """All that live had the same parameters and rates after each step; return whose batches counted, by step."""
+    return {step: entries[0][0] for step, entries in _by_step(told).items()}
 
 
 def check_replayed(folder: Path, own: int, told: list[list[Any]]) -> None:
