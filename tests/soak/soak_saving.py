@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -68,12 +69,13 @@ class Saver:
             yield
             return
         room = os.statvfs(self._place)
-        self._ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
+        with contextlib.suppress(OSError):  # another rank, whose disk it is too, may fill it at the same time
+            self._ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
         self._tell(event="struck", kind="full-disk")
         try:
             yield
         finally:
-            self._ballast.unlink()
+            self._ballast.unlink(missing_ok=True)
 
     @contextmanager
     def _small_files(self, step: int) -> Iterator[None]:
