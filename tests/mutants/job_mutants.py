@@ -197,6 +197,21 @@ JOB_MUTANTS = (
         ),
     ),
     Mutant(
+        name="anyone is believed in a message",
+        breaks="of two ranks of `Clustered` that lose each other both are lost, or all stop",
+        changes=(
+            Change(
+                file="updates/clustered/messages.py",
+                before="for rank in self.dead if not is_believed(sender, rank)",
+                after="for rank in ()",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/updates/clustered/test_protocol.py",
+            name="test_of_two_ranks_that_lose_each_other_the_lower_goes_on_with_all_others",
+        ),
+    ),
+    Mutant(
         name="two servers in a term",
         breaks="a record has two values: members of one cluster hold different means",
         changes=(

@@ -37,11 +37,16 @@ class ClusterScenario:
         self.away_until_s = dict.fromkeys(self.ranks, 0.0)
         self.sides: list[set[int]] = [set(self.ranks)]
         self._due: set[tuple] = set()
+        is_parted = choose.random() < 0.2 and not self.is_cut and not self.is_many and len(self.ranks) > 2
+        self.parted = sorted(choose.sample(self.ranks, 2)) if is_parted else []
+        """Two that lose each other, and nobody else."""
 
     def run(self) -> VirtualTime:
         """Play it and judge it; return its time."""
         if self.is_cut:
             self.time.at(self.choose.uniform(0, 1.0), self._cut)
+        elif self.parted:
+            self.time.at(self.choose.uniform(0, 1.0), self._part)
         else:
             num_deaths = self.choose.choice((0, 1, 2, 4))
             for _ in range(MANY_DEATHS if self.is_many else num_deaths):
@@ -112,18 +117,26 @@ class ClusterScenario:
                     self.world.fresh.add(("notice", one, other))
         self._plan()
 
+    def _part(self) -> None:
+        lower, higher = self.parted
+        self.sides = [set(self.ranks) - {higher}, set(self.ranks) - {lower}]
+        self.time.note(f"ranks {lower} and {higher} lose each other")
+        for pair in ((lower, higher), (higher, lower)):
+            self.world.unseen_losses.add(pair)
+            self.world.fresh.add(("notice", *pair))
+        self._plan()
+
     def _check(self) -> None:
         world = self.world
         live = world.live()
-        sides = [side for side in self.sides if side & set(live)]
-        if len(sides) > 1:
+        if not any(side.issuperset(live) for side in self.sides):
             raise SimulationError(f"both sides of {self.sides} go on: {live}")
-        if self.is_cut and self._should_go_on() != set(live):
+        if (self.is_cut or self.parted) and self._should_go_on() != set(live):
             raise SimulationError(f"of {self.sides} only {live} go on, not {self._should_go_on()}")
         world.check_finished()
 
     def _should_go_on(self) -> set[int]:
-        """Who is of the larger side, or of two equal ones of that with the lowest rank."""
+        """Who is of the larger side, or of two equal ones of that with the lowest rank; of two ranks the lower."""
         return max(self.sides, key=lambda side: (len(side), self.ranks[0] in side))
 
 

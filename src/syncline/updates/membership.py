@@ -58,6 +58,8 @@ class LostRank:
     error: Exception | None
     has_left: bool
     since_s: float
+    is_settled: bool = False
+    """Whether all believe it, whoever tells them."""
 
 
 @dataclass(slots=True)
@@ -79,13 +81,20 @@ class Membership:
         """The members that are not known to be lost."""
         return tuple(rank for rank in self.members if rank not in self.losses)
 
-    def lose(self, rank: int, error: Exception | None = None, *, has_left: bool = False) -> bool:
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """Those of the lost ranks that all believe to be lost, whoever tells them."""
+        return tuple(rank for rank, loss in self.losses.items() if loss.is_settled)
+
+    def lose(
+        self, rank: int, error: Exception | None = None, *, has_left: bool = False, is_settled: bool = False
+    ) -> bool:
         """Note that ``rank`` is lost, or has left by itself; False if that is known."""
         known = self.losses.get(rank)
         if known is None:
-            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock())
-        elif known.error is None and error is not None:  # others had told of it
-            self.losses[rank] = replace(known, error=error)
+            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock(), is_settled=is_settled)
+        else:  # others may have told of it
+            self.losses[rank] = replace(known, error=known.error or error, is_settled=known.is_settled or is_settled)
         return known is None
 
     def describe_lost(self, describe: Callable[[int], str]) -> str:

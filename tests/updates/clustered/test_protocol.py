@@ -8,8 +8,9 @@ from cluster_world import JOB, World, accuse
 from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
 from random_worlds import Proposer, random_world
 
+from syncline.errors import PeerLostError
 from syncline.updates.clustered.election import draw_server
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, Ready, Supply
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Farewell, Join, Ready, Supply
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import ServerState
 
@@ -288,8 +289,49 @@ def test_strangers_and_terms_far_away_are_refused() -> None:
 def test_the_dead_travel_with_every_message() -> None:
     world = World(CLUSTERS, AGENDA, num_records=3)
     ready = Ready(term=0, index=2, cluster=1, participants=(), samples=1.0, has_result=False)
-    world.players[0].node.receive(3, Envelope(dead=(2, 4), message=ready))
+    world.players[0].node.receive(3, Envelope(dead=(2, 4), settled=(2,), message=ready))
     assert world.players[0].node.view.dead == {2, 4}
+
+
+def test_who_tells_that_a_rank_below_it_is_dead_is_heard_once_that_is_seen_here() -> None:
+    """It may be the one that is lost of the two. What it says next waits, too; if it is lost, nobody hears it."""
+    world = World(CLUSTERS, AGENDA, num_records=3)
+    node = world.players[0].node
+    node.receive(5, Envelope(dead=(4,), message=Farewell(term=0)))
+    node.receive(5, Envelope(dead=(), message=Farewell(term=0)))
+    node.receive(2, Envelope(dead=(1,), message=Farewell(term=0)))
+    assert (set(node.view.dead), node.departed) == (set(), set())
+    node.lose(4)
+    assert (set(node.view.dead), node.departed) == ({4}, {5})
+    node.lose(2)
+    assert (set(node.view.dead), node.departed, node.num_refused) == ({4, 2}, {5}, 1)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_of_two_ranks_that_lose_each_other_the_lower_goes_on_with_all_others(seed: int) -> None:
+    """Also where two ranks lose the same lower one, and so confirm each other."""
+    choose = random.Random(seed)
+    world = World(((0, 1), (2, 3, 4), (5,)), AGENDA, num_records=20, quorum=0.5)
+    for _ in range(choose.randint(0, 60)):
+        world.happen(choose.choice(world.choices()))
+    lower, *higher = sorted(choose.sample(range(6), choose.choice((2, 3))))
+    across = [*itertools.product([lower], higher), *itertools.product(higher, [lower])]
+    world.unseen_losses.update(across)
+
+    def cut() -> None:
+        for pair in across:
+            world.mail.pop(pair, None)
+
+    world.settle(choose, before_each=cut)
+    assert world.live() == [rank for rank in range(6) if rank not in higher]
+    world.check_finished()
+
+
+def test_whom_others_have_given_up_stops() -> None:
+    world = World(CLUSTERS, AGENDA, num_records=3)
+    world.perform(2, world.players[2].node.end(3, PeerLostError("rank 3 closed its connections", rank=3, host="h3")))
+    assert world.players[2].stop is not None
+    assert world.players[2].stop.startswith("rank 3 takes this rank for dead")
 
 
 def test_the_next_server_knows_the_contribution_table() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
-from syncline.fabric import Progress
+from syncline.fabric import GivenUpError, Progress
 from syncline.observe import Trace
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.topology import Topology
@@ -174,13 +174,17 @@ class ClusterDriver(Driver):
         self._perform(self._node.receive(peer, envelope))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
-        self._perform(self._node.lose(peer, error))
+        if isinstance(error, GivenUpError):
+            self._perform(self._node.end(peer, error))
+        else:
+            self._perform(self._node.lose(peer, error))
 
     def _awaited_peers(self) -> Collection[int]:
         return self._node.awaited()
 
     def _leave(self, peer: int, text: str) -> None:
-        self._lose(peer, PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name))
+        error = PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name)
+        self._perform(self._node.lose(peer, error, is_settled=True))
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead

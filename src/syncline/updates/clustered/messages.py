@@ -1,7 +1,8 @@
 """What members and servers say to one another. A message may have a payload: a vector, which the protocol never opens.
 
 Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
-carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
+carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it. Of two that live
+and have lost each other the one of the higher number is lost (:mod:`syncline.updates.membership`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from syncline.updates.membership import is_believed
 from syncline.updates.messaging.records import decode_record, encode_record
 
 Payload = Any
@@ -123,17 +125,27 @@ _KINDS: dict[str, type[Message]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A message with whom its sender takes for dead."""
+    """A message with whom its sender takes for dead.
+
+    ``settled`` are those of the dead that everyone believes to be dead: who hangs, and whom the sender itself was told
+    of by a rank that it believes.
+    """
 
     dead: tuple[int, ...]
     message: Message
+    settled: tuple[int, ...] = ()
+
+    def doubtful(self, sender: int) -> frozenset[int]:
+        """Return who may live, the ``sender`` being the one that is lost: those below it that it lost by itself."""
+        return frozenset(rank for rank in self.dead if not is_believed(sender, rank)).difference(self.settled)
 
     def encode(self, **beside: object) -> bytes:
         """Write all but the payload, and what goes beside it."""
-        return encode_record(self.message, dead=self.dead, **beside)
+        return encode_record(self.message, dead=self.dead, settled=self.settled, **beside)
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Envelope, dict[str, Any]]:
         """Read what :meth:`encode` wrote; raises ValueError if it is anything else."""
         message, beside = decode_record(data, _KINDS, "the clustered update")
-        return cls(dead=tuple(map(int, beside.pop("dead", ()))), message=message), beside
+        dead, settled = (tuple(map(int, beside.pop(name, ()))) for name in ("dead", "settled"))
+        return cls(dead=dead, message=message, settled=settled), beside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from syncline.errors import UpdateError
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
 from syncline.updates.clustered.member import Member, MemberState, Provided
 from syncline.updates.clustered.messages import (
@@ -61,6 +62,8 @@ class Node:
         self._quorum = Quorum(part=quorum)
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
+        self._unheard: list[tuple[int, Envelope]] = []
+        """What came, by sender in order, and speaks of a death that is not believed here yet."""
         self._mail: list[tuple[int, Message]] = []
         self._early: list[tuple[int, Message]] = []
         self._instructions: list[Instruction] = []
@@ -99,20 +102,22 @@ class Node:
         if self.stopped is not None or peer in self.view.dead or not self.view.is_member(peer):
             self.num_refused += 1
             return []
-        if self.view.rank in envelope.dead:
-            self._stop(
-                f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job "
-                "went on without it"
-            )
-            return self._flush()
-        self._bury({rank for rank in envelope.dead if self.view.is_member(rank)})
-        self._post([(self.view.rank, envelope.message)], sender=peer)
+        self._unheard.append((peer, envelope))
+        self._hear()
         return self._flush()
 
-    def lose(self, peer: int, error: Exception | None = None) -> list[Instruction]:
-        """Go on without a peer that the fabric lost, and tell everyone."""
-        if self.stopped is None and self._bury({peer}, error):
-            self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
+    def lose(self, peer: int, error: Exception | None = None, *, is_settled: bool = False) -> list[Instruction]:
+        """Go on without a peer that the fabric lost, and tell everyone; ``is_settled`` if all are to believe it."""
+        if self.stopped is None:
+            self._lose(peer, error, is_settled=is_settled)
+            self._hear()
+        return self._flush()
+
+    def end(self, peer: int, error: Exception) -> list[Instruction]:
+        """Stop, as ``peer`` has given up this rank on another one's word: so will all."""
+        if self.stopped is None:
+            self.view.membership.lose(peer, error)
+            self._stop_as_dead(peer)
         return self._flush()
 
     def awaited(self) -> frozenset[int]:
@@ -153,17 +158,53 @@ class Node:
             self._gather(server)
         return self._flush()
 
-    def _bury(self, dead: set[int], error: Exception | None = None) -> bool:
+    def _hear(self) -> None:
+        """Hear what came, each sender's messages in order; who speaks of a death that is doubtful here waits.
+
+        It ends with the death of one of the two: each rank finds it by itself, or is told by the lower one.
+        """
+        while self.stopped is None and (heard := self._take_unheard()) is not None:
+            peer, envelope = heard
+            doubtful = envelope.doubtful(peer)
+            if self.view.rank in doubtful:
+                self._lose(peer, UpdateError(f"rank {peer} has lost its connection to this rank"))
+            elif self.view.rank in envelope.dead:
+                self._stop_as_dead(peer)
+            else:
+                certain = {rank for rank in envelope.dead if rank not in doubtful and self.view.is_member(rank)}
+                self._bury(certain, is_settled=True)
+                self._post([(self.view.rank, envelope.message)], sender=peer)
+
+    def _take_unheard(self) -> tuple[int, Envelope] | None:
+        waiting: set[int] = set()
+        for place, (peer, envelope) in enumerate(self._unheard):
+            doubtful = {rank for rank in envelope.doubtful(peer) if self.view.is_member(rank)}
+            if peer not in waiting and (self.view.rank in doubtful or self.view.dead >= doubtful):
+                return self._unheard.pop(place)
+            waiting.add(peer)
+        return None
+
+    def _lose(self, peer: int, error: Exception | None, *, is_settled: bool = False) -> None:
+        if self._bury({peer}, error, is_settled=is_settled):
+            self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
+
+    def _bury(self, dead: set[int], error: Exception | None = None, *, is_settled: bool) -> bool:
         """Take ranks for dead, follow those who are drawn instead, and count whether enough are left."""
         former_server = self.view.own_server(self.term)
-        membership = self.view.membership
-        news = {rank for rank in dead if membership.lose(rank, error, has_left=rank in self.departed)}
+        news = {
+            rank
+            for rank in dead
+            if self.view.membership.lose(rank, error, has_left=rank in self.departed, is_settled=is_settled)
+        }
         if not news:
             return False
         self.num_replaced += former_server in news
+        num_unheard = len(self._unheard)
+        self._unheard = [(peer, envelope) for peer, envelope in self._unheard if peer not in news]
+        self.num_refused += num_unheard - len(self._unheard)
         for rank in sorted(news):  # one who lives after all learns that the job goes on without it
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
-        shortage = membership.shortage(self._quorum)
+        shortage = self.view.membership.shortage(self._quorum)
         if shortage is not None:
             self._stop(f"{shortage}, or allow a smaller quorum")
             return False
@@ -172,6 +213,12 @@ class Node:
             server.refresh()
             self._gather(server)
         return True
+
+    def _stop_as_dead(self, peer: int) -> None:
+        self._stop(
+            f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job went "
+            "on without it"
+        )
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason
@@ -191,7 +238,8 @@ class Node:
             self._deliver(*self._mail.pop(0))
 
     def _seal(self, message: Message) -> Envelope:
-        return Envelope(dead=tuple(sorted(self.view.dead)), message=message)
+        membership = self.view.membership
+        return Envelope(dead=tuple(sorted(membership.lost)), message=message, settled=tuple(sorted(membership.settled)))
 
     def _gather(self, server: Server) -> None:
         """Carry out what a server said."""

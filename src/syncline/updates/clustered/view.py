@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from syncline.updates.clustered.election import draw_server
@@ -25,7 +26,7 @@ class View:
         self._divisions = [Division.of(0, clusters)]
 
     @property
-    def dead(self) -> Collection[int]:
+    def dead(self) -> AbstractSet[int]:
         """The ranks that are taken for dead."""
         return self.membership.lost
 
