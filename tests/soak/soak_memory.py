@@ -1,12 +1,15 @@
 """Whether memory is flat: what a process holds late in its life is not more than what it held early, but for a bound.
 
 Early is after a warm-up, in which modules are imported, buffers are made and caches filled. One value that is large,
-or small, decides nothing: compared are medians. Pure.
+or small, decides nothing: compared are medians.
 """
 
 from __future__ import annotations
 
+import ctypes
+import resource
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 WARM_STEPS = 60
@@ -30,3 +33,9 @@ def growth_kib(samples: Sequence[int]) -> int | None:
         return None
     third = len(samples) // 3
     return round(median(samples[-third:]) - median(samples[:third]))
+
+
+def rss_kib() -> int:
+    """Return how much memory this process has; what is free is given back before."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024

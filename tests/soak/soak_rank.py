@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from soak_memory import rss_kib
 from soak_pairs import train_in_pairs
 from soak_plan import SAMPLE_EVERY
 from soak_proxy import tell_proxy
@@ -184,12 +185,6 @@ STRIKES = {
     "interpreter-held": hold_interpreter,
     "not-a-number": lambda _: None,
 }
-
-
-def rss_kib() -> int:
-    """Return how much memory this process has; what is free is given back before."""
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
 
 
 def open_things() -> dict[str, Any]:

@@ -11,6 +11,7 @@ open files or threads of what stays alive have grown. `--job SEED` runs one job 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ import psutil
 import torch
 from soak_forker import Forker
 from soak_job import Job
-from soak_memory import growth_kib
+from soak_memory import growth_kib, rss_kib
 from soak_network import SoakNetwork, open_network
 from soak_oracle import Oracle, invalid, longest_stall_s, memory_of
 from soak_plan import RULES, JobPlan, plan_job
@@ -132,9 +133,11 @@ class Soak:
 
     def _sizes(self) -> dict[str, int]:
         """Return what the processes that stay alive hold."""
-        processes = [psutil.Process(), psutil.Process(self._forker.pid)]
+        gc.collect()
+        nursery = psutil.Process(self._forker.pid)
+        processes = [psutil.Process(), nursery]
         return {
-            "rss_kib": sum(process.memory_info().rss for process in processes) // 1024,
+            "rss_kib": rss_kib() + nursery.memory_info().rss // 1024,
             "num_files": sum(process.num_fds() for process in processes),
             "num_threads": sum(process.num_threads() for process in processes),
         }

@@ -10,7 +10,7 @@ from soak_growth import Growth
 from soak_kinds import KINDS, Outcome
 from soak_memory import LEAST_SAMPLES, MOST_GROWTH_KIB, WARM_STEPS, growth_kib
 from soak_numbers import Numbers, by_step
-from soak_oracle import LONGEST_STALL_S, Oracle, invalid, longest_stall_s, struck_s
+from soak_oracle import LONGEST_STALL_S, Oracle, invalid, judge_what_is_held, longest_stall_s, struck_s
 from soak_pairs import replay_pairs
 from soak_plan import GROWING, RULES, SAMPLE_EVERY, TOLERANT, Fault, JobPlan, plan_job
 from soak_record import JobRecord
@@ -161,6 +161,17 @@ def test_what_is_wrong_after_a_loss_is_found(spoil):
     record = make_record()
     spoil(record)
     assert len(Oracle().judge(record)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("sockets", "is_right"), [([], True), (["socket"], True), (["socket", "socket"], False), (["pipe"], False)]
+)
+def test_where_a_start_failed_torch_may_still_look_for_the_store_with_one_socket(sockets, is_right):
+    record = make_record("killed-at-start")
+    held = event_of(record, 0, "closed")["after"]
+    held["threads"].append("syncline-store")
+    held["files"].extend(sockets)
+    assert (judge_what_is_held(record) == []) == is_right
 
 
 def test_a_rank_that_ends_though_nothing_forced_it_is_found():
