@@ -16,6 +16,21 @@ JOB_MUTANTS = (
         found_by=Simulation(scenario="engine", num_seeds=40),
     ),
     Mutant(
+        name="who leaves has told what it completed",
+        breaks="a group's call waits for a rank that left the job, until the deadline",
+        changes=(
+            Change(
+                file="runtime/engine.py",
+                before="isinstance(error, PeerLeftError) and peer in self._completed_by",
+                after="isinstance(error, PeerLeftError)",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/runtime/test_group.py",
+            name="test_a_call_ends_where_a_member_leaves_the_job_that_never_opened_the_group",
+        ),
+    ),
+    Mutant(
         name="failure is not told",
         breaks="who does not need the lost rank itself waits for those who gave up",
         changes=(

@@ -3,9 +3,9 @@
 ``growing_process.py FOLDER PLAN``: PLAN is JSON: the ``rule``, how many are ``members`` at the start (the other
 processes are newcomers), at which step members ``leave`` (killed by themselves), when newcomers ``come`` (a process's
 number: after which step), and how many of them at least ``together``, where in a switch processes ``die``, or ``miss``
-the others, and how many ranks the job is to have after a change, in how many steps, until all end (``whole``). Rank 0,
-whoever that is, writes where it listens into the pipe of each newcomer whose time has come. Who ends leaves its
-parameters in the folder.
+the others (``meeting_port``: of a store that tells who has met), and how many ranks the job is to have after a change,
+in how many steps, until all end (``whole``). Rank 0, whoever that is, writes where it listens into the pipe of each
+newcomer whose time has come. Who ends leaves its parameters in the folder.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 import syncline
 from syncline.elastic.join_server import JoinServer
@@ -79,13 +80,20 @@ def die_in(place: str) -> None:
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def miss_the_others() -> None:
-    """Let this process hold the others lost that it has just met, as if their last message had not come."""
-    meet = FleetGrowth._meet
+def miss_the_others(port: int, number: int, *, misses: bool) -> None:
+    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
+
+    What ``port`` says is who has met; those that miss nobody only tell that there.
+    """
+    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
 
     def miss(self: FleetGrowth, *arguments: Any) -> None:
         meet(self, *arguments)
-        raise PeerLostError("the others do not answer", rank=0, host="h0")
+        if store.add("met", 1) == number:
+            store.set("all", "have met")
+        if misses:
+            store.wait(["all"])
+            raise PeerLostError("the others do not answer", rank=0, host="h0")
 
     FleetGrowth._meet = miss  # type: ignore[method-assign]
 
@@ -116,8 +124,9 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     own = int(os.environ["RANK"])
     if place := plan["die"].get(str(own)):
         die_in(place)
-    if own in plan.get("miss", []):
-        miss_the_others()
+    if "miss" in plan:
+        number = plan["members"] + len(plan["come"])
+        miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
     gather(plan.get("together", 1))
     fleet = start(folder, plan, own)
     model = model_of(own)  # newcomers and members begin with other values

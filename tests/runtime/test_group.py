@@ -92,6 +92,20 @@ def test_a_member_that_dies_is_named_by_the_jobs_numbers_and_others_go_on(in_mem
         work.wait(60)
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_call_ends_where_a_member_leaves_the_job_that_never_opened_the_group(in_memory, is_interrupted):
+    communicators = in_memory(3)
+    group = communicators[0].open_group((0, 2), streams=range(5, 6))
+    work = group.broadcast(memory(values(10, 0)))
+    assert not work.done()
+    if is_interrupted:
+        communicators[2].interrupt("it takes no part")
+    communicators[2].close()
+    with pytest.raises(PeerLostError, match=r"rank 2 .*left") as raised:
+        work.wait(10)
+    assert raised.value.rank == 2
+
+
 def test_a_group_is_closed_by_itself(in_memory):
     communicators = in_memory(4)
     groups = open_groups(communicators, [(0, 1), (2, 3)])

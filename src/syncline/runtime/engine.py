@@ -158,10 +158,15 @@ class Engine:
     # What the fabric tells.
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
-        """End what still needs ``peer``; what it has completed, or needs no more, goes on."""
+        """End what still needs ``peer``; what it has completed, or needs no more, goes on.
+
+        A rank that leaves tells before which calls it has completed. One that has not, such as a member that closes the
+        job's fabric and never opened this group, will complete none.
+        """
         failure = Failure(reason=failures.PEER_LOST, text=str(error).rstrip("."), rank=peer, host=self._host(peer))
         self._lost[peer] = failure
-        if self._failure is not None or isinstance(error, PeerLeftError):
+        has_told = isinstance(error, PeerLeftError) and peer in self._completed_by
+        if self._failure is not None or has_told:
             return
         if any(active.needs(peer, self._predecessor) for active in self._calls.values()):
             self._cause = error
