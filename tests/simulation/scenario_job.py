@@ -15,6 +15,7 @@ from virtual_time import Host, SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
 from syncline.fabric.python_peer_transport import PythonPeerTransport
+from syncline.runtime.communicator import LINGER_S
 from syncline.schedule import Collective, Layout, Schedule, plan_ring, plan_tree
 from syncline.topology import Topology
 
@@ -138,8 +139,13 @@ class JobScenario:
                     break
             while not self.may_close and self.fault in HARMLESS:  # noqa: ASYNC110 - an event belongs to one loop
                 await asyncio.sleep(0.5)
-            rank.engine.leave()
-            await rank.fabric.close()
+            if rank.engine.failure is not None:  # as a communicator leaves then
+                await asyncio.sleep(LINGER_S)
+                rank.fabric.abort()
+                rank.engine.leave(tell=False)
+            else:
+                rank.engine.leave()
+                await rank.fabric.close()
         rank.is_over = True
 
     def _calls_of(self, rank: VirtualRank) -> list[PlannedCall]:
