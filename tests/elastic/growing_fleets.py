@@ -174,15 +174,17 @@ class GrowingJob:
         num_whole = 0
         while num_whole < self.num_last:
             step, number = optimizer.iteration + 1, fleet.members[fleet.rank]
-            num_whole += fleet.epoch.number > 0 and fleet.world_size == self.target
             self.before_step(fleet, optimizer, model)
             if self.losses.get(number) == step:
                 fleet.base.abort()
                 raise DiedError
             optimizer.zero_grad()
             loss_of(model, batch(number, step), step).backward()
-            self.counted[step] = fleet.numbers_of(optimizer.training._collector.report.ranks)
+            counted = self.counted[step] = fleet.numbers_of(optimizer.training._collector.report.ranks)
             optimizer.step()
+            # all count the same steps so: of one loss a rank may hear at the end of a step, and another in the next
+            has_changed = number >= self.members or any(change.iteration <= step for change in changes)
+            num_whole += has_changed and len(counted) == self.target
             if fleet.rank == 0:
                 self._show(fleet)
         return Ended(

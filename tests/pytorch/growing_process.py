@@ -147,7 +147,6 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         step = distributed.iteration + 1
         if plan["leave"].get(str(own)) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        num_whole += fleet.epoch.number > 0 and fleet.world_size == plan["whole"][0]
         x, y = batch(step, fleet.members[fleet.rank])
         distributed.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
@@ -155,6 +154,9 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         counted = fleet.numbers_of(distributed.training._collector.report.ranks)
         distributed.step()
         tell([step, counted, digest(model), distributed.param_groups[0]["lr"]])
+        # all count the same steps so: of one loss a rank may hear at the end of a step, and another in the next
+        has_changed = own >= plan["members"] or any(change.iteration <= step for change in changes)
+        num_whole += has_changed and len(counted) == plan["whole"][0]
         scheduler.step()
         if fleet.rank == 0:
             for newcomer in (each for each, after in plan["come"].items() if after == step):
