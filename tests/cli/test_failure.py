@@ -35,6 +35,14 @@ def test_a_signal_is_explained():
     assert str(Exit(signal_number=35)) == "killed by signal 35", "not all signals have names"
 
 
+def test_what_a_rank_wrote_before_a_signal_is_not_the_reason():
+    tails = {0: ["syncline: rank 4 came in after step 158; 4 ranks go on in epoch 2"]}
+    failures = [failure(1, signal_number=9), failure(0, signal_number=9)]
+    assert describe_failures(failures, names=NAMES, tails=tails, num_missing=0)[1:] == [
+        "  then rank 0 (host a1): killed by SIGKILL (out of memory, or somebody's kill -9)"
+    ]
+
+
 def test_a_job_that_went_on_says_without_how_many():
     report = describe_failures([failure(1, signal_number=9)], names=NAMES, tails={}, num_missing=1)
     assert report[0].startswith("the job went on without 1 of 3 ranks: rank 1 (host a1), killed by SIGKILL")

@@ -98,6 +98,8 @@ def _explain(how: Exit) -> str:
 def _outcome(failure: Failure, tail: Sequence[str]) -> str:
     if failure.was_signalled:
         return f"ended by the launcher ({failure.exit})"
+    if failure.exit.signal_number is not None:  # what it wrote last was before, of something else
+        return _explain(failure.exit)
     last = next((line for line in reversed(tail) if line.strip()), "")
     return f"{failure.exit}: {last}" if last else str(failure.exit)
 
