@@ -20,6 +20,8 @@ from soak_record import JobRecord
 LONGEST_STALL_S = 30.0
 STORE_THREAD = "syncline-store"
 """May wait for a store whose process is dead, when init() has given up; torch's client cannot be told to stop."""
+NO_ROOM = {"full-disk": "No space left", "file-size-limit": "File too large"}
+"""What a rank is told of a checkpoint that cannot be written."""
 DEADLY = {"killed": -9, "killed-at-start": -9, "killed-in-checkpoint": -9, "exit": 3, "crash": -11}
 OPERATION = re.compile(
     r"(all_reduce|reduce_scatter|all_gather|broadcast|barrier|allreduce|exchange|gather|report|checkpoint|period|update|"
@@ -165,14 +167,25 @@ def judge_notices(record: JobRecord) -> list[str]:
                 warned = [event["text"] for event in record.of(told, "warning") if "NaN or infinity" in event["text"]]
                 if not any(f"rank {rank} " in text for text in warned) and record.of(told, "done"):
                     wrong.append(f"rank {told} was not told that NaN began on rank {rank}: {warned}")
-        if one["kind"] in ("full-disk", "file-size-limit"):
-            words = {"full-disk": "No space left", "file-size-limit": "File too large"}[one["kind"]]
-            for told in record.statuses:
-                refusals = [event["text"] for event in record.of(told, "unsaved")]
-                if not any(words in text for text in refusals) and record.of(told, "done"):
-                    wrong.append(f"rank {told} was not told why rank {rank} cannot save: {refusals}")
+    wrong += _judge_refusals(record)
     if record.plan.saves and not record.of(-1, "loaded") and any(event["event"] == "saved" for event in record.events):
         wrong.append("no checkpoint can be loaded")
+    return wrong
+
+
+def _judge_refusals(record: JobRecord) -> list[str]:
+    """All are told why a checkpoint could not be written; where two reasons meet, whoever writes may find either."""
+    reasons: dict[int, set[str]] = defaultdict(set)
+    for rank in record.statuses:
+        for event in record.of(rank, "struck"):
+            if event["kind"] in NO_ROOM:
+                reasons[event["step"]].add(NO_ROOM[event["kind"]])
+    wrong = []
+    for step, words in reasons.items():
+        for rank in record.statuses:
+            told = [event["text"] for event in record.of(rank, "unsaved") if event["step"] == step]
+            if not any(one in text for one in words for text in told) and record.of(rank, "done"):
+                wrong.append(f"rank {rank} was not told why nothing can be saved after step {step}: {told}")
     return wrong
 
 

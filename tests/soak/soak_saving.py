@@ -71,7 +71,7 @@ class Saver:
         room = os.statvfs(self._place)
         with contextlib.suppress(OSError):  # another rank, whose disk it is too, may fill it at the same time
             self._ballast.write_bytes(bytes(room.f_bavail * room.f_frsize))
-        self._tell(event="struck", kind="full-disk")
+        self._tell(event="struck", kind="full-disk", step=step)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class Saver:
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, hard))
-        self._tell(event="struck", kind="file-size-limit")
+        self._tell(event="struck", kind="file-size-limit", step=step)
         try:
             yield
         finally:

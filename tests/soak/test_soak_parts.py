@@ -10,7 +10,7 @@ from soak_growth import Growth
 from soak_kinds import KINDS, Outcome
 from soak_memory import LEAST_SAMPLES, MOST_GROWTH_KIB, WARM_STEPS, growth_kib
 from soak_numbers import Numbers, by_step
-from soak_oracle import LONGEST_STALL_S, Oracle, invalid, judge_what_is_held, longest_stall_s, struck_s
+from soak_oracle import LONGEST_STALL_S, NO_ROOM, Oracle, invalid, judge_what_is_held, longest_stall_s, struck_s
 from soak_pairs import replay_pairs
 from soak_plan import GROWING, RULES, SAMPLE_EVERY, TOLERANT, Fault, JobPlan, plan_job
 from soak_record import JobRecord
@@ -227,6 +227,20 @@ def test_nan_must_be_told_and_is_compared_no_more():
     assert Oracle().judge(record) == []
     event_of(record, -1, "loaded")["step"] = 2
     assert "the checkpoint: parameters are not those" in Oracle().judge(record)[0]
+
+
+@pytest.mark.parametrize("kinds", [["full-disk"], ["file-size-limit"], ["file-size-limit", "full-disk"]])
+def test_what_cannot_be_saved_is_told_to_all_for_any_of_its_reasons(kinds):
+    record = make_record(kinds[0])
+    for rank, kind in enumerate(kinds):
+        tell(record, rank, "struck", kind=kind, step=2)
+    for rank in range(3):
+        tell(record, rank, "unsaved", step=2, text=f"a rank cannot write its part: rank 0: {NO_ROOM[kinds[-1]]}")
+    assert Oracle().judge(record) == []
+    event_of(record, 1, "unsaved")["step"] = 1
+    assert ["rank 1 was not told" in sentence for sentence in Oracle().judge(record)] == [True]
+    event_of(record, 1, "unsaved").update(step=2, text="a rank cannot write its part: rank 0: Input/output error")
+    assert ["rank 1 was not told" in sentence for sentence in Oracle().judge(record)] == [True]
 
 
 def test_ranks_of_a_rule_that_goes_on_end_alike():
