@@ -121,7 +121,7 @@ class Party:
                 raise
             return {"kind": "switched"}  # who leads may have switched already, and is done with these connections
         if message["kind"] == "refused":
-            raise HandshakeError(str(message["why"]))
+            raise HandshakeError(f"The job does not let this process in: {message['why']}")
         return message
 
     def _connect(self, plan: dict[str, Any]) -> None:
