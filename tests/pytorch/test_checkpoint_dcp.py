@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,22 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 class Evil:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("/tmp/evil"),)
+
+
+class EvilMember:
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "numel")
+
+
+def test_an_index_may_name_members_of_enums_as_the_first_pythons_of_3_11_did(tmp_path: Path, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        save_with_torch(tmp_path / "dcp")
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    syncline.load_checkpoint(tmp_path / "dcp", make())
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(EvilMember()))
+    with pytest.raises(CheckpointError, match="it asks for 'numel'"):
+        syncline.load_checkpoint(tmp_path / "dcp", make())
 
 
 def test_an_index_runs_no_code(tmp_path: Path) -> None:

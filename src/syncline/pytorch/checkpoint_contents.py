@@ -11,6 +11,7 @@ import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,20 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that DCP writes."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # so Python 3.11.0 to 3.11.3 write a member of an enum
         root = module.partition(".")[0]
         is_known = name in CHECKPOINT_INDEX_NAMES and root in {"torch", "pathlib", "collections"}
         if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP has")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return the member of an enum; nothing else of anything is got for a pickle."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index of DCP does")
+    return kind[name]
 
 
 def _read_index(folder: Path) -> ChunkTable:
@@ -85,7 +95,7 @@ def _read_index(folder: Path) -> ChunkTable:
         is_ours = getattr(index.storage_meta, "save_id", None) == SAVE_ID
         tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
         places = dict(index.storage_data)
-    except (OSError, EOFError, AttributeError, pickle.UnpicklingError, ImportError, IndexError) as error:
+    except (OSError, EOFError, AttributeError, KeyError, pickle.UnpicklingError, ImportError, IndexError) as error:
         raise CheckpointError(
             f"The index {folder / place.DCP_INDEX} of torch.distributed.checkpoint cannot be read: {error}"
         ) from error
