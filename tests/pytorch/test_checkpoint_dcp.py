@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import syncline
 from rank_scripts import run_script
 from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint_contents import _read_index
 from syncline.pytorch.checkpoint_state import rectangles
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
@@ -176,6 +178,21 @@ def test_an_index_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "dcp" / ".metadata").write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match="cannot be read"):
         syncline.load_checkpoint(tmp_path / "dcp", make())
+
+
+def test_a_damaged_index_is_told_as_one_whatever_its_pickle_raises(tmp_path: Path) -> None:
+    save_with_torch(tmp_path / "dcp")
+    index, choose, told = tmp_path / "dcp" / ".metadata", random.Random(0), set()
+    good = index.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(good)
+        damaged[choose.randrange(len(good))] = choose.randrange(256)
+        index.write_bytes(damaged)
+        try:
+            _read_index(index.parent)
+        except CheckpointError as error:
+            told.add(type(error.__cause__))
+    assert len(told) > 3, "of many kinds"
 
 
 def test_our_index_without_our_manifest_is_damage(tmp_path: Path) -> None:

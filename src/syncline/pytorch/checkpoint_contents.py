@@ -73,7 +73,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that DCP writes."""
         if (module, name) == ("builtins", "getattr"):
-            return _member  # so Python 3.11.0 to 3.11.3 write a member of an enum
+            return _member  # so Python 3.11.2, among others, writes a member of an enum
         root = module.partition(".")[0]
         is_known = name in CHECKPOINT_INDEX_NAMES and root in {"torch", "pathlib", "collections"}
         if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -95,7 +95,7 @@ def _read_index(folder: Path) -> ChunkTable:
         is_ours = getattr(index.storage_meta, "save_id", None) == SAVE_ID
         tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
         places = dict(index.storage_data)
-    except (OSError, EOFError, AttributeError, KeyError, pickle.UnpicklingError, ImportError, IndexError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(
             f"The index {folder / place.DCP_INDEX} of torch.distributed.checkpoint cannot be read: {error}"
         ) from error
