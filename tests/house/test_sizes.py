@@ -1,4 +1,4 @@
-"""Size promises: files of at most 400 lines, C++ too; functions of 50 (docstrings apart), nesting of at most 3."""
+"""Size promises: files of at most 800 lines, C++ too; functions of 50 (docstrings apart), nesting of at most 3."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "syncline"
 FUZZ = Path(__file__).parents[1] / "fabric" / "native"
 FILES = sorted(SOURCE.rglob("*.py"))
 NATIVE_FILES = sorted(path for folder in (SOURCE, FUZZ) for path in folder.rglob("*.[ch]pp"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 50
 MAX_NESTING = 3
 ROOMS_WITHOUT_A_NOUN = {"utils", "util", "common", "core", "helpers", "misc"}
