@@ -1,0 +1,236 @@
+"""Kill a rank of a job every 15 s, at random, rank 0 too; say what that costs, and replay the training in one process.
+
+    python benchmarks/kills.py benchmarks/kills_sharded.py --minutes 60 --every 15 --seed 1 --output FOLDER
+    python benchmarks/kills.py examples/ddp_survives.py --minutes 60 --output FOLDER
+
+The job runs under ``syncline run --elastic --restarts``, so who died comes back as a newcomer. Each rank writes what it
+did into FOLDER (``PID.jsonl``: a line for each step). At the end the harness trains once more by itself, with the
+batches of those who counted in each step, and compares all bits of the parameters after the last one.
+
+*Goodput* is the steps that count, times the time of an undisturbed step (the median of those in which all ranks were
+there before and after), over the time from the first step to the last one. *Goodput in batches* counts a step by the
+part of the ranks whose batches are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS_TO_THE_END = 60
+"""All ranks hear of the last step before they come to it."""
+END_S = 120.0
+LATE_S = 5.0
+"""A rank that has written nothing for so long is not there: it died, or is not in yet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watched:
+    """What the ranks of a job have written so far."""
+
+    folder: Path
+    lines: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    _places: dict[int, int] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read what is new."""
+        for path in self.folder.glob("*.jsonl"):
+            pid = int(path.stem)
+            with path.open() as log:
+                log.seek(self._places.get(pid, 0))
+                whole = [line for line in log.readlines() if line.endswith("\n")]
+            self._places[pid] = self._places.get(pid, 0) + sum(map(len, whole))
+            self.lines.setdefault(pid, []).extend(map(json.loads, whole))
+
+    def ranks(self) -> dict[int, int]:
+        """Return the rank of each process that makes steps now."""
+        now_s = time.monotonic()
+        last = {pid: lines[-1] for pid, lines in self.lines.items() if lines}
+        return {pid: one["rank"] for pid, one in last.items() if now_s - one["at_s"] < LATE_S}
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        return max((lines[-1]["step"] for lines in self.lines.values() if lines), default=-1)
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return each step as those tell it who went on from it; raise where two of them tell different things.
+
+        Who ended a step that was not the others' yet, and died, tells of one that counts no more: a later epoch made
+        it anew.
+        """
+        newest: dict[int, dict[str, Any]] = {}
+        for line in (line for lines in self.lines.values() for line in lines):
+            known = newest.setdefault(line["step"], line)
+            if line["epoch"] > known["epoch"]:
+                newest[line["step"]] = line
+        for line in (line for lines in self.lines.values() for line in lines):
+            known = newest[line["step"]]
+            same = (line["counted"], line["digest"]) == (known["counted"], known["digest"])
+            if line["epoch"] == known["epoch"] and not same:
+                raise SystemExit(f"Ranks differ after step {line['step']}: {known} and {line}")
+        if sorted(newest) != list(range(len(newest))):
+            raise SystemExit("Steps are missing")
+        return [newest[step] for step in range(len(newest))]
+
+
+@dataclass(slots=True, kw_only=True)
+class Kills:
+    """Whom the harness killed."""
+
+    at_s: list[float] = field(default_factory=list)
+    ranks: Counter[int] = field(default_factory=Counter)
+    num_postponed: int = 0
+    """How often a kill had to wait until all ranks were there again."""
+
+
+def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Namespace) -> Kills:
+    """Kill until the time is over."""
+    kills, chance = Kills(), random.Random(options.seed)
+    while watched.step < 0:
+        if job.poll() is not None:
+            raise SystemExit("The job ended before its first step")
+        time.sleep(0.5)
+        watched.read()
+    began_s = time.monotonic()
+    due_s, was_late = began_s + options.every, False
+    while time.monotonic() - began_s < 60 * options.minutes:
+        time.sleep(max(0.02, min(0.5, due_s - time.monotonic())))
+        watched.read()
+        if job.poll() is not None:
+            raise SystemExit(f"The job ended with {job.returncode} after {len(kills.at_s)} kills")
+        if time.monotonic() < due_s:
+            continue
+        ranks = watched.ranks()
+        if len(ranks) < options.ranks:
+            kills.num_postponed += not was_late
+            was_late = True
+            continue
+        pid = chance.choice(sorted(ranks, key=lambda one: ranks[one]))
+        kills.ranks[ranks[pid]] += 1
+        kills.at_s.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+        due_s, was_late = max(due_s + options.every, time.monotonic() + LATE_S), False
+    return kills
+
+
+def pauses_s(history: list[dict[str, Any]], kills: Kills) -> list[float]:
+    """Return for each kill how long it was until a step without the killed rank had ended."""
+    found = []
+    for at_s in kills.at_s:
+        after = [one for one in history if one["at_s"] > at_s]
+        epoch = next((one["epoch"] for one in reversed(history) if one["at_s"] <= at_s), 0)
+        found.append(next((one["at_s"] - at_s for one in after if one["epoch"] > epoch), float("nan")))
+    return found
+
+
+def measure(history: list[dict[str, Any]], num_ranks: int) -> dict[str, float]:
+    """Return what the kills cost."""
+    pairs = list(pairwise(history))
+    whole = [
+        after["at_s"] - before["at_s"]
+        for before, after in pairs
+        if before["epoch"] == after["epoch"] and len(after["counted"]) == num_ranks
+    ]
+    step_s, took_s = statistics.median(whole), history[-1]["at_s"] - history[0]["at_s"]
+    batches = sum(len(one["counted"]) for one in history[1:]) / num_ranks
+    return {
+        "step_s": step_s,
+        "took_s": took_s,
+        "goodput": (len(history) - 1) * step_s / took_s,
+        "goodput_in_batches": batches * step_s / took_s,
+    }
+
+
+def load(path: Path) -> Any:
+    """Return the program as a module."""
+    spec = importlib.util.spec_from_file_location("killed", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["killed"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def replay(program: Any, history: list[dict[str, Any]]) -> str:
+    """Train in this process on what counted, and return the hash of all parameters."""
+    torch.set_num_threads(1)
+    model = program.make_model()
+    optimizer = program.make_optimizer(model)
+    for line in history:
+        program.replay_step(model, optimizer, line["counted"], line["step"])
+        if program.digest(model) != line["digest"]:
+            raise SystemExit(f"The replay differs after step {line['step']}, in which {line['counted']} counted")
+    return str(program.digest(model))
+
+
+def main() -> None:
+    """Run the job, kill, measure and replay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=15.0, help="seconds from one kill to the next")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="folder for what ranks write and for result.json")
+    options = parser.parse_args()
+    folder = options.output or Path(tempfile.mkdtemp(prefix="kills-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["syncline", "run", "--ranks", str(options.ranks), "--elastic", "--restarts", "100000"]
+    launcher = Path(sys.executable).with_name(command[0])
+    watched = Watched(folder=folder)
+    with (folder / "job.log").open("wb") as log:
+        job = subprocess.Popen(
+            [str(launcher), *command[1:], str(options.program), str(folder)], stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            kills = play(job, watched, options)
+            (folder / "stop.new").write_text(str(watched.step + STEPS_TO_THE_END))
+            (folder / "stop.new").rename(folder / "stop")
+            status = job.wait(END_S)
+        finally:
+            job.terminate()
+            job.wait()
+    watched.read()
+    history = watched.history()
+    paused = sorted(pauses_s(history, kills))
+    result = {
+        "program": options.program.name,
+        "status": status,
+        "ranks": options.ranks,
+        "steps": len(history),
+        "kills": len(kills.at_s),
+        "kills_of_rank": dict(sorted(kills.ranks.items())),
+        "postponed": kills.num_postponed,
+        "epochs": history[-1]["epoch"],
+        **measure(history, options.ranks),
+        "pause_s": {"median": statistics.median(paused), "longest": paused[-1]} if paused else None,
+        "digest": history[-1]["digest"],
+        "digest_of_replay": replay(load(options.program), history),
+        "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
+    }
+    text = json.dumps(result, indent=1)
+    (folder / "result.json").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
