@@ -194,7 +194,17 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.output or Path(tempfile.mkdtemp(prefix="kills-"))
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["syncline", "run", "--ranks", str(options.ranks), "--elastic", "--restarts", "100000"]
+    command = [
+        "syncline",
+        "run",
+        "--ranks",
+        str(options.ranks),
+        "--elastic",
+        "--restarts",
+        "100000",
+        "--restart-period",
+        "30",
+    ]
     launcher = Path(sys.executable).with_name(command[0])
     watched = Watched(folder=folder)
     with (folder / "job.log").open("wb") as log:
