@@ -8,7 +8,18 @@ from pathlib import Path
 from declarations import RULES, Program, all_programs
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-REMEDIES = {"AllReduce": "use `AllReduce()`", 'align="parameter"': 'use `Sharded(align="parameter")`'}
+REMEDIES = {
+    "AllReduce": "use `AllReduce()`",
+    'align="parameter"': 'use `Sharded(align="parameter")`',
+    "add them to the optimizer before": "add groups before `distribute()`",
+    "after backward()": "step after `backward()`",
+    "backward pass of each step outside no_sync": "let the last pass of a step be synchronised",
+    "give a whole state to optimizer.load_state_dict": "use `load_state_dict()`",
+    "give each further optimizer parameters of its own": "one optimizer for each parameter",
+    "needs a backward pass": "run a backward pass first",
+    "save optimizer.state_dict()": "keep `optimizer.state_dict()`",
+    "whose parameters the optimizer was made with": "give the optimizer the model's parameters",
+}
 INTRODUCTION = """\
 # Conformance: a script that is right with DDP is right here
 
@@ -24,6 +35,7 @@ every rank, in double precision to within {tolerance:g}, in single precision and
   cannot run them: a backward pass without a forward pass through the wrapper, a graph that is used twice, SyncBatchNorm
   without a GPU.
 - **refused**: the script ends with an error that names what to do instead. None of these scripts is silently different.
+  Those that are told to use `Sharded(align="parameter")` are run under it too, and are equal.
 
 Where a script must know a difference:
 

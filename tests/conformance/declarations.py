@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 RULES = ("all_reduce", "sharded", "sharded_overlapped")
 """Rules that are compared with the reference: ``AllReduce()``, ``Sharded()``, ``Sharded(overlap_forward=True)``."""
+WHOLE = "sharded_whole"
+"""``Sharded(align="parameter")``, for programs that are told to use it."""
+_WHOLE_REMEDY = 'align="parameter"'
 REFERENCE = "ddp"
 ALONE = "alone"
 """One process over the union of all ranks' batches."""
@@ -50,8 +53,13 @@ class Program:
 
     def expected(self, rule: str) -> Refused | None:
         """Return how the program is refused under ``rule``, None if it is equal."""
-        refused: Refused | None = getattr(self, rule)
+        refused: Refused | None = getattr(self, rule, None)
         return refused
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules that it is run under: also the one that it is told to use."""
+        return (*RULES, WHOLE) if self.sharded == Refused(_WHOLE_REMEDY) else RULES
 
     @property
     def reference(self) -> str:
@@ -63,10 +71,14 @@ _REGISTERED: dict[str, Program] = {}
 
 
 def program(what: str, **options: Any) -> Callable[[Script], Script]:
-    """Register a script under its function's name; ``refused_by_sharded`` stands for both ways of ``Sharded``."""
-    refused = options.pop("refused_by_sharded", None)
-    if refused is not None:
-        options |= {"sharded": Refused(refused), "sharded_overlapped": Refused(refused)}
+    """Register a script under its function's name.
+
+    ``refused`` stands for all rules, and ``refused_by_sharded`` for both ways of ``Sharded``.
+    """
+    for name, rules in (("refused", RULES), ("refused_by_sharded", RULES[1:])):
+        remedy = options.pop(name, None)
+        if remedy is not None:
+            options |= dict.fromkeys(rules, Refused(remedy))
 
     def register(script: Script) -> Script:
         name = script.__name__

@@ -33,6 +33,10 @@ class Run(ABC):
         """Make the training distributed; ``optimizer`` may be a list of those that train ``model``."""
 
     @abstractmethod
+    def wrap_together(self, models: list[nn.Module], optimizer: Any) -> tuple[list[Any], Any]:
+        """Make the training of several models by one optimizer distributed."""
+
+    @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Leave the gradients of the backward passes within on this rank."""
 
@@ -88,6 +92,10 @@ class DdpRun(Run):
         """Wrap the model; the optimizer stays the user's."""
         return DistributedDataParallel(model, **ddp_options), optimizer
 
+    def wrap_together(self, models: list[nn.Module], optimizer: Any) -> tuple[list[Any], Any]:
+        """Wrap each."""
+        return [DistributedDataParallel(model) for model in models], optimizer
+
     def module(self, model: nn.Module) -> nn.Module:
         """Unwrap."""
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -124,6 +132,10 @@ class SynclineRun(Run):
             return model, [syncline.distribute(model, one, self.rule)[1] for one in optimizer]
         return syncline.distribute(model, optimizer, self.rule)
 
+    def wrap_together(self, models: list[nn.Module], optimizer: Any) -> tuple[list[Any], Any]:
+        """Distribute a module that holds all of them."""
+        return models, syncline.distribute(nn.ModuleList(models), optimizer, self.rule)[1]
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """The function."""
         return syncline.no_sync(model)
@@ -145,6 +157,10 @@ class AloneRun(Run):
     def wrap(self, model: nn.Module, optimizer: Any, **ddp_options: Any) -> tuple[Any, Any]:
         """Leave both as they are."""
         return model, optimizer
+
+    def wrap_together(self, models: list[nn.Module], optimizer: Any) -> tuple[list[Any], Any]:
+        """Leave them as they are."""
+        return models, optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Nothing to leave out."""

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from declarations import ALONE, REFERENCE, Program, all_programs
+from declarations import ALONE, REFERENCE, WHOLE, Program, all_programs
 from neutral_run import AloneRun, DdpRun, Run, SynclineRun
 
 import syncline
@@ -128,6 +128,8 @@ def make_rule(rule: str) -> Any:
     """Return the update rule of that name."""
     if rule == "all_reduce":
         return syncline.AllReduce(bucket_bytes=BUCKET_BYTES)
+    if rule == WHOLE:
+        return syncline.Sharded(bucket_bytes=BUCKET_BYTES, align="parameter")
     if rule == "sharded":
         return syncline.Sharded(bucket_bytes=BUCKET_BYTES)
     return syncline.Sharded(bucket_bytes=BUCKET_BYTES, overlap_forward=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import differences
-from declarations import ALONE, RULES, Program, Refused, all_programs
+from declarations import ALONE, Program, Refused, all_programs
 from rank_worker import result_path
 
 from rank_scripts import script_environment
@@ -35,7 +35,7 @@ def cases() -> list[Any]:
 
 def compared_rules(program: Program) -> list[str]:
     """The rules, and the other reference."""
-    return [*RULES, *([ALONE] if program.has_union and program.has_ddp else [])]
+    return [*program.rules, *([ALONE] if program.has_union and program.has_ddp else [])]
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +73,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(("program", "rule", "world"), cases())
 def test_a_script_that_is_right_with_ddp(program: Program, rule: str, world: int, results: Results) -> None:
     found = results(program.name, rule, world)
-    refused = None if rule == ALONE else program.expected(rule)
+    refused = program.expected(rule)
     if refused is not None:
         check_refusal(found, refused)
         return
@@ -84,7 +84,7 @@ def test_a_script_that_is_right_with_ddp(program: Program, rule: str, world: int
         expected = references[rank % len(references)]["values"]
         lines = list(differences(found[rank]["values"], expected, program.tolerance))
         assert not lines, f"rank {rank} differs from {program.reference}:\n" + "\n".join(lines[:12])
-    if rule in RULES:
+    if rule != ALONE:
         check_warnings(found, program.warns)
 
 

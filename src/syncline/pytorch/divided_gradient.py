@@ -159,6 +159,16 @@ def _same(gradient: DividedGradient, *_: Any) -> DividedGradient:
     return gradient
 
 
+def _of_each(answer: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Answer torch's functions of lists of tensors, to which a number or a list of numbers may be given."""
+
+    def answer_all(gradients: Sequence[DividedGradient], *values: Any, **options: Any) -> list[Any]:
+        each = [value if isinstance(value, (list, tuple)) else [value] * len(gradients) for value in values]
+        return [answer(gradient, *of_one, **options) for gradient, *of_one in zip(gradients, *each, strict=True)]
+
+    return answer_all
+
+
 _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "linalg_vector_norm": _vector_norm,
     "norm": _norm,
@@ -169,6 +179,10 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "clamp_max_": lambda gradient, bound: _clamp(gradient, max=bound),
     "zero_": _zero,
     "requires_grad_": _same,
+    "_foreach_norm": _of_each(_norm),
+    "_foreach_mul_": _of_each(_multiply),
+    "_foreach_div_": _of_each(_divide),
+    "_foreach_zero_": _of_each(_zero),
     UNSCALE: _check_and_unscale,
     "detach": _same,
     "data": _same,

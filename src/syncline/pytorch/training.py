@@ -158,6 +158,11 @@ class Training:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without weight if this rank ran no backward pass; return the closure's loss."""
         self._check_open()
+        if backward_pass() != -1:
+            raise UpdateError(
+                "step() was called within a backward pass, by a hook of it, where gradients are of this rank alone; "
+                "call it after backward(), or let update=Sharded(step_in_backward=True) step each layer as early"
+            )
         self._collector.forget_broken()
         check_in_place(self.updater.buckets)
         self._check_groups()

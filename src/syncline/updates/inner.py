@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import optim
 
 from syncline.errors import UpdateError
+from syncline.updates.independence import why_not_independent
 
 ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
     {
@@ -47,7 +49,15 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
     """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that ``rule`` would give it."""
     kind = type(optimizer)
     check_is_served(optimizer)
-    if kind not in ELEMENTWISE and not whole_parameters:
+    if kind in ELEMENTWISE:
+        return
+    if why := why_not_independent(partial(make_inner, optimizer, 0)):
+        remedy = "update=AllReduce()" if rule == "Sharded" else "an optimizer that treats each parameter by itself"
+        raise UpdateError(
+            f"{rule}() gives each rank's optimizer a part of the parameters, which does not suit {kind.__name__}: "
+            f"{why}; use {remedy}"
+        )
+    if not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UpdateError(
             f"{rule}() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
@@ -68,7 +78,16 @@ def make_inner(optimizer: optim.Optimizer, group: int, pieces: Sequence[torch.nn
             f"{kind.__name__} cannot be made again for the shard of parameter group {group} with {arguments}: {error}"
         ) from error
     inner.param_groups[0].update(options)
+    _copy_settings(optimizer, inner)
     return inner
+
+
+def _copy_settings(optimizer: optim.Optimizer, inner: optim.Optimizer) -> None:
+    """Give ``inner`` what a class of the user's keeps of its arguments beside its groups, in plain values."""
+    common = vars(optim.SGD([torch.zeros(1)], lr=0.0))
+    for name, value in vars(optimizer).items():
+        if name not in common and (value is None or isinstance(value, (bool, int, float, str, tuple, torch.dtype))):
+            setattr(inner, name, value)
 
 
 def hyperparameters(optimizer: optim.Optimizer, group: int) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""An optimizer that looks at all of its parameters is told from one that treats each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from syncline.errors import UpdateError
+from syncline.updates.independence import why_not_independent
+from syncline.updates.inner import check_divisible, make_inner
+
+
+class Clipped(optim.SGD):
+    """Clips by the norm of all gradients, beyond a limit."""
+
+    def __init__(self, params: Any, lr: float = 0.1, limit: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self.limit = limit
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.limit)
+        return super().step(closure)
+
+
+class Noisy(optim.SGD):
+    """Adds noise to what it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter))
+        return loss
+
+
+@pytest.mark.parametrize(
+    "make", [partial(kind, lr=0.1) for kind in (optim.Adafactor, optim.Adam, optim.AdamW, optim.Muon, Noisy, optim.SGD)]
+)
+def test_what_treats_each_parameter_by_itself_is_independent(make: Any) -> None:
+    before = torch.get_rng_state()
+    assert why_not_independent(make) is None
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("limit", [0.01, 100.0])
+def test_what_clips_all_gradients_is_not(limit: float) -> None:
+    why = why_not_independent(partial(Clipped, limit=limit))
+    assert why is not None
+    assert "depends on the other parameters" in why
+
+
+def test_a_step_that_raises_is_told() -> None:
+    def make(parameters: Sequence[torch.nn.Parameter]) -> optim.Optimizer:
+        return optim.LBFGS(parameters)
+
+    why = why_not_independent(make)
+    assert why is not None
+    assert "raised TypeError" in why
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_error_names_the_optimizer_and_a_rule_that_serves_it(whole: bool) -> None:
+    optimizer = Clipped([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(UpdateError, match=r"does not suit Clipped: .*; use update=AllReduce"):
+        check_divisible(optimizer, whole_parameters=whole)
+
+
+def test_what_a_class_keeps_beside_its_groups_is_not_lost() -> None:
+    optimizer = Clipped([torch.nn.Parameter(torch.zeros(2))], limit=7.0)
+    inner = make_inner(optimizer, 0, [torch.nn.Parameter(torch.zeros(3))])
+    assert isinstance(inner, Clipped)
+    assert inner.limit == 7.0
