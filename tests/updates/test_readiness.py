@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from syncline.errors import DeadlineError
+from syncline.errors import UpdateError
 from syncline.priorities.meter import StepMeter
 from syncline.updates.readiness import Readiness
 
@@ -91,9 +91,20 @@ def test_what_another_thread_needs_is_no_part_of_the_forward_pass() -> None:
     assert sample.forward_s == (6.0, 0.0), "one stretch of computing, to which the other thread put no end"
 
 
-def test_a_wait_that_ends_at_its_deadline_names_the_buckets() -> None:
+def test_the_backstop_says_that_the_fault_is_of_this_very_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.updates.readiness.GRACE_S", 0.0)
     ready = Readiness(2)
     ready.begin()
     ready.finish(1)
-    with pytest.raises(DeadlineError, match=r"buckets \[0\]"):
+    with pytest.raises(UpdateError, match=r"own update thread does not go on \(buckets \[0\]\)"):
         ready.wait((0, 1), 0.01)
+
+
+def test_a_wait_ends_with_the_failure_and_not_at_the_deadline_of_the_collective_beneath() -> None:
+    ready = Readiness(1)
+    ready.begin()
+    failing = threading.Timer(0.05, ready.fail, args=(KeyError("first"),))
+    failing.start()
+    with pytest.raises(KeyError, match="first"):
+        ready.wait((0,), 0.001)
+    failing.join()
