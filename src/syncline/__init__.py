@@ -19,6 +19,7 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
 
 if TYPE_CHECKING:
     from syncline.backend.options import BackendOptions
+    from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
     from syncline.elastic import Elastic, MembershipChange
     from syncline.errors import (
@@ -96,6 +97,9 @@ _HOMES = {
     "latest_checkpoint": "syncline.pytorch.checkpoint_history",
     "CheckpointWork": "syncline.pytorch.checkpoint_background",
     "BackendOptions": "syncline.backend.options",
+    "reconfigure": "syncline.backend.reconfiguration",
+    "commit": "syncline.backend.reconfiguration",
+    "Reconfiguration": "syncline.backend.reconfiguration",
     "Fleet": "syncline.pytorch.fleet",
     "DistributedOptimizer": "syncline.pytorch.optimizer",
     "Topology": "syncline.topology",
@@ -153,6 +157,9 @@ __all__ = [
     "latest_checkpoint",
     "CheckpointWork",
     "BackendOptions",
+    "reconfigure",
+    "commit",
+    "Reconfiguration",
     "Fleet",
     "DistributedOptimizer",
     "Topology",

@@ -34,7 +34,7 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
     A group of a world that is Syncline's uses the world's connections; any other is a world of its own. Raises what
     :func:`syncline.init` raises.
     """
-    state = create_state(distributed, choose_options(pg_options))
+    state = _choose_state(distributed, pg_options)
     if backend_class() is not None:
         from syncline.backend.py_backend import SynclineBackend
 
@@ -42,6 +42,12 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
     from syncline.backend.process_group import SynclineProcessGroup
 
     return SynclineProcessGroup(state)
+
+
+def _choose_state(distributed: Any, pg_options: object) -> GroupState:
+    if isinstance(pg_options, GroupState):  # of reconfigure(), which has connected its ranks
+        return pg_options
+    return create_state(distributed, choose_options(pg_options))
 
 
 def create_state(distributed: Any, options: BackendOptions) -> GroupState:

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,11 +34,19 @@ class ReceiveWork(TensorWork):
     source: int | None = None
 
 
+class GroupOwner(Protocol):
+    """What has the connections of a world that is one of several on them."""
+
+    def close(self, *, is_failing: bool) -> None:
+        """Leave the job; its world is closed."""
+
+
 class GroupState:
     """One rank's part in a group, from its creation until it is closed; ``world`` is that of the group it is part of.
 
     A group without a world owns its connections, and ``streams`` tell its own groups apart. ``copier`` is that of the
-    devices whose tensors are staged, ``inner`` what joins those of one host; GPUs' by default.
+    devices whose tensors are staged, ``inner`` what joins those of one host; GPUs' by default. ``owner`` has the
+    connections in the place of a world that is one of several on them; it is closed with the world.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class GroupState:
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
         uses_shared_memory: bool = True,
+        owner: GroupOwner | None = None,
     ) -> None:
         self.communicator = communicator
         self.world = world or self
@@ -76,6 +85,7 @@ class GroupState:
         self.num_calls = 0
         """Collectives that this rank has begun; the same number on all ranks, unlike that of messages."""
         self.coalesced: list[TensorWork] | None = None
+        self.owner = owner
         self._message_stream = message_stream
         self._messages: PointToPoint | None = None
         self._parts: weakref.WeakSet[GroupState] = weakref.WeakSet()
@@ -140,6 +150,14 @@ class GroupState:
         """Release everything at once."""
         self._end(is_failing=True)
 
+    def interrupt(self, why: str) -> None:
+        """End all calls of this group and of those of its world, because the members change; from any thread."""
+        with self._lock:
+            if self._is_closed:
+                return
+        for each in (self, *tuple(self._parts)):
+            each.communicator.interrupt(why)
+
     def _end(self, *, is_failing: bool) -> None:
         with self._lock:
             if self._is_closed or self.communicator.is_of_parent:
@@ -157,6 +175,8 @@ class GroupState:
         finally:
             self._staging.close()
             self.completions.close()
+            if self.owner is not None:
+                self.owner.close(is_failing=is_failing)
 
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""

@@ -27,11 +27,17 @@ LONGEST_PAUSE_S = 0.02
 
 
 class GroupStreams:
-    """Gives out the streams of one world; ``token`` is the same on all of its ranks, and of no other world."""
+    """Gives out the streams of one world; ``token`` is the same on all of its ranks, and of no other world.
 
-    def __init__(self, store: Any, *, token: str) -> None:
+    They come after ``first``: another world has had those before it, on the same connections.
+    """
+
+    def __init__(self, store: Any, *, token: str, first: int = 0) -> None:
         self._store = store
         self._token = token
+        self._first = first
+        self.next_stream = first + STREAMS_OF_A_GROUP
+        """The first that is free, as far as this rank knows."""
         self._num_uses: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -53,12 +59,15 @@ class GroupStreams:
             self._store.set(key, str(number))
         else:
             number = self._wait(key, ranks[0], timeout_s=timeout_s, is_lost=is_lost)
-        if number > MAX_GROUPS:
+        most = MAX_GROUPS - self._first // STREAMS_OF_A_GROUP
+        if number > most:
             raise ConfigurationError(
-                f"This is group {number} of one world, which has streams for {MAX_GROUPS}; make groups once and keep "
+                f"This is group {number} of one world, which has streams for {most}; make groups once and keep "
                 "them, or destroy the world's group and open it again"
             )
-        return range(number * STREAMS_OF_A_GROUP, (number + 1) * STREAMS_OF_A_GROUP)
+        start = self._first + number * STREAMS_OF_A_GROUP
+        self.next_stream = max(self.next_stream, start + STREAMS_OF_A_GROUP)
+        return range(start, start + STREAMS_OF_A_GROUP)
 
     def open_store(self, streams: range, name: str) -> Any:
         """Return a part of the world's store for the group that has ``streams``, and for ``name``, alone."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from syncline.elastic.calls import LOSSES
 from syncline.elastic.entry import Entry
@@ -45,6 +45,44 @@ from syncline.updates.membership import Membership, Quorum
 from syncline.updates.peer_state import HeldState
 
 SEVERAL = "it trains several models, or one with several optimizers, whose states are not of the same step"
+
+
+class Growing(Protocol):
+    """What a job does that may grow: all methods but the last two are called on every rank of the larger job."""
+
+    lines: Sequence[str]
+    """What a newcomer must have alike."""
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made when it was put in place last."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """What takes the job from epoch to epoch."""
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether nobody can be let in just now."""
+
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told of newcomers last."""
+
+    def finish(self) -> None:
+        """End what is under way among the members as they are."""
+
+    def leave(self) -> None:
+        """Take away what makes calls in the old epoch."""
+
+    def resume(self) -> None:
+        """Make calls in the new one."""
+
+    def give(self, control: ControlStream) -> None:
+        """Give newcomers what they lack, as the first rank of ``control``."""
+
+    def take(self, control: ControlStream) -> None:
+        """Take what :meth:`give` gives."""
 
 
 class GrowingTraining:
@@ -169,7 +207,7 @@ class FleetGrowth:
         self._service = service
         self._entry = entry
         self._is_newcomer = entry is not None
-        self._growing: GrowingTraining | None = None
+        self._growing: Growing | None = None
         self._job: JobRecord | None = None
         self._why_not = ""
         self._num_old: int | None = None
@@ -181,7 +219,7 @@ class FleetGrowth:
         """Where this rank lets newcomers in; None if it does not yet."""
         return format_endpoint(*self._service.join_address) if self._service is not None else None
 
-    def begin(self, growing: GrowingTraining) -> None:
+    def begin(self, growing: Growing) -> None:
         """Let a training grow; every rank calls this at the end of its ``distribute()``. A newcomer comes in here."""
         if self._growing is not None:
             self.refuse(SEVERAL)
@@ -274,7 +312,7 @@ class FleetGrowth:
         self._job = job
         self._service.open(job, rank, lines=self._growing.lines, why_not=self._why_not)
 
-    def _enter(self, entry: Entry, growing: GrowingTraining) -> None:
+    def _enter(self, entry: Entry, growing: Growing) -> None:
         """Come into the running job, from a job of one rank."""
         admitted = entry.enter(growing.lines, self._fleet.timeout_s)
         entry.close()
@@ -286,7 +324,7 @@ class FleetGrowth:
             self._fleet.base.close()
             raise
 
-    def _switch(self, growing: GrowingTraining, larger: LargerFabric) -> None:
+    def _switch(self, growing: Growing, larger: LargerFabric) -> None:
         """Go over to the larger job's fabric with all of its ranks, or stay if they do not meet there."""
         fleet, job, rank = self._fleet, larger.admitted.job, larger.admitted.rank
         is_newcomer, num_old = self._job is None, job.world_size - larger.admitted.num_newcomers
@@ -323,7 +361,7 @@ class FleetGrowth:
         if set(told) != {job.epoch}:
             raise MismatchError(f"Ranks have met in different epochs: {told}")
 
-    def _transfer(self, growing: GrowingTraining, job: JobRecord, num_old: int) -> None:
+    def _transfer(self, growing: Growing, job: JobRecord, num_old: int) -> None:
         """Let every newcomer have what it lacks from its source."""
         fleet = self._fleet
         sources = choose_sources(job.topology, range(num_old), range(num_old, job.world_size))
@@ -340,7 +378,7 @@ class FleetGrowth:
                     growing.take(control)
 
     @staticmethod
-    def _give(growing: GrowingTraining, control: ControlStream) -> None:
+    def _give(growing: Growing, control: ControlStream) -> None:
         try:
             growing.give(control)
         except LOSSES:
@@ -355,7 +393,7 @@ class FleetGrowth:
         thread.start()
         self._leaving = [*(one for one in self._leaving if one.is_alive()), thread]
 
-    def _tell(self, growing: GrowingTraining, joined: tuple[int, ...]) -> None:
+    def _tell(self, growing: Growing, joined: tuple[int, ...]) -> None:
         fleet, step = self._fleet, growing.iteration
         joined = tuple(number for number in joined if number in fleet.members)
         if not joined:  # lost again meanwhile

@@ -107,10 +107,11 @@ def init(
         join=join,
         join_port=join_port,
     )
-    return _open_fleet(read_environment(given=given, group=find_group()))
+    return open_fleet(read_environment(given=given, group=find_group()))
 
 
-def _open_fleet(environment: Environment) -> Fleet:
+def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
+    """Connect as ``environment`` says; a fleet that is not the current one is its owner's to close."""
     if environment.interface is None and environment.master_address is None and environment.world_size > 1:
         # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
         environment = choose_interface(environment, store_of_group(), default_store())
@@ -125,7 +126,8 @@ def _open_fleet(environment: Environment) -> Fleet:
         fleet.growth = ways.growth_of(fleet)
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
-        enter_fleet(fleet)
+        if is_current:
+            enter_fleet(fleet)
+            fleet.close_at_exit()
         stack.pop_all()
-    fleet.close_at_exit()
     return fleet

@@ -94,6 +94,19 @@ def store_of_group() -> TorchStore:
     return TorchStore(PrefixStore("syncline", default_store()))
 
 
+def serve_store(options: FabricOptions) -> tuple[Store, int]:
+    """Serve a store of this rank's own, on the address that its fabric uses; return it and its port."""
+    address = options.address or "127.0.0.1"
+    listening = _listen_on(address, 0, options)
+    port: int = listening.getsockname()[1]
+    return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
+
+
+def dial_store(host: str, port: int, *, timeout_s: float) -> Store:
+    """Open the store that another rank serves; :class:`RendezvousError` at the latest after ``timeout_s``."""
+    return _open_in_time(host, port, None, timeout_s=timeout_s)
+
+
 def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> socket.socket:
     """Listen where MASTER_ADDR leads, if that is this machine; else, behind a service's address, on ``address``."""
     named = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
