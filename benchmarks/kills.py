@@ -4,7 +4,7 @@
     python benchmarks/kills.py examples/ddp_survives.py --minutes 60 --output FOLDER
 
 The job runs under ``syncline run --elastic --restarts``, so who died comes back as a newcomer. Each rank writes what it
-did into FOLDER (``PID.jsonl``: a line for each step). At the end the harness trains once more by itself, with the
+did into FOLDER (``PID-TIME.jsonl``: a line for each step). At the end the harness trains once more by itself, with the
 batches of those who counted in each step, and compares all bits of the parameters after the last one.
 
 *Goodput* is the steps that count, times the time of an undisturbed step (the median of those in which all ranks were
@@ -46,24 +46,29 @@ class Watched:
     """What the ranks of a job have written so far."""
 
     folder: Path
-    lines: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    _places: dict[int, int] = field(default_factory=dict)
+    lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By the name of the file: numbers of processes come again within the hour."""
+    _places: dict[str, int] = field(default_factory=dict)
 
     def read(self) -> None:
         """Read what is new."""
         for path in self.folder.glob("*.jsonl"):
-            pid = int(path.stem)
             with path.open() as log:
-                log.seek(self._places.get(pid, 0))
+                log.seek(self._places.get(path.stem, 0))
                 whole = [line for line in log.readlines() if line.endswith("\n")]
-            self._places[pid] = self._places.get(pid, 0) + sum(map(len, whole))
-            self.lines.setdefault(pid, []).extend(map(json.loads, whole))
+            self._places[path.stem] = self._places.get(path.stem, 0) + sum(map(len, whole))
+            self.lines.setdefault(path.stem, []).extend(map(json.loads, whole))
 
     def ranks(self) -> dict[int, int]:
         """Return the rank of each process that makes steps now."""
         now_s = time.monotonic()
-        last = {pid: lines[-1] for pid, lines in self.lines.items() if lines}
-        return {pid: one["rank"] for pid, one in last.items() if now_s - one["at_s"] < LATE_S}
+        ends = [(int(name.partition("-")[0]), lines[-1]) for name, lines in self.lines.items() if lines]
+        return {pid: end["rank"] for pid, end in ends if now_s - end["at_s"] < LATE_S and self._is_rank(pid)}
+
+    def _is_rank(self, pid: int) -> bool:
+        """Whether this process is one of the job, and not another one that has got its number."""
+        path = Path("/proc", str(pid), "cmdline")
+        return path.exists() and os.fsencode(self.folder) in path.read_bytes()
 
     @property
     def step(self) -> int:
@@ -74,17 +79,17 @@ class Watched:
         """Return each step as those tell it who went on from it; raise where two of them tell different things.
 
         Who ended a step that was not the others' yet, and died, tells of one that counts no more: a later epoch made
-        it anew.
+        it anew. Where parameters are divided, a line is of one shard; here ``digests`` has all of them.
         """
         newest: dict[int, dict[str, Any]] = {}
         for line in (line for lines in self.lines.values() for line in lines):
-            known = newest.setdefault(line["step"], line)
-            if line["epoch"] > known["epoch"]:
-                newest[line["step"]] = line
-        for line in (line for lines in self.lines.values() for line in lines):
-            known = newest[line["step"]]
-            same = (line["counted"], line["digest"]) == (known["counted"], known["digest"])
-            if line["epoch"] == known["epoch"] and not same:
+            known = newest.get(line["step"])
+            if known is None or line["epoch"] > known["epoch"]:
+                known = newest[line["step"]] = line | {"digests": {}}
+            if line["epoch"] < known["epoch"]:
+                continue
+            told = known["digests"].setdefault(line.get("shard", 0), line["digest"])
+            if (line["counted"], line["digest"]) != (known["counted"], told):
                 raise SystemExit(f"Ranks differ after step {line['step']}: {known} and {line}")
         if sorted(newest) != list(range(len(newest))):
             raise SystemExit("Steps are missing")
@@ -170,16 +175,19 @@ def load(path: Path) -> Any:
     return module
 
 
-def replay(program: Any, history: list[dict[str, Any]]) -> str:
-    """Train in this process on what counted, and return the hash of all parameters."""
+def replay(program: Any, history: list[dict[str, Any]]) -> list[str]:
+    """Train in this process on what counted, and return the hash of all parameters; of each shard, if there are."""
     torch.set_num_threads(1)
     model = program.make_model()
     optimizer = program.make_optimizer(model)
+    digests_of = getattr(program, "digests", lambda whole: [program.digest(whole)])
+    found: list[str] = []
     for line in history:
         program.replay_step(model, optimizer, line["counted"], line["step"])
-        if program.digest(model) != line["digest"]:
+        found = digests_of(model)
+        if any(found[shard] != told for shard, told in line["digests"].items()):
             raise SystemExit(f"The replay differs after step {line['step']}, in which {line['counted']} counted")
-    return str(program.digest(model))
+    return found
 
 
 def main() -> None:
@@ -233,8 +241,8 @@ def main() -> None:
         "epochs": history[-1]["epoch"],
         **measure(history, options.ranks),
         "pause_s": {"median": statistics.median(paused), "longest": paused[-1]} if paused else None,
-        "digest": history[-1]["digest"],
-        "digest_of_replay": replay(load(options.program), history),
+        "digests": [told for _, told in sorted(history[-1]["digests"].items())],
+        "digests_of_replay": replay(load(options.program), history),
         "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
     }
     text = json.dumps(result, indent=1)

@@ -66,7 +66,7 @@ def digest(model: nn.Module) -> str:
 def main(folder: Path) -> None:
     """Train until the file ``stop`` says that it is enough."""
     torch.set_num_threads(1)
-    with syncline.init() as fleet, (folder / f"{os.getpid()}.jsonl").open("w", buffering=1) as log:
+    with syncline.init() as fleet, (folder / f"{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1) as log:
         module = make_model()
         model, optimizer = syncline.distribute(module, make_optimizer(module), syncline.Sharded(spares=1), elastic=True)
         stop = folder / "stop"

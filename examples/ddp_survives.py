@@ -110,7 +110,7 @@ class Trainer:
     def train(self) -> None:
         """Train, through whatever happens to the others."""
         must_regroup = True
-        with (self.folder / f"{os.getpid()}.jsonl").open("w", buffering=1) as log:
+        with (self.folder / f"{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1) as log:
             while not self.is_over():
                 try:
                     if must_regroup:
