@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from test_group_collectives import check_moves, check_reductions
 from syncline.backend import collectives as group_collectives
 from syncline.backend import direct
 from syncline.backend.collectives import GroupCollectives
+from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.pytorch import collectives as tensor_collectives
 from syncline.pytorch import host_memory
 from syncline.pytorch.collectives import TensorWork
+from syncline.updates.private_torch import tree_leaves
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM
@@ -94,6 +97,72 @@ def test_an_input_that_is_part_of_the_output(is_awaited: bool, run_ranks: Any) -
         assert inputs[0].eq(rank).all()
 
     run_ranks(WORLD, body)
+
+
+def calls_with_their_tensors(rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Name every call of two ranks, with what it is given."""
+    row, whole = partial(torch.ones, 4), partial(torch.ones, 8)
+    yield "all_reduce", (row(), SUM)
+    yield "all_reduce_coalesced", ([row(), row()], SUM)
+    yield "broadcast", (row(), 0)
+    yield "reduce", (row(), 0, SUM)
+    yield "all_gather", ([row(), row()], row())
+    yield "all_gather_single", (whole(), row())
+    yield "all_gather_coalesced", ([[row(), row()], [row(), row()]], [row(), row()])
+    yield "all_gather_single_coalesced", ([whole(), whole()], [row(), row()])
+    yield "reduce_scatter", (row(), [row(), row()], SUM)
+    yield "reduce_scatter_single", (row(), whole(), SUM)
+    yield "reduce_scatter_single_coalesced", ([row(), row()], [whole(), whole()], SUM)
+    yield "gather", ([row(), row()] if rank == 0 else [], row(), 0)
+    yield "scatter", (row(), [row(), row()] if rank == 0 else [], 0)
+    yield "all_to_all", ([row(), row()], [row(), row()])
+    yield "all_to_all_single", (row(), row())
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_tensors_can_be_resized_after_every_call(is_awaited: bool, run_ranks: Any) -> None:
+    """FSDP frees a parameter so, and takes memory for it anew; who only lent the memory must not prevent that."""
+
+    def body(collectives: GroupCollectives, communicator: Any) -> None:
+        if is_awaited:
+            communicator.open_segment()
+        for name, arguments in calls_with_their_tensors(communicator.rank):
+            getattr(collectives, name)(*arguments, is_awaited=is_awaited).wait()
+            tensors = [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+            assert tensors, name
+            for tensor in tensors:
+                tensor.untyped_storage().resize_(0)
+                tensor.untyped_storage().resize_(1024)
+
+    run_ranks(2, body)
+
+
+ONE_ELEMENT: dict[str, Callable[[], torch.Tensor]] = {
+    "of a column": lambda: torch.ones(4, 3)[0:1, 2],
+    "of 16 bits": lambda: torch.ones(4, 3, dtype=torch.bfloat16)[0:1, 2],
+    "of each second": lambda: torch.ones(4, dtype=torch.int16)[::2][:1],
+    "of a turned matrix": lambda: torch.ones(4, 3, dtype=torch.complex64).t()[:1, :1],
+}
+
+
+@pytest.mark.parametrize("name", ONE_ELEMENT)
+def test_one_element_may_have_any_stride(name: str, run_ranks: Any) -> None:
+    """Torch takes it as contiguous."""
+
+    def body(collectives: GroupCollectives, communicator: Any) -> None:
+        tensor = ONE_ELEMENT[name]()
+        assert (tensor.is_contiguous(), set(tensor.stride()) != {1}) == (True, True)
+        collectives.all_reduce(tensor, SUM).wait()
+        assert tensor.flatten().tolist() == [2]
+        collectives.broadcast(tensor, 1).wait()
+        outputs = [torch.zeros_like(tensor) for _ in range(2)]
+        collectives.all_gather(outputs, tensor).wait()
+        assert [output.flatten().tolist() for output in outputs] == [[2], [2]]
+        sparse = torch.eye(1, dtype=tensor.dtype).to_sparse()
+        all_reduce_sparse(collectives, sparse, SUM, num_ranks=2).wait()
+        assert sparse.to_dense().tolist() == [[2]]
+
+    run_ranks(2, body)
 
 
 def test_all_to_all_in_place(run_ranks: Any) -> None:

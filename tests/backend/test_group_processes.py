@@ -26,6 +26,12 @@ def test_everything_that_uses_groups_computes_what_one_process_does() -> None:
         ]
 
 
+def test_fsdp1_trains_in_every_way_as_on_gloo() -> None:
+    for status, text in run_script(SCRIPT.with_name("fsdp_process.py"), 4, finalizes=True):
+        assert status == 0, text
+        assert text.split() == ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"], text
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_on_all_others_which_go_on_without_it(victim: int, tmp_path: Path) -> None:
     ends = run_script(SCRIPT, 3, "killed", str(victim), str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,18 @@ def test_reductions_add_in_place(dtype: torch.dtype) -> None:
     reduction.add(bytes_of(into)[:0], bytes_of(other)[:0])
     assert torch.equal(into, torch.tensor([11, 22, 3]).to(dtype))
     assert reduction.itemsize == dtype.itemsize
+
+
+def test_bytes_keep_memory_that_a_tensor_leaves() -> None:
+    tensor = torch.arange(4, dtype=torch.int16)
+    storage = weakref.ref(tensor.untyped_storage())
+    memory = bytes_of(tensor[1:])
+    tensor.data = torch.zeros(2, dtype=torch.int16)
+    assert memory.tobytes() == b"\1\0\2\0\3\0"
+    assert storage() is not None
+    memory.release()
+    assert storage() is None
+    assert bytes_of(torch.empty(0, 3)).nbytes == 0
 
 
 def test_bool_has_no_sum() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,19 +28,25 @@ _FUNCTIONS: dict[str, Any] = {
     "bxor": torch.bitwise_xor,
 }
 
-_NUMPY_KINDS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8})
-
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as writable bytes; nothing is copied."""
+    """Return the memory of a contiguous CPU tensor as writable bytes, which keep it alive; nothing is copied.
+
+    Not through NumPy, after which no tensor on that memory can be resized any more: FSDP frees its parameters so.
+    """
     assert tensor.is_contiguous(), "only contiguous tensors are moved"
     assert tensor.device.type == "cpu", "tensors on a device are moved through host memory"
-    plain = tensor.detach()
-    if tensor.dtype in _NUMPY_KINDS and tensor.ndim == 1 and len(tensor):
-        numbers: Any = plain.numpy()
-        return memoryview(numbers).cast("B")  # half as long, which counts in small calls
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    size = tensor.nbytes
+    if not size:
+        return memoryview(bytearray())
+    memory: Any = _array_of(size).from_address(tensor.data_ptr())
+    memory.owner = tensor.untyped_storage()  # and not the tensor, which its user may set to other memory meanwhile
+    return memoryview(memory).cast("B")
+
+
+@lru_cache(maxsize=1024)
+def _array_of(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 @dataclass(frozen=True, slots=True)
