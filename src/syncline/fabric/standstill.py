@@ -20,6 +20,7 @@ class Standstill:
         self._ran_s = now_s
         self._ended_s = now_s
         self._gap_s = 0.0
+        self._has_advised = False
 
     def ran(self, now_s: float) -> None:
         """Note that the loop runs now."""
@@ -27,6 +28,20 @@ class Standstill:
         self._ran_s = now_s
         if gap_s > self._least_s:
             self._gap_s, self._ended_s = gap_s, now_s
+
+    def advise(self, gap_s: float) -> str:
+        """Say what it means for a user that the loop did not run, and what to do; empty after the first time."""
+        if self._has_advised:
+            return ""
+        self._has_advised = True
+        return (
+            f"this process's communication thread did not run for {gap_s:.1f} s, so nothing was sent or answered "
+            "meanwhile. Either the whole process stood still (suspended, in a debugger, swapped out, or without a "
+            "processor on a crowded machine: look at its memory and load), or one call held the Python interpreter "
+            "(C code that keeps the GIL: py-spy dump --pid PID shows it). The others give up a rank that is silent for "
+            f"{self._remembered_s:g} s; where such pauses are meant, raise init(silence_s=...) on all ranks. Further "
+            "pauses are in the trace alone"
+        )
 
     def away_s(self, now_s: float) -> float:
         """Return for how long this process did not run, if that is not long past or just over; else 0.0."""

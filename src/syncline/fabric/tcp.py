@@ -333,7 +333,8 @@ class TcpFabric:
         tick = self._liveness.tick(self._loop.time(), heard=heard)
         self._standstill.ran(self._loop.time())
         if tick.gap_s:
-            _log.warning("rank %d: the communication loop did not run for %.1f s", self._rank, tick.gap_s)
+            if advice := self._standstill.advise(tick.gap_s):
+                _log.warning("rank %d: %s", self._rank, advice)
             self._note("loop stood still", gap_s=tick.gap_s)
         if tick.must_beat:
             for peer in self._living():
