@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,15 +17,20 @@ from syncline.topology import Topology
 TIMEOUT_S = 60.0
 
 
-def match_all(topology: Topology | None, hosts: Sequence[str], store: DictStore | None = None) -> list[object]:
+def match_all(
+    topology: Topology | Sequence[Topology | TopologyError | None] | None,
+    hosts: Sequence[str],
+    store: DictStore | None = None,
+) -> list[object]:
     """What each rank of a job on ``hosts`` gets, or the error that it ends with."""
     store = store or DictStore()
+    given = topology if isinstance(topology, Sequence) else [topology] * len(hosts)
     results: list[object] = [None] * len(hosts)
 
     def main(rank: int) -> None:
         try:
             results[rank] = match_topology(
-                topology, rank=rank, world_size=len(hosts), store=store, host=hosts[rank], timeout_s=TIMEOUT_S
+                given[rank], rank=rank, world_size=len(hosts), store=store, host=hosts[rank], timeout_s=TIMEOUT_S
             )
         except (RendezvousError, TopologyError) as error:
             results[rank] = error
@@ -98,3 +104,34 @@ def test_who_does_not_come_is_named() -> None:
 def test_a_topology_of_another_size_is_refused_at_once() -> None:
     with pytest.raises(TopologyError, match="has 2 ranks but the job has 3"):
         match_topology(pair(), rank=0, world_size=3, store=DictStore(), host="h0", timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_topology_that_differs_is_told_to_all_with_who_and_what(odd: int) -> None:
+    """Trees that are equal may be in files of different names."""
+    other = Topology.flat(3, rate=1e9)
+    usual = Topology.flat(3)
+    given: list[Topology | TopologyError | None] = [replace(usual, name=f"copy-{rank}") for rank in range(3)]
+    given[odd] = other
+    results = match_all(given, ["h0", "h1", "h2"])
+    assert len({str(error) for error in results}) == 1
+    assert all(isinstance(error, TopologyError) for error in results)
+    text = str(results[0])
+    assert f"rank {odd} has digest {other.digest[:12]}" in text
+    assert f"has digest {usual.digest[:12]}" in text
+    assert f"look first at rank {odd} (host h{odd})" in text
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_topology_of_no_use_is_told_to_the_ranks_that_can_use_theirs(odd: int) -> None:
+    given: list[Topology | TopologyError | None] = [None, None]
+    given[odd] = TopologyError("Topology 'x.yaml' line 3: no such thing")
+    results = match_all(given, ["h0", "h1"])
+    assert len({str(error) for error in results}) == 1
+    assert f"look first at rank {odd} (host h{odd})" in str(results[0])
+    assert f"rank {odd} has one of no use: Topology 'x.yaml' line 3: no such thing" in str(results[0])
+
+
+def test_a_topology_that_is_of_no_use_to_anybody_is_told_as_it_is() -> None:
+    error = TopologyError("Topology 'x.yaml' line 3: no such thing")
+    assert match_all([error, error], ["h0", "h1"]) == [error, error]

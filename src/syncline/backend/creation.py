@@ -119,4 +119,4 @@ def _connect(environment: Environment, torch_store: Any) -> Communicator:
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)
-    return connect(environment, choose_fabric_options(environment), lambda: store)
+    return connect(environment, choose_fabric_options(environment), lambda _: store)

@@ -35,6 +35,7 @@ LINGER_S = 1.0
 """Rank 0 stays for so long after it told why it gives up; the others look four times."""
 ANSWER_MARGIN_S = LINGER_S + 1.0
 MAX_NAME_LENGTH = 255
+MAX_TOPOLOGY_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class Member:
     host: str
     address: str
     port: int
+    topology: str = ""
+    """What this rank says of its topology, for ranks that compare theirs; empty where nobody does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,17 +329,18 @@ class _Attempt:
 
 
 def _member_to_json(member: Member) -> dict[str, object]:
-    return {"rank": member.rank, "host": member.host, "address": member.address, "port": member.port}
+    where = {"rank": member.rank, "host": member.host, "address": member.address, "port": member.port}
+    return {**where, "topology": member.topology} if member.topology else where
 
 
 def _parse_hello(value: Any, rank: int) -> _Hello | None:
     """Check a hello's schema; None for anything else."""
-    if not isinstance(value, dict) or set(value) != {"rank", "host", "address", "port", "nonce"}:
+    if not isinstance(value, dict) or set(value) - {"topology"} != {"rank", "host", "address", "port", "nonce"}:
         return None
-    host, port, nonce = value["host"], value["port"], value["nonce"]
-    if value["rank"] != rank or not isinstance(host, str) or not 0 < len(host) <= MAX_NAME_LENGTH:
+    host, port, nonce, topology = value["host"], value["port"], value["nonce"], value.get("topology", "")
+    if value["rank"] != rank or not _is_text(host, 1, MAX_NAME_LENGTH):
         return None
-    if not host.isprintable():  # errors and logs show it
+    if not _is_text(topology, 0, MAX_TOPOLOGY_LENGTH):
         return None
     if type(port) is not int or not 0 < port < 1 << 16 or not _is_hex(nonce, NONCE_BYTES):
         return None
@@ -344,7 +348,8 @@ def _parse_hello(value: Any, rank: int) -> _Hello | None:
         address = str(ipaddress.ip_address(value["address"]))
     except ValueError:
         return None
-    return _Hello(member=Member(rank=rank, host=host, address=address, port=port), nonce=nonce)
+    member = Member(rank=rank, host=host, address=address, port=port, topology=topology)
+    return _Hello(member=member, nonce=nonce)
 
 
 def _is_record(record: dict[str, Any]) -> bool:
@@ -357,6 +362,11 @@ def _is_record(record: dict[str, Any]) -> bool:
         and record["num_parts"] <= record["world_size"]
         and _is_hex(record["job_nonce"], 32)
     )
+
+
+def _is_text(value: object, least: int, most: int) -> bool:
+    """Whether errors and logs may show it."""
+    return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
 
 
 def _is_hex(value: object, num_bytes: int) -> bool:

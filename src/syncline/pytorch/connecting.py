@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from ipaddress import ip_address
+from typing import NoReturn
 
 from syncline.endpoints import own_address
-from syncline.errors import ConfigurationError, TopologyError
+from syncline.errors import ConfigurationError, RendezvousError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
 from syncline.pytorch.environment import Environment
 from syncline.pytorch.told_once import tell_once
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
+from syncline.runtime.host_names import REFUSAL_S
 from syncline.topology import Topology
 
 HANDSHAKE_S = 5.0
@@ -63,15 +67,19 @@ def is_exposed(options: FabricOptions) -> bool:
         return True
 
 
-def connect(environment: Environment, options: FabricOptions, open_store: Callable[[], Store]) -> Communicator:
+def connect(
+    environment: Environment, options: FabricOptions, open_store: Callable[[FabricOptions], Store]
+) -> Communicator:
     """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
-    chosen = _load_topology(environment)  # whatever is wrong with it is told before anybody is waited for
+    chosen = _load_topology(environment)
+    if isinstance(chosen, TopologyError):
+        _refuse_topology(environment, chosen, options, open_store)
     began_s = time.monotonic()
 
     def left_s() -> float:
         return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
 
-    store = open_store()
+    store = open_store(options)
     topology = _match(environment, chosen, options, store, timeout_s=left_s())
     trace = _open_trace(environment, topology)
     loop = CommunicationLoop(native=environment.native)
@@ -95,17 +103,38 @@ def connect(environment: Environment, options: FabricOptions, open_store: Callab
         raise
 
 
-def _load_topology(environment: Environment) -> Topology | None:
+def _load_topology(environment: Environment) -> Topology | TopologyError | None:
+    """Return the topology that this rank was given, or what is wrong with it."""
     chosen = environment.topology
     if chosen is None:
         return None
-    topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
-    topology.check_world_size(environment.world_size)
+    try:
+        topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
+        topology.check_world_size(environment.world_size)
+    except TopologyError as error:
+        return error
     return topology
 
 
+def _refuse_topology(
+    environment: Environment, error: TopologyError, options: FabricOptions, open_store: Callable[[FabricOptions], Store]
+) -> NoReturn:
+    """Raise what is wrong with this rank's topology, and let the others know if they are there."""
+    if environment.world_size > 1:
+        brief = replace(options, connect_s=min(options.connect_s, REFUSAL_S))
+        with contextlib.suppress(RendezvousError):
+            _match(environment, error, brief, open_store(brief), timeout_s=brief.connect_s)
+    tell_once(error, rank=environment.rank)
+    raise error
+
+
 def _match(
-    environment: Environment, topology: Topology | None, options: FabricOptions, store: Store, *, timeout_s: float
+    environment: Environment,
+    topology: Topology | TopologyError | None,
+    options: FabricOptions,
+    store: Store,
+    *,
+    timeout_s: float,
 ) -> Topology:
     """Return the topology as this job numbers it."""
     try:

@@ -120,7 +120,7 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         ways = Ways.open(environment, options, stack)
         environment, options = ways.environment, ways.options
         assert options.address is not None, "resolved when the options were made"
-        communicator = connect(environment, options, partial(open_store, environment, options, address=options.address))
+        communicator = connect(environment, options, partial(open_store, environment, address=options.address))
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
         fleet.growth = ways.growth_of(fleet)
