@@ -27,7 +27,7 @@ def run_demo(*options):
 
 
 def progress_of(output):
-    return read_manifest(output / "checkpoint")["extra"]
+    return read_manifest(output / "checkpoint").extra
 
 
 @pytest.fixture(scope="module")

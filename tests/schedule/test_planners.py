@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import PLANNERS, Collective, Layout, choose, predict, split
+from syncline.schedule import PLANNERS, Collective, Layout, choose, plan_sharded_step, predict, split
 from syncline.topology import Topology
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 31, 97, 211])
@@ -99,3 +99,12 @@ def test_all_ranks_end_with_the_same_bits(name, topology, seed):
     buffers = reference.run(schedule, layout, list(begun.copy()))
     assert len({buffer.tobytes() for buffer in buffers}) == 1
     np.testing.assert_allclose(buffers[0], begun.astype(np.float64).sum(axis=0), rtol=1e-4, atol=1e-1)
+
+
+def test_a_topology_that_would_take_very_long_to_plan_is_refused_at_once():
+    topology = Topology.flat(4097)
+    for plan in (PLANNERS["tree"].plan, lambda *given: choose(*given, 1 << 20)):
+        with pytest.raises(ScheduleError, match="4097 ranks, and schedules are planned for at most 4096"):
+            plan(topology, Collective.ALL_REDUCE)
+    with pytest.raises(ScheduleError, match="planned for at most 4096"):
+        plan_sharded_step(topology, 1 << 20)

@@ -7,6 +7,7 @@ from topology_trees import topologies
 
 from syncline.errors import TopologyError
 from syncline.topology import Link, Topology
+from syncline.topology.marked import read_marked
 
 
 def parse(text):
@@ -187,9 +188,43 @@ def test_aliases_that_multiply_are_stopped():
         parse(text)
 
 
-def test_endless_nesting_is_stopped():
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 150 + "]" * 150, "switch: s\nchildren: " + "[" * 100_000, "{a: " * 50_000]
+)
+def test_endless_nesting_is_stopped(text):
     with pytest.raises(TopologyError, match="nested more than 100 deep"):
-        parse("a: " + "[" * 150 + "]" * 150)
+        parse(text)  # libyaml itself would overflow the C stack
+
+
+def test_nesting_by_aliases_is_stopped():
+    text = "a: &a0 [1]\n" + "".join(f"b{k}: &a{k} [*a{k - 1}]\n" for k in range(1, 150))
+    with pytest.raises(TopologyError, match="nested more than 100 deep"):
+        parse(text)
+
+
+def test_a_file_beyond_any_network_is_not_read():
+    with pytest.raises(TopologyError, match="the file has 5000000 characters"):
+        parse("#" * 5_000_000)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "{host: 'a[0-49999]', uplink: 1 GB/s, ranks: 4}",
+        "{host: 'a[0-99]x[0-999]', uplink: 1 GB/s}, {host: b, uplink: 1 GB/s}",
+    ],
+)
+def test_more_ranks_than_any_job_has_are_not_made(host):
+    with pytest.raises(TopologyError, match="at most 100000 ranks"):
+        parse(f"{{switch: s, children: [{host}]}}")
+
+
+def test_places_of_many_hosts_are_found_without_a_search_of_each():
+    """By operations, not by time: each list of children is indexed once, however many of them are asked for."""
+    marked = read_marked(HEAD + "".join(f"  - {{host: h{k}, uplink: 1 GB/s}}\n" for k in range(2000)), label="net")
+    places = [marked.line_of(("children", k, "host")) for k in range(2000)]
+    assert places == list(range(3, 2003))
+    assert len(marked._places) == 2 + 2000
 
 
 @given(st.text(max_size=60))

@@ -33,6 +33,7 @@ def test_a_tree():
         ("SwitchName=t Nodes=x\nSwitchName=a Switches=b\nSwitchName=b Switches=a", 2, "switch 'a' is below itself"),
         ("SwitchName=a Switches=b", 1, "switch 'b' has no line of its own"),
         ("SwitchName=a", 1, "switch 'a' is empty"),
+        ("SwitchName=a Switches=b Nodes=n[1-60000]\nSwitchName=b Nodes=m[1-60000]", 1, "a topology has at most 100000"),
         ("SwitchName=a Nodes=x,x", 1, "'x' has a place already, in line 1"),
         ("SwitchName=a Nodes=x\nSwitchName=a Nodes=y", 2, "switch 'a' has a line already, 1"),
         ("SwitchName=a Nodes=x\nNodes=y", 2, "the line has no SwitchName="),

@@ -11,7 +11,7 @@ from syncline.errors import ConfigurationError
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest
 from syncline.schedule.ownership import Target
-from syncline.schedule.planners import PLANNERS
+from syncline.schedule.planners import PLANNERS, check_plannable
 from syncline.topology import DirectedLink, Topology
 
 
@@ -62,6 +62,7 @@ def compare_planners(
     """Plan ``collective`` with every planner that serves it, and prove and predict each schedule."""
     if not 0 <= root < topology.num_ranks:
         raise ConfigurationError(f"--root must be a rank from 0 to {topology.num_ranks - 1}, got {root}")
+    check_plannable(topology)
     topology = with_gateways_chosen(topology, num_bytes)
     bound_s = lower_bound(topology, collective, num_bytes, target=target, root=root)
     schedules = [

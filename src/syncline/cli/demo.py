@@ -83,7 +83,7 @@ def check_resumable(output: Path, *, num_steps: int) -> None:
         raise ConfigurationError(
             f"there is no checkpoint in '{output}'; start without --resume, or name its --output"
         ) from None
-    num_done = read_manifest(folder)["extra"]["step"]
+    num_done = read_manifest(folder).extra["step"]
     if num_done >= num_steps:
         raise ConfigurationError(
             f"the checkpoint in '{output}' has done {num_done} of {num_steps} steps already; "

@@ -24,6 +24,7 @@ from syncline.units import format_duration, format_size, parse_size
 
 MIB = 1 << 20
 MAX_WIDTH = 100
+MANY_RANKS = 1000
 MAX_ROWS = 48
 """Of the tree and of the table of links; --json has everything."""
 
@@ -92,14 +93,17 @@ def plan(
 
     Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
     """
+    network = Topology.load(topology)
+    if network.num_ranks > MANY_RANKS:
+        Console(stderr=True).print(f"planning for {network.num_ranks} ranks, which takes some seconds ...")
     if model is not None:
-        _plan_model(Topology.load(topology), model, as_json=as_json)
+        _plan_model(network, model, as_json=as_json)
         return
     if collective is CollectiveName.SHARDED_STEP:
-        _plan_step(Topology.load(topology), parse_size(size), portions, spares, replicate, as_json=as_json)
+        _plan_step(network, parse_size(size), portions, spares, replicate, as_json=as_json)
         return
     comparison = compare_planners(
-        Topology.load(topology), Collective[collective.name], parse_size(size), target=target.value, root=root
+        network, Collective[collective.name], parse_size(size), target=target.value, root=root
     )
     if as_json:
         print(json.dumps(comparison.to_json(), indent=2))

@@ -285,22 +285,22 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
 
 def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
-    from syncline.pytorch.checkpoint_chunks import check_complete, write_index
+    from syncline.pytorch.checkpoint_chunks import write_index
+    from syncline.pytorch.checkpoint_manifest import CheckpointManifest
 
     target, first = snapshot.target, parts[0]
-    records = [record for part in parts for record in part["records"]]
-    check_complete(records)
-    write_index(place.writing_folder(target), records)
     catalogue = join_catalogues(part["catalogue"] for part in parts)
-    manifest = {
+    content = {
         "world_size": first["world_size"],
         "iteration": first["iteration"],
         "optimizer": {"state": catalogue, "groups": first["groups"]} if first["has_optimizer"] else None,
         "extra": first["extra"],
         "parts": {name: text for part in parts for name, text in part["parts"].items()},
-        "records": records,
+        "records": [record for part in parts for record in part["records"]],
         "files": {name: sums for part in parts for name, sums in part["files"].items()},
     }
+    manifest = CheckpointManifest.model_validate(content)
+    write_index(place.writing_folder(target), manifest.records)
     place.commit(target, manifest)
     if snapshot.keep is not None:
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -39,14 +40,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint_chunk import Chunk
+from syncline.pytorch.checkpoint_manifest import ChunkRecord, ValueRecord
 from syncline.updates.private_torch import checkpoint_place
 from syncline.updates.state_values import dtype_of
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""
-
-Record = dict[str, Any]
-"""What JSON says of a chunk: name, dtype, size, offset, sizes, file, start, length; of a value, the place alone."""
 
 Values = Mapping[str, Any]
 """What is no tensor, by name."""
@@ -54,14 +53,27 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTable:
-    """What a checkpoint has, and where."""
+    """What a checkpoint has, and where.
+
+    Raises :class:`CheckpointError` unless chunks cover each tensor exactly once, and each lies in a file of ``folder``
+    where nothing else lies.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorStorageMetadata]
     places: Mapping[MetadataIndex, Any]
 
+    def __post_init__(self) -> None:
+        """Check what it says against itself, and against the files."""
+        try:
+            for name, stored in self.tensors.items():
+                _check_cover(name, stored)
+            _check_places(self.folder, self.places)
+        except CheckpointError as error:
+            raise CheckpointError(f"The checkpoint {self.folder} is damaged: {error}; use the previous one") from error
+
     @classmethod
-    def of_records(cls, folder: Path, records: Sequence[Record]) -> ChunkTable:
+    def of_records(cls, folder: Path, records: Sequence[ValueRecord]) -> ChunkTable:
         """Make the table of what ranks have written."""
         return cls(
             folder=folder,
@@ -122,11 +134,18 @@ class ChunkTable:
         reader = FileSystemReader(self.folder)
         metadata = Metadata(state_dict_metadata={}, storage_data=self.places)
         reader.set_up_storage_reader(metadata, is_coordinator=False)
-        reader.read_data(LoadPlan(items), targets).wait()
+        try:
+            reader.read_data(LoadPlan(items), targets).wait()
+        except OSError:
+            raise
+        except Exception as error:  # what is stored may be anything, also a pickle that raises what it likes
+            raise CheckpointError(
+                f"The checkpoint {self.folder} is damaged: what is stored is not what its index says: {error}"
+            ) from error
 
 
-def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank: int) -> list[Record]:
-    """Write this rank's chunks and values to ``folder`` and to the disk; return a record of each."""
+def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank: int) -> list[dict[str, Any]]:
+    """Write this rank's chunks and values to ``folder`` and to the disk; return a record of each, as JSON has it."""
     if not chunks and not values:
         return []
     planner = _Chunks(chunks, values)
@@ -150,24 +169,55 @@ def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank:
     return [_record(planner.chunks.get(result.index), result) for result in results]
 
 
-def write_index(folder: Path, records: Sequence[Record]) -> None:
-    """Write the index that makes ``folder`` a checkpoint for DCP itself, too."""
+def write_index(folder: Path, records: Sequence[ValueRecord]) -> None:
+    """Write the index that makes ``folder`` a checkpoint for DCP itself, too.
+
+    Raises :class:`CheckpointError` if the records do not tell of whole tensors.
+    """
+    table = ChunkTable.of_records(folder, records)
     results = [
-        WriteResult(index=_index(record), size_in_bytes=record["length"], storage_data=_storage(record))
+        WriteResult(index=_index(record), size_in_bytes=record.length, storage_data=_storage(record))
         for record in records
     ]
-    entries: dict[str, Any] = dict(_tensors(records))
-    entries |= {record["name"]: BytesStorageMetadata() for record in records if "dtype" not in record}
+    entries: dict[str, Any] = dict(table.tensors)
+    entries |= {name: BytesStorageMetadata() for name in table.values}
     paths = {name: _path_of(name) for name in entries}
     _writer(folder).finish(Metadata(state_dict_metadata=entries, planner_data=paths), [results])
 
 
-def check_complete(records: Sequence[Record]) -> None:
-    """Raise :class:`CheckpointError` if the chunks of a tensor do not cover it exactly once, as far as counts tell."""
-    for name, stored in _tensors(records).items():
-        covered = sum(chunk.sizes.numel() for chunk in stored.chunks)
-        if covered != math.prod(stored.size):
-            raise CheckpointError(f"{name!r} has {covered} of {math.prod(stored.size)} elements in the checkpoint")
+def _check_cover(name: str, stored: TensorStorageMetadata) -> None:
+    """Raise unless the chunks of a tensor cover each of its elements once: as many elements, and no two overlap."""
+    size = np.array(stored.size, dtype=np.int64).reshape(1, -1)
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks if chunk.sizes.numel()]
+    starts = np.array([offset for offset, _ in boxes], dtype=np.int64).reshape(len(boxes), size.shape[1])
+    stops = starts + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(starts.shape)
+    covered = sum(math.prod(sizes) for _, sizes in boxes)
+    if covered != math.prod(stored.size):
+        raise CheckpointError(f"{name!r} has {covered} of {math.prod(stored.size)} elements")
+    is_within = bool(((starts >= 0) & (stops <= size)).all())
+    for number in range(len(boxes) - 1):
+        meets = (starts[number] < stops[number + 1 :]) & (starts[number + 1 :] < stops[number])
+        is_within = is_within and not meets.all(axis=1).any()
+    if not is_within:
+        raise CheckpointError(f"chunks of {name!r} overlap, or reach beyond it")
+
+
+def _check_places(folder: Path, places: Mapping[MetadataIndex, Any]) -> None:
+    """Raise unless everything lies within a file of the folder, by itself."""
+    sizes: dict[str, int] = {}
+    last_name, last_stop = "", 0
+    for place in sorted(places.values(), key=lambda place: (place.relative_path, place.offset)):
+        name, start, stop = place.relative_path, place.offset, place.offset + place.length
+        if name not in sizes:
+            path = (folder / name).resolve()
+            if path.parent != folder.resolve() or not path.is_file():
+                raise CheckpointError(f"{name!r} is no file in it")
+            sizes[name] = path.stat().st_size
+        if not (0 <= start <= stop <= sizes[name]):
+            raise CheckpointError(f"bytes {start} to {stop} of {name!r} are meant, which has {sizes[name]}")
+        if name == last_name and start < last_stop:
+            raise CheckpointError(f"two things are said to lie at byte {start} of {name!r}")
+        last_name, last_stop = name, stop
 
 
 class _Chunks(SavePlanner):
@@ -227,7 +277,7 @@ def _writer(folder: Path) -> FileSystemWriter:
     return writer
 
 
-def _record(chunk: Chunk | None, result: WriteResult) -> Record:
+def _record(chunk: Chunk | None, result: WriteResult) -> dict[str, Any]:
     storage = result.storage_data
     place = {"file": storage.relative_path, "start": storage.offset, "length": storage.length}
     if chunk is None:
@@ -250,8 +300,8 @@ def _place_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.tensor.shape))
 
 
-def _index(record: Record) -> MetadataIndex:
-    return MetadataIndex(record["name"], record.get("offset"))
+def _index(record: ValueRecord) -> MetadataIndex:
+    return MetadataIndex(record.name, record.offset if isinstance(record, ChunkRecord) else None)
 
 
 def _path_of(name: str) -> tuple[str | int, ...]:
@@ -267,18 +317,18 @@ def _path_of(name: str) -> tuple[str | int, ...]:
     return first, rest
 
 
-def _storage(record: Record) -> Any:
-    return checkpoint_place(record["file"], start=record["start"], length=record["length"])
+def _storage(record: ValueRecord) -> Any:
+    return checkpoint_place(record.file, start=record.start, length=record.length)
 
 
-def _tensors(records: Sequence[Record]) -> dict[str, TensorStorageMetadata]:
+def _tensors(records: Sequence[ValueRecord]) -> dict[str, TensorStorageMetadata]:
     tensors: dict[str, TensorStorageMetadata] = {}
     for record in records:
-        if "dtype" not in record:
+        if not isinstance(record, ChunkRecord):
             continue
-        properties = TensorProperties(dtype=dtype_of(record["dtype"]))
-        stored = tensors.setdefault(
-            record["name"], TensorStorageMetadata(properties, torch.Size(record["size"]), chunks=[])
-        )
-        stored.chunks.append(ChunkStorageMetadata(torch.Size(record["offset"]), torch.Size(record["sizes"])))
+        dtype, size = dtype_of(record.dtype), torch.Size(record.size)
+        stored = tensors.setdefault(record.name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks=[]))
+        if (stored.properties.dtype, stored.size) != (dtype, size):
+            raise CheckpointError(f"Chunks of {record.name!r} in the checkpoint are of tensors of several kinds")
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(record.offset), torch.Size(record.sizes)))
     return tensors

@@ -20,7 +20,8 @@ import torch
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunks import SAVE_ID, ChunkTable
-from syncline.pytorch.checkpoint_state import MODEL_PREFIX, STATE_PREFIX, Catalogue
+from syncline.pytorch.checkpoint_manifest import STATE_PREFIX
+from syncline.pytorch.checkpoint_state import MODEL_PREFIX, Catalogue
 from syncline.updates.bucket import Slot
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES
 from syncline.updates.state import SINGLE_VALUES, StateEntry
@@ -56,14 +57,14 @@ def read_contents(
     if not (folder / place.MANIFEST).is_file():
         return _of_others(folder, model_names, slots, groups)
     manifest = place.read_manifest(folder)
-    optimizer = manifest["optimizer"]
+    optimizer = manifest.optimizer
     return CheckpointContents(
-        table=ChunkTable.of_records(folder, manifest["records"]),
-        catalogue=None if optimizer is None else optimizer["state"],
-        groups=[] if optimizer is None else optimizer["groups"],
-        iteration=manifest.get("iteration", 0),
-        extra=manifest["extra"],
-        parts=manifest.get("parts", {}),
+        table=ChunkTable.of_records(folder, manifest.records),
+        catalogue=None if optimizer is None else {name: one.model_dump() for name, one in optimizer.state.items()},
+        groups=[] if optimizer is None else optimizer.groups,
+        iteration=manifest.iteration,
+        extra=manifest.extra,
+        parts=manifest.parts,
     )
 
 
@@ -95,13 +96,16 @@ def _read_index(folder: Path) -> ChunkTable:
         is_ours = getattr(index.storage_meta, "save_id", None) == SAVE_ID
         tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
         places = dict(index.storage_data)
+        table = None if is_ours else ChunkTable(folder=folder, tensors=tensors, places=places)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(
             f"The index {folder / place.DCP_INDEX} of torch.distributed.checkpoint cannot be read: {error}"
         ) from error
-    if is_ours:
+    if table is None:
         raise CheckpointError(f"The checkpoint {folder} is damaged: {place.MANIFEST} is missing; use the previous one")
-    return ChunkTable(folder=folder, tensors=tensors, places=places)
+    return table
 
 
 def _of_others(

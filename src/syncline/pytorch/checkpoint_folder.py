@@ -11,15 +11,16 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from syncline.pytorch.checkpoint_manifest import CheckpointManifest
+
 FORMAT = 2
-OLD_FORMAT = 1
-"""Optimizer state lay in one dimension, in names of our own."""
 MANIFEST = "syncline.json"
 DCP_INDEX = ".metadata"
 """What ``torch.distributed.checkpoint`` writes last, and we before our manifest."""
@@ -73,10 +74,11 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     return {name: [(folder / name).stat().st_size, _crc(folder / name)] for name in sorted(set(names))}
 
 
-def commit(path: Path, manifest: dict[str, Any]) -> None:
+def commit(path: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest, and put the folder in its place."""
+    content = manifest.model_dump()
     folder, previous = writing_folder(path), previous_folder(path)
-    text = json.dumps({"format": FORMAT, "crc": _text_crc(manifest), "content": manifest}, indent=1)
+    text = json.dumps({"format": FORMAT, "crc": _text_crc(content), "content": content}, indent=1)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -98,23 +100,35 @@ def remove(folder: Path) -> None:
         shutil.rmtree(away, ignore_errors=True)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest."""
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read the manifest, and check it by its schema; what it says of elements, the table of chunks checks."""
+    from pydantic import ValidationError
+
+    from syncline.pytorch.checkpoint_manifest import CheckpointManifest  # needs torch, which the command line does not
+
     try:
         outer = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version, crc, manifest = outer["format"], outer["crc"], outer["content"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, crc, content = outer["format"], outer["crc"], outer["content"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"The checkpoint {folder} is damaged, its {MANIFEST} is no use: {error}; try {previous_folder(folder)}"
         ) from error
-    if version not in (OLD_FORMAT, FORMAT):
-        raise CheckpointError(f"The checkpoint {folder} has format {version}, this version reads up to {FORMAT}")
-    if crc != _text_crc(manifest) or not isinstance(manifest, dict):
+    if version != FORMAT:
+        raise CheckpointError(f"The checkpoint {folder} has format {version!r}, this version reads {FORMAT}")
+    if crc != _text_crc(content):
         raise CheckpointError(f"The checkpoint {folder} is damaged: its {MANIFEST} was changed; use the previous one")
-    return manifest
+    try:
+        return CheckpointManifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise CheckpointError(
+            f"The checkpoint {folder} is damaged: {where} in its {MANIFEST} cannot be {first['input']!r:.80}: "
+            f"{first['msg']}; use {previous_folder(folder)}"
+        ) from error
 
 
-def check_sizes(folder: Path, files: dict[str, list[int]]) -> None:
+def check_sizes(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
     """Check that all files are there, and as long as they were."""
     for name, (size, _) in sorted(files.items()):
         path = folder / name
@@ -122,7 +136,7 @@ def check_sizes(folder: Path, files: dict[str, list[int]]) -> None:
             raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is missing or not {size} bytes long")
 
 
-def check_files(folder: Path, files: dict[str, list[int]], *, part: int, num_parts: int) -> None:
+def check_files(folder: Path, files: Mapping[str, Sequence[int]], *, part: int, num_parts: int) -> None:
     """Check sizes of all files, and the contents of every ``num_parts``-th from ``part`` on."""
     check_sizes(folder, files)
     for name, (_, crc) in sorted(files.items())[part::num_parts]:

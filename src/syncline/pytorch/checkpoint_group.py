@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -143,7 +144,7 @@ class CheckpointGroup:
         if len(groups) != len(saved):
             raise CheckpointError(f"The checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
         for group, options in zip(groups, saved, strict=True):
-            group.update({key: _like(group.get(key), value) for key, value in options.items()})
+            group.update({key: _like(key, group.get(key), value) for key, value in options.items()})
 
 
 class TrainingGroup(CheckpointGroup):
@@ -264,8 +265,15 @@ def _checkpoint_group_in(training: Training, optimizer: DistributedOptimizer | N
     return LocalCheckpointGroup(training, plain, saves=checkpoint_writer == training.updater.collectives.rank)
 
 
-def _like(current: Any, value: Any) -> Any:
-    """Return a value that JSON brought in the type that the optimizer has it in."""
-    if isinstance(current, torch.Tensor):
+def _like(key: str, current: Any, value: Any) -> Any:
+    """Return a hyper-parameter that JSON brought, in the type that the optimizer has it in."""
+    kinds = (numbers.Number, torch.Tensor), (list, tuple), (str,), (Mapping,)
+    kind = next((kind for kind in kinds if isinstance(current, kind)), None)
+    is_list_of_tensor = isinstance(current, torch.Tensor) and current.dim() and isinstance(value, list)
+    if value is not None and kind is not None and not (isinstance(value, kind) or is_list_of_tensor):
+        raise CheckpointError(
+            f"The checkpoint has {value!r:.80} for the hyper-parameter {key!r}, which is {current!r} here"
+        )
+    if isinstance(current, torch.Tensor) and value is not None:
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
-    return tuple(value) if isinstance(current, tuple) else value
+    return tuple(value) if isinstance(current, tuple) and value is not None else value

@@ -57,7 +57,7 @@ def is_whole(folder: Path) -> bool:
     if not (folder / place.MANIFEST).is_file():
         return place.is_checkpoint(folder)  # of others, nothing tells what there should be
     try:
-        place.check_sizes(folder, place.read_manifest(folder)["files"])
+        place.check_sizes(folder, place.read_manifest(folder).files)
     except CheckpointError:
         return False
     return True

@@ -14,14 +14,14 @@ from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.checkpoint_contents import CheckpointContents, read_contents
 from syncline.pytorch.checkpoint_group import CheckpointGroup
-from syncline.pytorch.checkpoint_parts import Stateful, decode_part
+from syncline.pytorch.checkpoint_parts import Stateful, load_part
 from syncline.pytorch.checkpoint_state import CheckpointState
 
 
 def check(folder: Path, group: CheckpointGroup) -> None:
     """Raise :class:`CheckpointError` if it is damaged, as far as this rank's share of the files tells."""
     if (folder / place.MANIFEST).is_file() or not place.is_checkpoint(folder):
-        files = place.read_manifest(folder)["files"]
+        files = place.read_manifest(folder).files
         place.check_files(folder, files, part=group.rank, num_parts=group.world_size)
 
 
@@ -49,7 +49,7 @@ def load(
         contents.table.read(wanted)
     for name, part in parts.items():
         if name in contents.parts:
-            part.load_state_dict(decode_part(contents.parts[name]))
+            load_part(name, part, contents.parts[name])
     group.go_on_from(contents.iteration)
     return contents
 

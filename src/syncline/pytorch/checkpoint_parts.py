@@ -32,8 +32,18 @@ def encode_parts(parts: Mapping[str, Stateful]) -> dict[str, str]:
     return {name: _encode(name, part) for name, part in parts.items()}
 
 
-def decode_part(text: str) -> Any:
-    """Return the state that is told by a text."""
+def load_part(name: str, part: Stateful, text: str) -> None:
+    """Let ``part`` go on from the state that is told by a text."""
+    try:
+        part.load_state_dict(_decode(text))
+    except Exception as error:  # a damaged pickle, and a state that does not fit, may raise anything
+        raise CheckpointError(
+            f"The state of {name}= that was saved cannot be loaded into a {type(part).__name__}: {error}; give the "
+            "object that it was saved from, or leave it out"
+        ) from error
+
+
+def _decode(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
 
 
@@ -47,7 +57,7 @@ def _encode(name: str, part: Stateful) -> str:
     try:
         torch.save(part.state_dict(), data)
         text = base64.b64encode(data.getvalue()).decode()
-        decode_part(text)
+        _decode(text)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"The state_dict() of {name}= has more than plain values and tensors, so it could not be loaded again: "

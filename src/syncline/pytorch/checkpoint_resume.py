@@ -16,7 +16,7 @@ from torch import nn
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_history as history
 from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from syncline.pytorch.checkpoint_parts import Stateful, decode_part, encode_parts
+from syncline.pytorch.checkpoint_parts import Stateful, encode_parts, load_part
 from syncline.pytorch.checkpoint_together import Together
 from syncline.pytorch.optimizer import DistributedOptimizer, Growing
 
@@ -121,7 +121,7 @@ def take_parts(growing: Growing, parts: Mapping[str, Stateful]) -> Resumption:
                 f"{name}= was not given to resume() by the members of the job that this rank has come into, which gave "
                 f"{', '.join(sorted(growing.parts)) or 'nothing'}; run the same script"
             )
-        part.load_state_dict(decode_part(growing.parts[name]))
+        load_part(name, part, growing.parts[name])
     return Resumption(iteration=growing.iteration)
 
 

@@ -13,22 +13,18 @@ from typing import Any
 
 import torch
 
-from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint_chunk import Chunk
+from syncline.pytorch.checkpoint_manifest import STATE_PREFIX
 from syncline.updates.bucket import Slot
 from syncline.updates.state import StateEntry
 from syncline.updates.state_values import decode_value
 
 Catalogue = dict[str, dict[str, Any]]
-"""By parameter's name its "state": for each key a number type (divided into elements), or a list of the one value.
-
-Format 1 also had the "order" of the parameter's dimensions, by which elements lay in one dimension.
-"""
+"""By parameter's name its "state": for each key a number type (divided into elements), or a list of the one value."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle of a tensor begins, and its sizes."""
 
 MODEL_PREFIX = "model."
-STATE_PREFIX = "optimizer.state."
 GROUPS_PREFIX = "optimizer.param_groups."
 
 
@@ -95,21 +91,11 @@ class CheckpointState:
         """Note that elements are wanted."""
         if not target.numel():
             return
-        order = self._catalogue[slot.name].get("order")
-        if order is None:
-            name = f"{self._prefix}{slot.name}.{key}"
-            self.wanted += [
-                Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
-                for offset, part in rectangles(slot, start, target)
-            ]
-            return
-        if order != [dimension for dimension in _order(slot) if slot.shape[dimension] > 1]:
-            raise CheckpointError(
-                f"The elements of {slot.name!r} lie in another order than when the checkpoint was saved; give "
-                "the model the same memory_format before distribute()"
-            )
-        name, size = f"optimizer.{slot.name}.{key}", (slot.num_elements,)
-        self.wanted.append(Chunk(name=name, size=size, offset=(start,), tensor=target))
+        name = f"{self._prefix}{slot.name}.{key}"
+        self.wanted += [
+            Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
+            for offset, part in rectangles(slot, start, target)
+        ]
 
 
 def rectangles(slot: Slot, start: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

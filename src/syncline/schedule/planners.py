@@ -21,6 +21,9 @@ from syncline.schedule.verifier import verify
 from syncline.schedule.weighted_tree import draft_weighted_tree
 from syncline.topology import Topology
 
+MAX_PLANNED_RANKS = 4096
+"""Time and memory of planning grow with the square of the ranks: that many take some 15 s and 3 GB."""
+
 _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 """Beyond it a ring's N steps lose to anything, and drawing it costs more than all other planners together."""
 
@@ -54,6 +57,7 @@ class Planner:
         self, topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
     ) -> Schedule:
         """Draw a schedule and prove it; :class:`ScheduleError` for what it does not serve."""
+        check_plannable(topology)
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))
             raise ScheduleError(f"planner {self.name!r} plans {known}, not {collective}; take another planner")
@@ -106,6 +110,7 @@ def choose(
     >>> choose(topology, Collective.ALL_REDUCE, 64 << 20).planner
     'tree'
     """
+    check_plannable(topology)
     drafts = [
         planner.draft(topology, collective, target=target, root=root)
         for planner in PLANNERS.values()
@@ -113,6 +118,15 @@ def choose(
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
     return verify(fastest((draft, predict(draft, topology, num_bytes, slice_bytes, cost=cost)) for draft in owned))
+
+
+def check_plannable(topology: Topology) -> None:
+    """Raise :class:`ScheduleError` at once where planning would take very long."""
+    if topology.num_ranks > MAX_PLANNED_RANKS:
+        raise ScheduleError(
+            f"topology {topology.name!r} has {topology.num_ranks} ranks, and schedules are planned for at most "
+            f"{MAX_PLANNED_RANKS}; describe the hosts of one job alone, or give a host fewer ranks"
+        )
 
 
 def is_worth_drawing(planner: Planner, topology: Topology) -> bool:

@@ -20,7 +20,7 @@ from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import speaking
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
-from syncline.schedule.planners import PLANNERS, is_worth_drawing
+from syncline.schedule.planners import PLANNERS, check_plannable, is_worth_drawing
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair, shares_of
 from syncline.schedule.verifier import split_at_owners
@@ -54,6 +54,7 @@ def draft_sharded_steps(
 
     Arguments and errors are those of :func:`plan_sharded_step`.
     """
+    check_plannable(topology)
     limits = limits_of(topology, most)
     search = _Search(topology, num_bytes, slice_bytes, cost)
     if not isinstance(portions, str):

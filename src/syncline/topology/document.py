@@ -22,7 +22,7 @@ from syncline.topology.entries import (
 )
 from syncline.topology.hostlist import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
-from syncline.topology.tree import Host, Link, Rank, Socket, Switch, TopologyParts, check_name
+from syncline.topology.tree import Host, Link, Rank, Socket, Switch, TopologyParts, check_name, check_num_ranks
 
 _MAX_PROBLEMS_SHOWN = 5
 Location = tuple[str | int, ...]
@@ -97,7 +97,7 @@ class _Builder:
     def _host(self, name: str, entry: HostEntry, link: Link | None, location: Location) -> Host:
         self._claim(name, "host", (*location, "host"))
         sockets = self._sockets(name, entry, location)
-        ranks = () if sockets else self._ranks(entry)
+        ranks = () if sockets else self._ranks(entry, location)
         features, memory_bytes, gateway = entry.features, entry.memory, entry.gateway
         try:
             return Host(
@@ -125,9 +125,15 @@ class _Builder:
         name = f"{above}/{own_name}"
         self._claim(name, "socket", (*location, "socket"), own_name=own_name)
         link = self._link(entry, location)
-        return Socket(name=name, link=link, children=self._sockets(name, entry, location) or self._ranks(entry))
+        return Socket(
+            name=name, link=link, children=self._sockets(name, entry, location) or self._ranks(entry, location)
+        )
 
-    def _ranks(self, entry: RanksEntry) -> tuple[Rank, ...]:
+    def _ranks(self, entry: RanksEntry, location: Location) -> tuple[Rank, ...]:
+        try:
+            check_num_ranks(self._num_ranks + entry.ranks)
+        except TopologyError as error:
+            raise self._marked.error(location, str(error)) from error
         local = [local.link() for local in entry.local or ()] or [Link.unlimited()]
         links = local * entry.ranks if len(local) == 1 else local
         return tuple(Rank(rank=self._next_rank(), link=link) for link in links)
@@ -157,11 +163,11 @@ class _Builder:
 
 def _describe_all(error: ValidationError, marked: MarkedData) -> list[str]:
     problems = error.errors(include_url=False)
-    lines = [str(marked.error(problem["loc"], _describe(problem, marked))) for problem in problems]
-    shown = lines[:_MAX_PROBLEMS_SHOWN]
-    if len(lines) > len(shown):
-        shown.append(f"... and {len(lines) - len(shown)} more")
-    return shown
+    shown = problems[:_MAX_PROBLEMS_SHOWN]
+    lines = [str(marked.error(problem["loc"], _describe(problem, marked))) for problem in shown]
+    if len(problems) > len(shown):
+        lines.append(f"... and {len(problems) - len(shown)} more")
+    return lines
 
 
 def _describe(problem: Mapping[str, Any], marked: MarkedData) -> str:

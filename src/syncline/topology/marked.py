@@ -1,21 +1,22 @@
 """YAML read as plain data that still knows the line of every value, so that each error can name one.
 
-Aliases are followed, but a cycle by reference, a key given twice, endless nesting and aliases that multiply without
-bound are refused here, before anything else looks at the data.
+Aliases are followed, but a text, a nesting or a number of values beyond any network's, a cycle by reference and a key
+given twice are refused here, before anything else looks at the data. What aliases multiply to is counted, not made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from syncline.errors import TopologyError
 
+_MAX_CHARACTERS = 1 << 22
 _MAX_DEPTH = 100
-_MAX_VALUES = 1_000_000
+_MAX_VALUES = 250_000
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -26,6 +27,8 @@ class MarkedData:
     data: object
     node: yaml.Node
     label: str
+    _places: dict[int, dict[object, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict)
+    """By node, once asked: each value in it and where a person looks for it, by key or index."""
 
     def line_of(self, location: Sequence[object]) -> int:
         """Return the line of the value at ``location``, or of the nearest thing above it that exists.
@@ -34,10 +37,11 @@ class MarkedData:
         """
         node, line = self.node, self.node.start_mark.line
         for step in location:
-            for key, value in _entries(node):
-                if key == step:
-                    node, line = value, _mark_line(node, step, value)
-                    break
+            if id(node) not in self._places:
+                self._places[id(node)] = _places(node)
+            if step in self._places[id(node)]:
+                node, place = self._places[id(node)][step]
+                line = place.start_mark.line
         return int(line) + 1
 
     def error(self, location: Sequence[object], message: str) -> TopologyError:
@@ -47,7 +51,13 @@ class MarkedData:
 
 def read_marked(text: str, *, label: str) -> MarkedData:
     """Read one YAML document; ``label`` (``"Topology 'net.yaml'"``) begins every error."""
+    if len(text) > _MAX_CHARACTERS:
+        raise TopologyError(
+            f"{label}: the file has {len(text)} characters, at most {_MAX_CHARACTERS} are read; write hosts that are "
+            "alike as one entry, such as 'h[0-99]'"
+        )
     try:
+        _check_depth(text, label)
         loader = _Loader(text)
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -58,36 +68,63 @@ def read_marked(text: str, *, label: str) -> MarkedData:
         raise TopologyError(f"{label}: this is not YAML: {error}") from error
     if node is None:
         raise TopologyError(f"{label} line 1: the file is empty; write 'switch: NAME' and its 'children:'")
-    return MarkedData(data=_Converter(loader, label).convert(node, (), node), node=node, label=label)
+    converter = _Converter(loader, label)
+    converter.check(node, (), node)
+    return MarkedData(data=converter.convert(node), node=node, label=label)
+
+
+def _check_depth(text: str, label: str) -> None:
+    """Refuse deep nesting while the text is a stream of events: libyaml builds nodes by calls of the C stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _too_deep(label, event)
+
+
+def _too_deep(label: str, place: yaml.Event | yaml.Node) -> TopologyError:
+    line = 0 if place.start_mark is None else place.start_mark.line
+    return TopologyError(f"{label} line {line + 1}: values are nested more than {_MAX_DEPTH} deep; no network is")
 
 
 class _Converter:
-    """Turns nodes into data.
-
-    ``above`` holds the nodes that contain the present one. ``place`` is where a person looks for it: the key before
-    it, or else its container, since an alias's own node stands where the anchor is.
-    """
+    """Turns nodes into data, once :meth:`check` has passed."""
 
     def __init__(self, loader: Any, label: str) -> None:
         self._loader = loader
         self._label = label
-        self._num_values = 0
+        self._sizes: dict[int, tuple[int, int]] = {}
 
-    def convert(self, node: yaml.Node, above: tuple[yaml.Node, ...], place: yaml.Node) -> object:
-        self._num_values += 1
+    def check(self, node: yaml.Node, above: tuple[yaml.Node, ...], place: yaml.Node) -> tuple[int, int]:
+        """Return how many values and levels a node stands for with all aliases followed; each node is looked at once.
+
+        ``above`` holds the nodes that contain it. ``place`` is where a person looks for it: the key before it, or else
+        its container, since an alias's own node stands where the anchor is.
+        """
         if any(node is ancestor for ancestor in above):
             raise self._error(place, "this value contains itself (an alias to an ancestor); a topology is a tree")
-        if len(above) > _MAX_DEPTH:
-            raise self._error(place, f"values are nested more than {_MAX_DEPTH} deep; no network is")
-        if self._num_values > _MAX_VALUES:
+        known = self._sizes.get(id(node))
+        if known is not None:
+            num_values, depth = known
+        else:
+            inner = [self.check(item, (*above, node), where) for item, where in _inside(node)]
+            num_values = 1 + sum(values for values, _ in inner)
+            depth = 1 + max((levels for _, levels in inner), default=0)
+            self._sizes[id(node)] = num_values, depth
+        if len(above) + depth > _MAX_DEPTH:
+            raise _too_deep(self._label, place)
+        if num_values > _MAX_VALUES:
             raise self._error(place, f"more than {_MAX_VALUES} values after aliases are followed; write a smaller file")
+        return num_values, depth
+
+    def convert(self, node: yaml.Node) -> object:
         if isinstance(node, yaml.SequenceNode):
-            return [self.convert(item, (*above, node), node) for item in node.value]
+            return [self.convert(item) for item in node.value]
         if isinstance(node, yaml.MappingNode):
-            return self._convert_mapping(node, above)
+            return self._convert_mapping(node)
         return self._scalar(node)
 
-    def _convert_mapping(self, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> dict[str, object]:
+    def _convert_mapping(self, node: yaml.MappingNode) -> dict[str, object]:
         mapping: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
@@ -95,7 +132,7 @@ class _Converter:
                 raise self._error(key_node, "a key must be a plain word")
             if key in mapping:
                 raise self._error(key_node, f"key {key!r} is given twice; keep one")
-            mapping[key] = self.convert(value_node, (*above, node), key_node)
+            mapping[key] = self.convert(value_node)
         return mapping
 
     def _scalar(self, node: yaml.Node) -> object:
@@ -108,16 +145,19 @@ class _Converter:
         return TopologyError(f"{self._label} line {node.start_mark.line + 1}: {message}")
 
 
-def _entries(node: yaml.Node) -> list[tuple[object, yaml.Node]]:
-    if isinstance(node, yaml.MappingNode):
-        return [(key.value, value) for key, value in node.value]
+def _inside(node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return the values in a node, each with where a person looks for it."""
     if isinstance(node, yaml.SequenceNode):
-        return list(enumerate(node.value))
+        return [(item, node) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return [(value, key) for key, value in node.value]
     return []
 
 
-def _mark_line(parent: yaml.Node, step: object, value: yaml.Node) -> int:
-    """Return the line of a mapping's key, or of a sequence's item: where a person looks for it."""
-    if isinstance(parent, yaml.MappingNode):
-        return int(next(key for key, _ in parent.value if key.value == step).start_mark.line)
-    return int(value.start_mark.line)
+def _places(node: yaml.Node) -> dict[object, tuple[yaml.Node, yaml.Node]]:
+    """Return each value in a node, and the node where a person looks for it: a mapping's key, or a sequence's item."""
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: (value, key) for key, value in reversed(node.value)}
+    if isinstance(node, yaml.SequenceNode):
+        return {index: (item, item) for index, item in enumerate(node.value)}
+    return {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from syncline.errors import TopologyError
 from syncline.topology.hostlist import expand_hostlist
-from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name
+from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name, check_num_ranks
 
 _KEYS = ("switchname", "nodes", "switches", "linkspeed")
 
@@ -98,6 +98,7 @@ class _Builder:
     def _claim(self, name: str, entry: _Entry) -> None:
         try:
             check_name(name, "node")
+            check_num_ranks(self._num_ranks + self._ranks_per_host)
         except TopologyError as error:
             raise self._error(entry, str(error)) from error
         if name in self.lines:

@@ -23,6 +23,9 @@ to be faster; or the first alone, which then has no training data of its own."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
+MAX_RANKS = 100_000
+"""Of a topology; a plan is made for :data:`syncline.schedule.planners.MAX_PLANNED_RANKS` at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -203,6 +206,12 @@ class DirectedLink:
 
     def __str__(self) -> str:
         return f"{self.child} {self.direction}"
+
+
+def check_num_ranks(number: int) -> None:
+    """Raise if a topology would have more ranks than :data:`MAX_RANKS`; to be asked before they are made."""
+    if number > MAX_RANKS:
+        raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, this has more; describe the job's hosts alone")
 
 
 def check_name(name: str, kind: str) -> None:

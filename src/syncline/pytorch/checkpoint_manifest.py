@@ -1,0 +1,135 @@
+"""The schema of a checkpoint's manifest, by which it is written and read.
+
+A checksum tells of damage. It does not tell of an edit by whoever can write the file, who makes it right again: so
+nothing here is taken from the file without a look at its kind and its range.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from syncline.errors import UpdateError
+from syncline.updates.state_values import decode_single, dtype_of
+
+
+def _named_dtype(name: str) -> str:
+    try:
+        dtype_of(name)
+    except UpdateError as error:
+        raise ValueError(str(error)) from error
+    return name
+
+
+def _plain_file(name: str) -> str:
+    if not name or name in {".", ".."} or set(name) & {"/", "\\", "\0"}:
+        raise ValueError("a file of a checkpoint lies in its folder itself")
+    return name
+
+
+STATE_PREFIX = "optimizer.state."
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[list[Count], Field(max_length=64)]
+DtypeName = Annotated[str, AfterValidator(_named_dtype)]
+FileName = Annotated[str, AfterValidator(_plain_file)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ValueRecord(_Entry):
+    """Where a value lies that is no tensor."""
+
+    name: str
+    file: FileName
+    start: Count
+    length: Count
+
+
+class ChunkRecord(ValueRecord):
+    """Where a chunk of a tensor lies: of a tensor of shape ``size``, ``sizes`` elements from ``offset`` on."""
+
+    dtype: DtypeName
+    size: Shape
+    offset: Shape
+    sizes: Shape
+
+    @model_validator(mode="after")
+    def _check_place(self) -> ChunkRecord:
+        if not len(self.size) == len(self.offset) == len(self.sizes):
+            raise ValueError("'size', 'offset' and 'sizes' must have a number for each dimension")
+        places = zip(self.size, self.offset, self.sizes, strict=True)
+        if any(offset + part > whole for whole, offset, part in places):
+            raise ValueError("the chunk reaches beyond its tensor")
+        return self
+
+
+class SingleEntry(_Entry):
+    """A value of the optimizer's state that is one for a whole parameter; ``dtype`` if it is a tensor."""
+
+    dtype: DtypeName | None
+    value: Any
+
+    @model_validator(mode="after")
+    def _check_value(self) -> SingleEntry:
+        try:
+            value = decode_single({"dtype": self.dtype, "value": self.value})
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"no tensor of {self.dtype} can be made of it: {error}") from error
+        if not (value is None or isinstance(value, torch.Tensor | bool | int | float | str)):
+            raise ValueError("it is no number, text or tensor")
+        return self
+
+
+class StateEntries(_Entry):
+    """State of one parameter: by key a number type, if it has an element for each of the parameter's, else a value."""
+
+    state: dict[str, DtypeName | Annotated[list[SingleEntry], Field(min_length=1, max_length=1)]]
+
+
+class OptimizerEntry(_Entry):
+    """State by the names of parameters, and the hyper-parameters of each group."""
+
+    state: dict[str, StateEntries]
+    groups: list[dict[str, Any]]
+
+
+def _kind_of(record: Any) -> str:
+    return "chunk" if isinstance(record, ChunkRecord) or (isinstance(record, dict) and "dtype" in record) else "value"
+
+
+RecordEntry = Annotated[
+    Annotated[ChunkRecord, Tag("chunk")] | Annotated[ValueRecord, Tag("value")], Discriminator(_kind_of)
+]
+
+
+class CheckpointManifest(_Entry):
+    """All that is said of a checkpoint beside its elements; ``files`` has the size and the CRC-32 of each."""
+
+    world_size: Annotated[int, Field(ge=1)]
+    iteration: Count
+    optimizer: OptimizerEntry | None
+    extra: Any
+    parts: dict[str, str]
+    records: list[RecordEntry]
+    files: dict[FileName, Annotated[list[Count], Field(min_length=2, max_length=2)]]
+
+    @model_validator(mode="after")
+    def _check_records(self) -> CheckpointManifest:
+        parameters = {} if self.optimizer is None else self.optimizer.state
+        kinds = {
+            f"{STATE_PREFIX}{name}.{key}": kind for name, one in parameters.items() for key, kind in one.state.items()
+        }
+        for record in self.records:
+            if record.file not in self.files:
+                raise ValueError(f"{record.name!r} lies in {record.file!r}, which is none of the files")
+            if record.name.startswith(STATE_PREFIX):
+                kind = kinds.get(record.name)
+                dtype = record.dtype if isinstance(record, ChunkRecord) else None
+                if kind is None or (isinstance(kind, str) and kind != dtype):
+                    raise ValueError(f"{record.name!r} is {dtype} on the disk, and {kind} in the optimizer's state")
+        return self
