@@ -27,11 +27,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 STEPS_TO_THE_END = 60
@@ -62,18 +64,19 @@ class Watched:
     def ranks(self) -> dict[int, int]:
         """Return the rank of each process that makes steps now."""
         now_s = time.monotonic()
-        ends = [(int(name.partition("-")[0]), lines[-1]) for name, lines in self.lines.items() if lines]
-        return {pid: end["rank"] for pid, end in ends if now_s - end["at_s"] < LATE_S and self._is_rank(pid)}
+        ends = [(name, lines[-1]) for name, lines in self.lines.items() if lines]
+        recent = [(name, end["rank"]) for name, end in ends if now_s - end["at_s"] < LATE_S and _is_alive(name)]
+        return {int(name.partition("-")[0]): rank for name, rank in recent}
 
-    def _is_rank(self, pid: int) -> bool:
-        """Whether this process is one of the job, and not another one that has got its number."""
-        path = Path("/proc", str(pid), "cmdline")
-        return path.exists() and os.fsencode(self.folder) in path.read_bytes()
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """The newest line; None as long as nobody has made a step."""
+        return max((lines[-1] for lines in self.lines.values() if lines), key=lambda one: one["step"], default=None)
 
     @property
     def step(self) -> int:
         """The newest step."""
-        return max((lines[-1]["step"] for lines in self.lines.values() if lines), default=-1)
+        return -1 if self.newest is None else int(self.newest["step"])
 
     def history(self) -> list[dict[str, Any]]:
         """Return each step as those tell it who went on from it; raise where two of them tell different things.
@@ -96,12 +99,24 @@ class Watched:
         return [newest[step] for step in range(len(newest))]
 
 
+def _is_alive(name: str) -> bool:
+    """Whether the process lives that has written a file: another one that has got its number began later."""
+    pid, _, opened_ns = name.partition("-")
+    try:
+        process = psutil.Process(int(pid))
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() < int(opened_ns) / 1e9)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass(slots=True, kw_only=True)
 class Kills:
     """Whom the harness killed."""
 
     at_s: list[float] = field(default_factory=list)
     ranks: Counter[int] = field(default_factory=Counter)
+    epoch: int = -1
+    """That in which the last one was killed."""
     num_postponed: int = 0
     """How often a kill had to wait until all ranks were there again."""
 
@@ -116,7 +131,7 @@ def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Names
         watched.read()
     began_s = time.monotonic()
     due_s, was_late = began_s + options.every, False
-    while time.monotonic() - began_s < 60 * options.minutes:
+    while time.monotonic() - began_s < 60 * options.minutes and not _is_enough(watched, kills, options):
         time.sleep(max(0.02, min(0.5, due_s - time.monotonic())))
         watched.read()
         if job.poll() is not None:
@@ -131,9 +146,17 @@ def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Names
         pid = chance.choice(sorted(ranks, key=lambda one: ranks[one]))
         kills.ranks[ranks[pid]] += 1
         kills.at_s.append(time.monotonic())
+        kills.epoch = watched.newest["epoch"] if watched.newest is not None else 0
         os.kill(pid, signal.SIGKILL)
         due_s, was_late = max(due_s + options.every, time.monotonic() + LATE_S), False
     return kills
+
+
+def _is_enough(watched: Watched, kills: Kills, options: argparse.Namespace) -> bool:
+    """Whether all are there again after the last kill."""
+    newest = watched.newest
+    is_whole = newest is not None and len(newest["counted"]) == options.ranks and newest["epoch"] > kills.epoch
+    return is_whole and len(kills.at_s) == options.kills
 
 
 def pauses_s(history: list[dict[str, Any]], kills: Kills) -> list[float]:
@@ -190,34 +213,15 @@ def replay(program: Any, history: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def main() -> None:
-    """Run the job, kill, measure and replay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("program", type=Path)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--every", type=float, default=15.0, help="seconds from one kill to the next")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="folder for what ranks write and for result.json")
-    options = parser.parse_args()
-    folder = options.output or Path(tempfile.mkdtemp(prefix="kills-"))
+def run(options: argparse.Namespace, launcher: Sequence[str]) -> dict[str, Any]:
+    """Run the job under ``launcher``, kill, measure and replay."""
+    folder: Path = options.output or Path(tempfile.mkdtemp(prefix="kills-"))
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        "syncline",
-        "run",
-        "--ranks",
-        str(options.ranks),
-        "--elastic",
-        "--restarts",
-        "100000",
-        "--restart-period",
-        "30",
-    ]
-    launcher = Path(sys.executable).with_name(command[0])
+    command = ["run", "--ranks", str(options.ranks), "--elastic", "--restarts", "100000", "--restart-period", "30"]
     watched = Watched(folder=folder)
     with (folder / "job.log").open("wb") as log:
         job = subprocess.Popen(
-            [str(launcher), *command[1:], str(options.program), str(folder)], stdout=log, stderr=subprocess.STDOUT
+            [*launcher, *command, str(options.program), str(folder)], stdout=log, stderr=subprocess.STDOUT
         )
         try:
             kills = play(job, watched, options)
@@ -245,10 +249,23 @@ def main() -> None:
         "digests_of_replay": replay(load(options.program), history),
         "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
     }
-    text = json.dumps(result, indent=1)
-    (folder / "result.json").write_text(text + "\n")
-    print(text)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None, launcher: Sequence[str] | None = None) -> dict[str, Any]:
+    """Do all that, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", type=Path)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=15.0, help="seconds from one kill to the next")
+    parser.add_argument("--kills", type=int, help="end after so many, when all are there again")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="folder for what ranks write and for result.json")
+    options = parser.parse_args(arguments)
+    return run(options, launcher or [str(Path(sys.executable).with_name("syncline"))])
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(main(), indent=1))
