@@ -161,6 +161,147 @@ def test_a_monitored_barrier_names_all_that_are_missing() -> None:
     run_groups(3, body)
 
 
+def strided(value: float) -> torch.Tensor:
+    """Numbers whose sum lands elsewhere, and is put in place when the call is ended."""
+    return torch.full((4, 2), value)[:, 0]
+
+
+def wait_for_barrier(group: Group, how: str) -> None:
+    options = c10d.BarrierOptions()
+    options.asyncOp = how == "async"
+    if how == "monitored":
+        group.monitored_barrier(timedelta(seconds=60))
+    elif how == "future":
+        group.barrier().get_future().wait()
+    else:
+        group.barrier(options).wait()
+
+
+@pytest.mark.parametrize("how", ["awaited", "async", "future", "monitored"])
+def test_a_barrier_joins_what_is_under_way_but_for_messages(how: str) -> None:
+    def body(group: Group) -> None:
+        receives = [group.recv([torch.empty(1)], 1 - group.rank(), tag) for tag in range(2)]
+        for _ in range(3):
+            tensors = [strided(float(number)) for number in range(16)]
+            for tensor in tensors:
+                group.allreduce([tensor])
+            group.allreduce_coalesced([*(one := [strided(1.0), strided(2.0)])])
+            wait_for_barrier(group, how)
+            assert [tensor.unique().tolist() for tensor in tensors] == [[2.0 * number] for number in range(16)]
+            assert [tensor.unique().tolist() for tensor in one] == [[2.0], [4.0]]
+        assert not group.state.under_way.all()
+        for tag, receive in enumerate(receives):
+            group.send([torch.ones(1)], 1 - group.rank(), tag).wait()
+            receive.wait()
+
+    run_groups(2, body)
+
+
+def test_calls_that_nobody_waits_for_are_ended_by_later_ones() -> None:
+    def body(group: Group) -> None:
+        tensor = strided(1.0)
+        group.allreduce([tensor])
+        (work,) = group.state.under_way.all()
+        work.works[0].wait()
+        group.allreduce([torch.ones(1)]).wait()
+        assert tensor.tolist() == [2.0] * 4
+        assert not group.state.under_way.all()
+
+    run_groups(2, body)
+
+
+def test_a_barrier_names_who_does_not_come_to_what_it_joins() -> None:
+    def body(group: Group) -> None:
+        if group.rank() == 1:
+            is_late.wait(60)
+            return
+        options = c10d.BarrierOptions()
+        options.timeout, options.asyncOp = timedelta(seconds=0.2), False
+        work = group.allreduce([torch.ones(2)])
+        with pytest.raises(DeadlineError, match=r"all_reduce was waited for but not done within 0.2 s"):
+            group.barrier(options)
+        assert not work.is_completed()
+        is_late.set()
+
+    is_late = threading.Event()
+    run_groups(2, body)
+
+
+def tensors_of(group: Group, *values: float) -> list[torch.Tensor]:
+    return [torch.full((2,), float(value + group.rank())) for value in values]
+
+
+def test_lists_of_tensors_mean_what_they_do_with_gloo() -> None:
+    def body(group: Group) -> None:
+        one, other = tensors = tensors_of(group, 1, 10)
+        group.allreduce(tensors).wait()
+        assert (one.tolist(), other.tolist()) == ([24.0] * 2, [24.0] * 2)
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = 1, 1
+        one, other = tensors = tensors_of(group, 1, 10)
+        group.broadcast(tensors, options).wait()
+        assert (one.tolist(), other.tolist()) == ([11.0] * 2, [11.0] * 2)
+        outputs = [[torch.empty(2) for _ in range(4)] for _ in range(2)]
+        group.allgather(outputs, tensors_of(group, 1, 10)).wait()
+        assert [[int(output[0]) for output in several] for several in outputs] == [[1, 10, 2, 11]] * 2
+        (same,) = tensors_of(group, 1)
+        group.allreduce_coalesced([same, same]).wait()
+        assert same.tolist() == [3.0] * 2
+        row = torch.arange(3.0)
+        group.allreduce_coalesced([row[:2], row[::2]]).wait()
+        assert row.tolist() == [0, 2, 4]
+        whole = torch.zeros(4)
+        group.all_gather_single_coalesced([whole, whole], tensors_of(group, 1, 10)).wait()
+        assert whole.tolist() == [10, 10, 11, 11]
+
+    run_groups(2, body)
+
+
+def test_lists_that_gloo_refuses_are_refused_and_spoil_nothing() -> None:
+    def body(group: Group) -> None:
+        several = [torch.ones(2), torch.ones(2)]
+        for name in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
+            with pytest.raises(ConfigurationError, match=f"{name} .*tensor"):
+                getattr(group, name)([])
+        for name in (
+            "allgather",
+            "allgather_coalesced",
+            "all_gather_single_coalesced",
+            "reduce_scatter",
+            "reduce_scatter_single_coalesced",
+            "gather",
+            "scatter",
+        ):
+            with pytest.raises(ConfigurationError, match=f"{name} .*tensor"):
+                getattr(group, name)([], [])
+        with pytest.raises(ConfigurationError, match="reduce takes one tensor"):
+            group.reduce(several)
+        with pytest.raises(ConfigurationError, match="reduce_scatter takes one tensor"):
+            group.reduce_scatter(several, [several, several])
+        with pytest.raises(ConfigurationError, match="2 lists of 4 outputs"):
+            group.allgather([several, several], several)
+        with pytest.raises(ConfigurationError, match="allreduce needs tensors of one size"):
+            group.allreduce([torch.ones(1), torch.ones(2)])
+        options = c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        with pytest.raises(ConfigurationError, match="call allreduce_coalesced"):
+            group.allreduce(several, options)
+        for kind, name in ((c10d.BroadcastOptions, "broadcast"), (c10d.ReduceOptions, "reduce")):
+            rooted = kind()
+            rooted.rootTensor = 1
+            with pytest.raises(ConfigurationError, match="rootTensor"):
+                getattr(group, name)([torch.ones(1)], rooted)
+        if group.rank() == 1:
+            with pytest.raises(ConfigurationError, match="rank 0 alone gives a gather_list"):
+                group.gather([several], [torch.ones(2)])
+            with pytest.raises(ConfigurationError, match="rank 0 alone gives a scatter_list"):
+                group.scatter([torch.ones(2)], [several])
+        group.allreduce([several[0]]).wait()
+        assert several[0].tolist() == [2.0] * 2
+
+    run_groups(2, body)
+
+
 def test_calls_between_marks_are_over_together() -> None:
     def body(group: Group) -> None:
         group._set_sequence_number_for_group()

@@ -225,6 +225,17 @@ def test_broadcast_barrier_and_statistics(run_fleets: Any) -> None:
     assert all(result.all() for result in run_fleets(3, body))
 
 
+def test_a_barrier_joins_what_is_under_way(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        tensors = [torch.ones(4, 2)[:, 0] for _ in range(8)]
+        for tensor in tensors:
+            fleet.all_reduce(tensor, async_op=True)
+        fleet.barrier()
+        assert all(tensor.eq(3).all() for tensor in tensors)
+
+    run_fleets(3, body)
+
+
 def test_what_makes_no_sense_is_refused(run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         with pytest.raises(ConfigurationError, match="mean"):

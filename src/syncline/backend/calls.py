@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -19,6 +19,7 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorWork
+from syncline.runtime.call import BasicSettings
 from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
@@ -34,46 +35,54 @@ class GroupCalls:
     state: GroupState
 
     def allreduce(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Reduce one tensor over all ranks, in place; of several, each."""
-        return self.allreduce_coalesced(tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Reduce tensors over all ranks, in place, in as few messages as one tensor needs."""
-        several, settings = _list(tensors), _settings(opts, c10d.AllreduceOptions)
+        """Reduce a tensor over all ranks, in place; several become what is made of all of them, as with gloo."""
+        several, settings = _list(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
         collectives, op = self.state.collectives, settings.reduceOp
-        if len(several) == 1 and several[0].layout is not torch.strided:
+        if len(several) > 1:
+            return self._start(settings, several, collectives.all_reduce_several, several, op)
+        if several[0].layout is not torch.strided:
             start = partial(all_reduce_sparse, collectives, num_ranks=self.state.communicator.world_size)
             return self._start(settings, several, start, several[0], op)
+        return self._start(settings, several, collectives.all_reduce, several[0], op)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> CallWork:
+        """Reduce each of several tensors over all ranks, in place; all are under way at once."""
+        several = _list(tensors, "allreduce_coalesced")
         if len(several) == 1:
-            return self._start(settings, several, collectives.all_reduce, several[0], op)
-        return self._start(settings, several, collectives.all_reduce_coalesced, several, op)
+            return self.allreduce(several, opts)
+        settings = _settings(opts, c10d.AllreduceOptions)
+        start = self.state.collectives.all_reduce_coalesced
+        return self._start(settings, several, start, several, settings.reduceOp)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Give all ranks the tensors of the root."""
-        several = _list(tensors)
+        """Give all ranks a tensor of the root; of several of one size, all become the one that ``rootTensor`` names."""
+        several = _list(tensors, "broadcast")
         settings = _settings(opts, c10d.BroadcastOptions, "rootRank")
-        return self._start_each(
-            settings, several, self.state.collectives.broadcast, [(t, settings.rootRank) for t in several]
-        )
+        start = self.state.collectives.broadcast_several
+        return self._start(settings, several, start, several, settings.rootRank, settings.rootTensor)
 
     def reduce(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Reduce tensors over all ranks, into those of the root."""
-        several, settings = _list(tensors), _settings(opts, c10d.ReduceOptions, "rootRank")
-        each = [(tensor, settings.rootRank, settings.reduceOp) for tensor in several]
-        return self._start_each(settings, several, self.state.collectives.reduce, each)
+        """Reduce a tensor over all ranks, into that of the root."""
+        tensor, settings = _only(tensors, "reduce"), _settings(opts, c10d.ReduceOptions, "rootRank")
+        if settings.rootTensor:
+            raise ConfigurationError(f"reduce takes one tensor, so rootTensor is 0, not {settings.rootTensor}")
+        start = self.state.collectives.reduce
+        return self._start(settings, [tensor], start, tensor, settings.rootRank, settings.reduceOp)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
-        """Gather the tensors of all ranks on all ranks, which may be of different sizes."""
-        lists, several = _lists(outputs), _list(inputs)
+        """Gather the tensor of each rank on all ranks; sizes may differ. Several of each, of one size, as with gloo."""
+        lists, several = _lists(outputs), _list(inputs, "allgather")
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        each = list(zip(lists, several, strict=True))
-        return self._start_each(settings, _flat(lists), self.state.collectives.all_gather, each)
+        collectives = self.state.collectives
+        if len(several) > 1 or len(lists) != 1:
+            return self._start(settings, _flat(lists), collectives.all_gather_several, lists, several)
+        return self._start(settings, lists[0], collectives.all_gather, lists[0], several[0])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather several tensors of all ranks: the first index of ``outputs`` is the rank, the second the tensor."""
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        start = self.state.collectives.all_gather_coalesced
-        return self._start(settings, _flat(outputs), start, _lists(outputs), list(inputs))
+        several, start = _list(inputs, "allgather_coalesced"), self.state.collectives.all_gather_coalesced
+        return self._start(settings, _flat(outputs), start, _lists(outputs), several)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks in one, in rank order."""
@@ -84,7 +93,8 @@ class GroupCalls:
         """Do several :meth:`all_gather_single` in one."""
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
         start = self.state.collectives.all_gather_single_coalesced
-        return self._start(settings, outputs, start, list(outputs), list(inputs))
+        several = _list(inputs, "all_gather_single_coalesced")
+        return self._start(settings, outputs, start, list(outputs), several)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks on the root; the others give ``[]`` or ``[[]]`` as outputs."""
@@ -103,9 +113,11 @@ class GroupCalls:
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Reduce a list of tensors over all ranks; rank k gets the k-th, which may differ in size."""
         settings = _settings(opts, c10d.ReduceScatterOptions)
-        several = _list(outputs)
-        each = [(one, parts, settings.reduceOp) for one, parts in zip(several, _lists(inputs), strict=True)]
-        return self._start_each(settings, several, self.state.collectives.reduce_scatter, each)
+        output, lists = _only(outputs, "reduce_scatter"), _lists(inputs)
+        if len(lists) != 1:
+            raise ConfigurationError(f"reduce_scatter takes one list of tensors in a list, not {len(lists)}")
+        start = self.state.collectives.reduce_scatter
+        return self._start(settings, [output], start, output, lists[0], settings.reduceOp)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks; rank k gets its k-th part."""
@@ -117,7 +129,8 @@ class GroupCalls:
         """Do several :meth:`reduce_scatter_single` in one."""
         settings = _settings(opts, c10d.ReduceScatterOptions)
         start = self.state.collectives.reduce_scatter_single_coalesced
-        return self._start(settings, outputs, start, list(outputs), list(inputs), settings.reduceOp)
+        several = _list(inputs, "reduce_scatter_single_coalesced")
+        return self._start(settings, outputs, start, list(outputs), several, settings.reduceOp)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Send the k-th input to rank k, and receive the k-th output from it."""
@@ -138,19 +151,31 @@ class GroupCalls:
         return self._start(settings, [output], start, output, source, list(output_splits), list(input_splits))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CallWork:
-        """End when every rank has called it."""
+        """End when every rank has called it, and what this rank has begun before, but for messages, is over.
+
+        One that is awaited begins only then: so all calls of all ranks before it are over.
+        """
         settings = _settings(opts, c10d.BarrierOptions)
         if timeout is not None:
             settings.timeout = timeout
-        return self._start(settings, [], self.state.collectives.barrier)
+        before = self.state.under_way
+        if not settings.asyncOp:
+            before.wait(self.state.choose_timeout_s(settings.timeout))
+        return self._start(settings, [], partial(self._join_barrier, before.all()))
+
+    def _join_barrier(self, before: Sequence[TensorWork], **how: Unpack[BasicSettings]) -> TensorWork:
+        work = self.state.collectives.barrier(**how)
+        return TensorWork.together([*before, work]) if before else work
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; :class:`DeadlineError` on all ranks names those that have not.
+        """Return when every rank has called it, and what this rank has begun before, but for messages, is over.
 
+        :class:`DeadlineError` on all ranks names those that have not come.
         ``timeout`` is a timedelta, or options that hold one.
         """
         limit_s = self.state.choose_timeout_s(getattr(timeout, "timeout", timeout) or timedelta(0))
         self.state.collectives.monitored_barrier(timeout_s=limit_s, wait_all_ranks=wait_all_ranks).wait()
+        self.state.under_way.wait(limit_s)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> CallWork:
         """Send one tensor to rank ``dst`` of the group."""
@@ -173,22 +198,17 @@ class GroupCalls:
 
     def _end_coalescing(self, _device: object = None) -> CallWork:
         works, self.state.coalesced = self.state.coalesced or [], None
-        return self._begin(_join(works), [])
+        return self._begin(TensorWork.together(works), [])
 
     def _start(self, settings: Any, result: Tensors, start: _Start, *arguments: Any) -> CallWork:
         timeout_s = self.state.choose_timeout_s(settings.timeout)
         self.state.num_calls += 1
         work = start(*arguments, timeout_s=timeout_s, is_awaited=not settings.asyncOp)
-        return self._begin(work, result)
+        return self._begin(work, result, is_joined=settings.asyncOp)
 
-    def _start_each(self, settings: Any, result: Tensors, start: _Start, each: Sequence[tuple[Any, ...]]) -> CallWork:
-        """Make one call for each; they are all over when the work is."""
-        timeout_s = self.state.choose_timeout_s(settings.timeout)
-        self.state.num_calls += 1
-        works = [start(*arguments, timeout_s=timeout_s, is_awaited=not settings.asyncOp) for arguments in each]
-        return self._begin(works[0] if len(works) == 1 else _join(works), result)
-
-    def _begin(self, work: TensorWork, result: Tensors) -> CallWork:
+    def _begin(self, work: TensorWork, result: Tensors, *, is_joined: bool = False) -> CallWork:
+        if is_joined:
+            self.state.under_way.add(work)
         if self.state.coalesced is not None:
             self.state.coalesced.append(work)
         return CallWork(work, result, self.state.completions)
@@ -255,8 +275,11 @@ def _settings(opts: Any, kind: type, plain: str = "reduceOp") -> Any:
     return settings
 
 
-def _list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def _list(tensors: Any, call: str) -> list[torch.Tensor]:
+    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not several:
+        raise ConfigurationError(f"{call} needs at least one tensor; leave the call out on all ranks")
+    return several
 
 
 def _lists(tensors: Any) -> list[list[torch.Tensor]]:
@@ -269,15 +292,7 @@ def _flat(lists: Any) -> list[torch.Tensor]:
 
 
 def _only(tensors: Any, call: str) -> torch.Tensor:
-    several = _list(tensors)
+    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(several) != 1:
         raise ConfigurationError(f"{call} takes one tensor in a list, not {len(several)}")
     return several[0]
-
-
-def _join(works: Sequence[TensorWork]) -> TensorWork:
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return TensorWork([runtime_work for work in works for runtime_work in work.works], finish)

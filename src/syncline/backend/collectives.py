@@ -15,10 +15,11 @@ from syncline.backend.reductions import ReduceOp, reduction_of
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorCollectives, TensorReduction, TensorWork
-from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, put_back
+from syncline.pytorch.host_memory import ScratchPool, host_memory_of, joined, overlap, put_back, touches
 from syncline.runtime.call import BasicSettings
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.direct import start_direct
+from syncline.updates.memory import bytes_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -76,7 +77,25 @@ class GroupCollectives:
         for tensor in tensors:
             check_tensors("all_reduce_coalesced", [tensor])
             self._reduction(op, tensor)
-        return TensorWork.together([self.all_reduce(tensor, op, **settings) for tensor in tensors])
+        apart = _apart(tensors)
+        work = TensorWork.together([self.all_reduce(tensor, op, **settings) for tensor in apart])
+        return work if apart is tensors else work.then(lambda: _put_all(apart, tensors))
+
+    def all_reduce_several(self, tensors: Tensors, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:
+        """Make each of ``tensors``, all of one size, what ``op`` makes of all of them on all ranks together."""
+        check_tensors("allreduce", tensors)
+        check_same_size("allreduce", tensors)
+        reduction = self._reduction(op, tensors[0])
+        if reduction.prepare is not None or reduction.finish is not None:
+            raise ConfigurationError(
+                f"allreduce makes one of several tensors, and {reduction.meaning} does not say how to count them; "
+                "call allreduce_coalesced, which reduces each by itself"
+            )
+        total = host_memory_of(tensors[0]).clone(memory_format=torch.contiguous_format)
+        for tensor in tensors[1:]:
+            reduction.reduction.add(bytes_of(total), bytes_of(host_memory_of(tensor)))
+        work = self._tensors.all_reduce(total, op=reduction, **settings)
+        return work.then(lambda: _put_all([total] * len(tensors), tensors))
 
     def broadcast(self, tensor: torch.Tensor, root: int, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``tensor`` that of ``root``."""
@@ -85,6 +104,22 @@ class GroupCollectives:
             self._tensors.check_rank(root, "root")
             return self._staged.broadcast(tensor, root, timeout_s=settings.get("timeout_s"))
         return self._tensors.broadcast(tensor, root=root, **settings)
+
+    def broadcast_several(
+        self, tensors: Tensors, root: int, root_tensor: int, **settings: Unpack[BasicSettings]
+    ) -> TensorWork:
+        """Make each of ``tensors``, all of one size, the one of ``root`` with the index ``root_tensor``."""
+        check_tensors("broadcast", tensors)
+        check_same_size("broadcast", tensors)
+        if not 0 <= root_tensor < len(tensors):
+            raise ConfigurationError(
+                f"broadcast: rootTensor is the index of one of {len(tensors)} tensors, not {root_tensor}"
+            )
+        chosen = tensors[root_tensor]
+        work = self.broadcast(chosen, root, **settings)
+        if len(tensors) == 1:
+            return work
+        return work.then(lambda: _put_all([chosen] * len(tensors), tensors))
 
     def reduce(
         self,
@@ -123,6 +158,29 @@ class GroupCollectives:
             return self._staged.all_gather(output, source, timeout_s=settings.get("timeout_s"))
         return self._tensors.all_gather(output, source, **settings)
 
+    def all_gather_several(
+        self, outputs: Sequence[Tensors], tensors: Tensors, **settings: Unpack[BasicSettings]
+    ) -> TensorWork:
+        """Make each of ``outputs`` all tensors of rank 0, then those of rank 1, ...; all are of one size."""
+        number = len(tensors)
+        if len(outputs) != number or any(len(one) != number * self._num_ranks for one in outputs):
+            raise ConfigurationError(
+                f"allgather of {number} tensors needs {number} lists of {number * self._num_ranks} outputs, for each "
+                f"tensor of each rank, not lists of {', '.join(str(len(one)) for one in outputs)}; pass them to "
+                "allgather_coalesced to gather each by itself"
+            )
+        check_tensors("allgather", [*tensors, *(one for several in outputs for one in several)])
+        check_same_size("allgather", [*tensors, *(one for several in outputs for one in several)])
+        first = outputs[0]
+        works = [self.all_gather(first[place::number], one, **settings) for place, one in enumerate(tensors)]
+        work = TensorWork.together(works)
+
+        def copy() -> None:
+            for several in outputs[1:]:
+                _put_all(first, several)
+
+        return work.then(copy)
+
     def all_gather_coalesced(
         self,
         outputs: Sequence[Tensors],
@@ -141,12 +199,14 @@ class GroupCollectives:
     ) -> TensorWork:
         """Do as :meth:`all_gather_single` with each pair of tensors; all are under way at once."""
         _check_lists("all_gather_single_coalesced", [outputs, sources])
-        return TensorWork.together(
-            [
-                self.all_gather_single(output, source, **settings)
-                for output, source in zip(outputs, sources, strict=True)
-            ]
-        )
+        apart = _apart(outputs)
+        if touches(apart, sources):
+            sources = [source.clone() for source in sources]
+        works = [
+            self.all_gather_single(output, source, **settings) for output, source in zip(apart, sources, strict=True)
+        ]
+        work = TensorWork.together(works)
+        return work if apart is outputs else work.then(lambda: _put_all(apart, outputs))
 
     def reduce_scatter(
         self,
@@ -291,6 +351,16 @@ def _parts(tensors: Tensors) -> list[int]:
     """Return the elements of each rank's part; none if all are equal."""
     sizes = [tensor.numel() for tensor in tensors]
     return sizes if len(set(sizes)) > 1 else []
+
+
+def _apart(tensors: Tensors) -> Tensors:
+    """Return ``tensors``, or copies of all where one of them lies in another's memory: calls on both would add up."""
+    return [tensor.detach().clone() for tensor in tensors] if overlap(tensors) else tensors
+
+
+def _put_all(results: Tensors, tensors: Tensors) -> None:
+    for result, tensor in zip(results, tensors, strict=True):
+        put_back(result, tensor)
 
 
 def _check_lists(call: str, lists: Sequence[Sequence[object]]) -> None:

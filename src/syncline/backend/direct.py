@@ -8,6 +8,7 @@ from typing import Unpack
 import torch
 
 from syncline.backend.checks import check_one_for_each_rank, check_same_size, check_tensors, split_sizes
+from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorWork
 from syncline.pytorch.host_memory import host_memory_of, landing_memory_of, overlap, put_back, touches
 from syncline.runtime.call import BasicSettings
@@ -31,6 +32,7 @@ class DirectCollectives:
         """Make ``outputs[k]`` of ``root`` the ``tensor`` of rank k; all are of one size. Others give no outputs."""
         about = f"{tensor.nbytes} bytes of {dtype_name(tensor.dtype)} of each rank"
         if self._rank != root:
+            _check_none("gather", "gather_list", outputs, root)
             check_tensors("gather", [tensor])
             sends = ((root, bytes_of(host_memory_of(tensor))),)
             work = start_direct(
@@ -55,6 +57,7 @@ class DirectCollectives:
         """Make ``output`` of rank k ``inputs[k]`` of ``root``; all are of one size. Others give no inputs."""
         about = f"{output.nbytes} bytes of {dtype_name(output.dtype)} for each rank"
         if self._rank != root:
+            _check_none("scatter", "scatter_list", inputs, root)
             check_tensors("scatter", [output])
             host = landing_memory_of(output)
             receives = ((root, bytes_of(host)),)
@@ -124,6 +127,11 @@ def _landing(outputs: Tensors) -> list[torch.Tensor]:
     if overlap(hosts):
         return [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
     return hosts
+
+
+def _check_none(call: str, name: str, tensors: Tensors | None, root: int) -> None:
+    if tensors:
+        raise ConfigurationError(f"{call}: rank {root} alone gives a {name}; give none on the other ranks")
 
 
 def _put_all(hosts: Tensors, tensors: Tensors) -> None:

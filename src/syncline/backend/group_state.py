@@ -22,7 +22,7 @@ from syncline.backend.layers import Layers, LayerSource
 from syncline.backend.point_to_point import PointToPoint
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.backend.staging import Staging
-from syncline.pytorch.collectives import TensorWork
+from syncline.pytorch.collectives import PendingCalls, TensorWork
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, landing_memory_of, put_back
 from syncline.runtime import Communicator
 from syncline.updates.memory import bytes_of
@@ -84,6 +84,8 @@ class GroupState:
         """Where the group's ranks met, for whoever wants to meet there too."""
         self.num_calls = 0
         """Collectives that this rank has begun; the same number on all ranks, unlike that of messages."""
+        self.under_way = PendingCalls()
+        """What a barrier joins."""
         self.coalesced: list[TensorWork] | None = None
         self.owner = owner
         self._message_stream = message_stream

@@ -15,7 +15,7 @@ import torch
 from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
-from syncline.pytorch.collectives import Operation, TensorCollectives, TensorWork
+from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollectives, TensorWork
 from syncline.pytorch.fabric_place import FabricPlace
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
@@ -144,7 +144,7 @@ class Fleet:
         >>> value
         tensor([1., 2.])
         """
-        return _end(
+        return self._end(
             self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
         )
 
@@ -166,7 +166,7 @@ class Fleet:
         >>> work.wait()
         """
         work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
-        return _end(work, async_op=async_op)
+        return self._end(work, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -187,7 +187,7 @@ class Fleet:
         tensor([1., 1., 1., 1.])
         """
         work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
-        return _end(work, async_op=async_op)
+        return self._end(work, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
         """Let ``output`` be the ``source`` of all ranks, one after another, in rank order.
@@ -199,7 +199,7 @@ class Fleet:
         >>> whole
         tensor([1., 2.])
         """
-        return _end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
+        return self._end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
     def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
         """Return every rank's ``tensor`` in rank order on rank ``dst``, and None on the others.
@@ -217,7 +217,7 @@ class Fleet:
         >>> value = torch.tensor([1.0])
         >>> fleet.broadcast(value, root=0)
         """
-        return _end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
+        return self._end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, anything that can be pickled, in rank order.
@@ -247,10 +247,13 @@ class Fleet:
         return self._objects.broadcast(value, root=root)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here; :class:`DeadlineError` after :attr:`timeout_s` names who has not.
+        """Wait until every rank has come here, and each has ended its calls before that.
+
+        :class:`DeadlineError` after :attr:`timeout_s` names who has not come.
 
         >>> fleet.barrier()
         """
+        self._under_way.wait()
         self.communicator.barrier(is_awaited=True).wait()
 
     def statistics(self) -> FleetStatistics:
@@ -300,7 +303,15 @@ class Fleet:
         self._make_collectives()
         return before
 
+    def _end(self, work: TensorWork, *, async_op: bool) -> TensorWork | None:
+        if async_op:
+            self._under_way.add(work)
+            return work
+        work.wait()
+        return None
+
     def _make_collectives(self) -> None:
+        self._under_way = PendingCalls()
         self._collectives = TensorCollectives(self.communicator)
         self._objects = ObjectCollectives(
             self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=self._is_trusted
@@ -388,10 +399,3 @@ def leave_fleet(fleet: Fleet) -> None:
     with _entering:
         if _current is fleet:
             _current = None
-
-
-def _end(work: TensorWork, *, async_op: bool) -> TensorWork | None:
-    if async_op:
-        return work
-    work.wait()
-    return None

@@ -82,7 +82,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any two of these contiguous tensors have memory in common."""
+    """Whether any two of these tensors have memory in common, with what lies between numbers of one."""
     return any(stop > start for (_, stop), (start, _) in pairwise(_ranges(tensors)))
 
 
@@ -97,7 +97,15 @@ def touches(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.nbytes)
+    return sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors if tensor.nbytes)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie from the first number to the end of the last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
 
 
 def _empty(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
