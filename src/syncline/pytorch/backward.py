@@ -29,6 +29,7 @@ from syncline.errors import UpdateError
 from syncline.pytorch.contributions import Contributions, Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import DividedGradient
+from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import ForwardPass, SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.watch import StepWatch
@@ -41,7 +42,8 @@ from syncline.updates.rule import Updater
 class GradientCollector:
     """The hooks on the gradients of one model. ``before`` and ``after`` run around each synchronised backward pass.
 
-    ``sparse`` takes the sparse gradients, if the update rule gives every rank whole ones.
+    ``sparse`` takes the sparse gradients, if the update rule gives every rank whole ones. ``outside`` averages those of
+    parameters that are in no bucket.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class GradientCollector:
         watch: StepWatch,
         *,
         sparse: SparseGradients | None,
+        outside: OutsideGradients,
         before: Callable[[], None],
         after: Callable[[Sequence[bool] | None], None],
     ) -> None:
         self._sparse = sparse
+        self._outside = outside
         self._updater = updater
         self._buckets = updater.buckets
         self._reports = reports
@@ -86,6 +90,10 @@ class GradientCollector:
                 node = _accumulation(parameter)
                 self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
                 self._handles.append(node.register_hook(partial(self._on_gradient, bucket, slot, parameter)))
+        for parameter in outside.candidates:
+            node = _accumulation(parameter)
+            self._nodes.append(node)
+            self._handles.append(node.register_hook(partial(self._on_outside, parameter)))
 
     @property
     def last_weight(self) -> float:
@@ -156,9 +164,7 @@ class GradientCollector:
         if not self.is_synchronised:
             self.has_local_gradients = True
             return
-        if not self._is_running:
-            self._begin_task(backward_pass())
-            self._begin(self._samples.weight())
+        self._begin_if_first()
         position = slot.position
         if self._remaining[bucket.index] <= 0 and self._has_learnt:
             self._expected[position] = self._fired[position] + 1
@@ -171,6 +177,15 @@ class GradientCollector:
             self._remaining[bucket.index] -= 1
             if self._remaining[bucket.index] == 0 and self._has_learnt:
                 self._leave(bucket, is_early=self._weight > 0)
+
+    def _on_outside(self, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
+        if self._outside.note(parameter) and self.is_synchronised:
+            self._begin_if_first()
+
+    def _begin_if_first(self) -> None:
+        if not self._is_running:
+            self._begin_task(backward_pass())
+            self._begin(self._samples.weight())
 
     def _begin(self, weight: float) -> None:
         self._before()
@@ -235,6 +250,7 @@ class GradientCollector:
         contributed.clear()
         self.report = self._reports.start(weight, self._expected_total, present, notes, step=self._updater.step_number)
         exist = self._updater.finish_backward(self.report)
+        self._outside.average(self._weight)
         self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)
         self._is_running = False

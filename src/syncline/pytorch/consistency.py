@@ -2,9 +2,10 @@
 
 A rank that skips a ``step()``, has another learning rate, or writes into parameters trains a model of its own, and
 nothing fails; with ``Sharded`` each shard would follow its owner's learning rate. Therefore every ``check_every``
-synchronised backward passes each rank tells two checksums, of its parameters and of its hyper-parameters, in one small
-sum. Only if they differ is more told, so that an error on every rank can name who differs, where and by how much. What
-goes wrong after one check is told at the next, at the latest.
+synchronised backward passes each rank tells three checksums, of what is trained, of the model's other parameters
+(frozen, or in no optimizer) and of its hyper-parameters, in one small sum. Only if they differ is more told, so that an
+error on every rank can name who differs, where and by how much. What goes wrong after one check is told at the next, at
+the latest. Buffers are made rank 0's in every step, whatever was written there, and so cannot drift.
 
 Passes are counted, not steps: a rank that skips a step makes every pass, so that all ranks come to the same check. It
 comes before the first gradient of a pass, when the parameters of the last step are final.
@@ -18,15 +19,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 from isal import isal_zlib
+from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.pytorch import trained_parameters
+from syncline.pytorch.packing import pack
 from syncline.updates.bucket import Bucket
 from syncline.updates.memory import bytes_of
 from syncline.updates.rule import Updater
@@ -55,7 +59,8 @@ def check_period(every: int | None) -> None:
 class Consistency:
     """Compares parameters and hyper-parameters of all ranks after every ``every`` passes; None or 0 is never."""
 
-    def __init__(self, updater: Updater, *, every: int | None) -> None:
+    def __init__(self, model: nn.Module, updater: Updater, *, every: int | None) -> None:
+        self._model = model
         self._updater = updater
         has_equal_ranks = updater.is_synchronous and not updater.collectives.control.is_alone
         self._every = (every or 0) if has_equal_ranks else 0
@@ -77,7 +82,12 @@ class Consistency:
         updater, control = self._updater, self._updater.collectives.control
         updater.synchronize()
         hyperparameters = describe_hyperparameters(updater.optimizer) if has_options else []
-        own = [_checksum_of_lines(hyperparameters), _checksum_of_buckets(updater.buckets)]
+        others = self._others()
+        own = [
+            _checksum_of_lines(hyperparameters),
+            _checksum_of_buckets(updater.buckets),
+            _checksum_of_lines([str(_checksum(pack([tensor]))) for tensor in others.values()]),
+        ]
 
         def make() -> torch.Tensor:
             table = torch.zeros(control.world_size, len(own), dtype=torch.int64)
@@ -87,11 +97,19 @@ class Consistency:
         sums = control.sum_of(make, f"checksums of parameters before backward pass {self._num_passes + 1}")
         if bool((sums == sums[0]).all()):
             return
-        mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in _parameters(updater.buckets)]]
+        parameters = [*_parameters(updater.buckets), *_each(others.items())]
+        mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in parameters]]
         told = control.all_gather(mine, "parameters that differ")
         views = [_View(tuple(lines), tuple((one, norm) for one, norm in values)) for lines, values in told]
-        names = [name for name, _, _ in _parameters(updater.buckets)]
+        names = [name for name, _, _ in parameters]
         raise UpdateError(_explain(views, names, self._num_passes))
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        """Return what the model has beside what is in buckets; another training compares what it trains itself."""
+        trained = trained_parameters.of_all() | {
+            tensor for bucket in self._updater.buckets for tensor in bucket.tensors
+        }
+        return {name: one for name, one in self._model.named_parameters() if one not in trained and one.numel()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +174,15 @@ def _checksum(flat: torch.Tensor) -> int:
 def _parameters(buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, float]]:
     """Yield name, checksum and norm of each parameter."""
     for bucket in buckets:
-        for slot in bucket.plan.slots:
-            flat = bucket.parameters[slot.start : slot.stop]
-            norm = float(torch.linalg.vector_norm(flat, dtype=_wide(flat.dtype)))
-            yield slot.name, _checksum(flat), norm if math.isfinite(norm) else math.inf
+        slots = bucket.plan.slots
+        yield from _each((slot.name, bucket.parameters[slot.start : slot.stop]) for slot in slots)
+
+
+def _each(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, float]]:
+    for name, tensor in named:
+        flat = tensor.detach().flatten()
+        norm = float(torch.linalg.vector_norm(flat.to(_wide(flat.dtype))))
+        yield name, _checksum(pack([flat])), norm if math.isfinite(norm) else math.inf
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.pytorch import trained_parameters
 
 if TYPE_CHECKING:
     from syncline.pytorch.fleet import Fleet
@@ -23,8 +24,7 @@ def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, in
 
     ``named`` maps the parameters that are to be trained to their names (and groups).
     """
-    with _lock:
-        trained = {tensor for training in _trainings for tensor in training.tensors}
+    trained = trained_parameters.of_all()
     taken = [name for parameter, (name, _) in named.items() if parameter in trained]
     if taken:
         raise UpdateError(
@@ -39,6 +39,7 @@ def add_training(training: Training, fleet: Fleet) -> None:
     with _lock:
         _trainings.append(training)
         training.fleet = fleet
+    trained_parameters.add(training.model, training.tensors)
 
 
 def fleet_of(training: Training) -> Fleet:
@@ -52,6 +53,7 @@ def remove_training(training: Training) -> None:
     with _lock:
         if training in _trainings:
             _trainings.remove(training)
+    trained_parameters.remove(training.tensors)
 
 
 def is_in_training(model: nn.Module) -> bool:

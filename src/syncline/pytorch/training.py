@@ -20,6 +20,7 @@ from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.joining import Joining, Save, check_join
+from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.stand_ins import StandIns
@@ -57,7 +58,8 @@ class Training:
         self._joining = Joining(joins, updater.optimizer) if helpers else None
         self.is_helper = control.rank in helpers
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
-        self._consistency = Consistency(updater, every=check_every)
+        self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
+        self._consistency = Consistency(model, updater, every=check_every)
         ranks = range(control.world_size) if updater.is_synchronous else (control.rank,)
         self._watch = StepWatch(updater.buckets, rank=control.rank, ranks=ranks)
         self._collector = GradientCollector(
@@ -66,17 +68,15 @@ class Training:
             samples,
             self._watch,
             sparse=SparseGradients(model, updater.buckets, control) if updater.takes_sparse_gradients else None,
+            outside=OutsideGradients(model, updater, self._bucketed),
             before=self._before_backward,
             after=self._after_backward,
         )
         self._waiting = WaitingParameters(updater.buckets, updater.wait_parameters)
-        self._has_compiled_parts = False
-        self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._stand_ins = StandIns(updater)
         self._grouped = _parameters_of(updater.optimizer)
         self._forward_ns = 0
-        self._is_stepping = False
-        self._following = False
+        self._has_compiled_parts = self._is_stepping = self._following = False
         self._handles = [
             updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
             *self._forward_hooks(),
