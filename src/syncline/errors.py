@@ -21,6 +21,9 @@ class SynclineError(RuntimeError):
     Topology 'net.yaml' line 1: link rate '1 Gbps' is not a rate; write '1 Gbit/s'
     """
 
+    ranks_at_fault: tuple[int, ...] = ()
+    """Whom the error names: the ranks that are its cause as far as is known, the likeliest first."""
+
 
 class ConfigurationError(SynclineError, ValueError):
     """A value that the user gave (argument, environment variable, file) cannot be used.
@@ -97,6 +100,7 @@ class PeerLostError(FabricError):
 
     def __init__(self, message: str, *, rank: int, host: str) -> None:
         super().__init__(message)
+        self.ranks_at_fault = (rank,)
         self.rank = rank
         self.host = host
 

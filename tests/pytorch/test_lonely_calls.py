@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.errors import DeadlineError, MismatchError
+from syncline.errors import DeadlineError, MismatchError, SynclineError
 from syncline.pytorch.checkpoint import save_checkpoint
 from syncline.pytorch.control import clip_grad_norm_
 from syncline.pytorch.distribute import distribute
@@ -45,7 +45,7 @@ def test_the_error_on_every_rank_says_to_call_it_on_every_rank(
     lonely_rank: int, name: str, rule: UpdateRule, run_fleets: Any, tmp_path: Path
 ) -> None:
     have_failed = threading.Barrier(WORLD)
-    errors: list[BaseException] = []
+    errors: list[SynclineError] = []
 
     def go_on(model: nn.Module, optimizer: Any) -> None:
         for _ in range(10):
@@ -67,4 +67,5 @@ def test_the_error_on_every_rank_says_to_call_it_on_every_rank(
     run_fleets(WORLD, body, timeout_s=30.0, accept=FAILURES)
     assert len(errors) == WORLD
     for error in errors:
-        assert f"{name}(): call it on every rank" in str(error)
+        assert str(error).startswith(f"{name}() must be called on every rank; rank {lonely_rank} (host memory) called")
+        assert error.ranks_at_fault == (lonely_rank,)

@@ -25,6 +25,7 @@ from syncline.backend.staging import Staging
 from syncline.pytorch.collectives import PendingCalls, TensorWork
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, landing_memory_of, put_back
 from syncline.runtime import Communicator
+from syncline.runtime.control import Tally
 from syncline.updates.memory import bytes_of
 
 
@@ -86,6 +87,7 @@ class GroupState:
         """Collectives that this rank has begun; the same number on all ranks, unlike that of messages."""
         self.under_way = PendingCalls()
         """What a barrier joins."""
+        communicator.count_by(lambda: Tally(count=self.num_calls, unit="collective"))
         self.coalesced: list[TensorWork] | None = None
         self.owner = owner
         self._message_stream = message_stream

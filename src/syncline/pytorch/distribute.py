@@ -81,7 +81,7 @@ def distribute(
         installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
     )
     fleet.on_close(installation.end)
-    fleet.add_update(distributed.statistics)
+    fleet.add_update(distributed.statistics, steps=lambda: distributed.iteration)
     if save_on_failure is not None:
         fleet.on_close(FailureSaving(fleet, _whole_state(distributed, Path(save_on_failure))).on_close)
     _let_go_back(distributed, installation)

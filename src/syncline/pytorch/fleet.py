@@ -19,6 +19,8 @@ from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollecti
 from syncline.pytorch.fabric_place import FabricPlace
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime.control import Tally
+from syncline.runtime.failures import STEP
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
 
@@ -62,6 +64,7 @@ class Fleet:
         self.next_stream = 1
         """The first stream that is free."""
         self._on_close: list[Callable[[bool], None]] = []
+        self._count_steps: list[Callable[[], int]] = []
         self._count_updates: list[Callable[[], object | None]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -269,9 +272,14 @@ class Fleet:
         updates = tuple(one for one in counted if one is not None)
         return replace(self.communicator.statistics(), epoch=self.epoch.number, updates=updates)
 
-    def add_update(self, count: Callable[[], object | None]) -> None:
-        """Let :meth:`statistics` also tell what ``count`` returns, unless it is None."""
+    def add_update(self, count: Callable[[], object | None], *, steps: Callable[[], int] | None = None) -> None:
+        """Let :meth:`statistics` also tell what ``count`` returns, unless it is None.
+
+        ``steps`` counts those that were made, which others are told when this rank leaves.
+        """
         self._count_updates.append(count)
+        if steps is not None:
+            self._count_steps.append(steps)
 
     def reserve_streams(self, number: int) -> range:
         """Take streams for the calls of a model; every rank takes as many, in the same order."""
@@ -312,10 +320,16 @@ class Fleet:
 
     def _make_collectives(self) -> None:
         self._under_way = PendingCalls()
+        self.communicator.count_by(self._tally)
         self._collectives = TensorCollectives(self.communicator)
         self._objects = ObjectCollectives(
             self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=self._is_trusted
         )
+
+    def _tally(self) -> Tally | None:
+        """Count the steps of all models."""
+        counts = [count() for count in self._count_steps]
+        return Tally(count=sum(counts), unit=STEP) if counts else None
 
     def on_close(self, function: Callable[[bool], None]) -> None:
         """Call ``function`` before the connections end; it is told whether something has failed already."""

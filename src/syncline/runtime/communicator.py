@@ -14,7 +14,7 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import Counters, NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
-from syncline.runtime.control import Failure
+from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
 from syncline.runtime.engine_links import link_engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST
@@ -84,6 +84,7 @@ class Communicator:
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
+        self._engine.user_stream = self.user_stream
         loop.on_crash(self._engine.crash)
 
     @classmethod
@@ -275,7 +276,7 @@ class Communicator:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
         if segment is not None:
-            links = link_engine(self._loop, self._engine, self._fabric, self.topology, self.members)
+            links = link_engine(self._loop, self._engine, self._fabric)
             made = SharedMemoryCollectives(segment, links, trace=self.trace, is_for_all=stream is not None)
             self._shared_memory[self.user_stream if stream is None else stream] = made
             self._relay.handlers.append(made.on_lost)
@@ -366,6 +367,10 @@ class Communicator:
         self._relay = Relay(engine)
         self._fabric.set_listener(self._relay)
         return engine
+
+    def count_by(self, count: Callable[[], Tally | None]) -> None:
+        """Tell others, when this rank leaves, how much it has made; ``count`` is called on the loop's thread."""
+        self._engine.count = count
 
     async def _take_statistics(self) -> FleetStatistics:
         return take_statistics(

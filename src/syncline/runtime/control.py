@@ -4,6 +4,7 @@
 DESCRIBE   to the next rank, for every call: what it is, so that calls that differ are found on every rank
 WAITING    to all, at half of a call's deadline: whom I wait for in what, so that the error can name the culprit
 FAILED     to all: I have given up, and why; whatever waits for me may stop waiting
+PARTING    to all, before LEAVING: how many steps (or collectives) I have made, for the errors of those who go on
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
 =========  =============================================================================================
 
@@ -26,6 +27,9 @@ _HEAD = struct.Struct("<BHI")
 _LEFT = struct.Struct("<HI")
 _COUNT = struct.Struct("<I")
 _MAX_TEXT = 3000
+_MAX_ACCUSED = 16
+_MAX_UNIT = 32
+_MOST = 0xFFFFFFFF
 
 
 class ControlError(Exception):
@@ -39,6 +43,15 @@ class ControlKind(IntEnum):
     WAITING = 2
     FAILED = 3
     LEAVING = 4
+    PARTING = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How many steps, or collectives, a rank has made; the ``unit`` is named in errors."""
+
+    count: int
+    unit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +62,10 @@ class Failure:
     text: str
     rank: int
     host: str
+    accused: tuple[int, ...] = ()
+    """All whom it is about, where it is about several; the first counts most."""
+    remedy: str = ""
+    """What the user can do about it, which stands at the end of what every caller reads."""
     is_hearsay: bool = False
     """Whether others say of that rank that it is lost: they and it may have lost each other, and both live."""
 
@@ -87,24 +104,44 @@ def decode_waiting(body: bytes, world_size: int) -> tuple[frozenset[int], str]:
 
 def encode_failure(failure: Failure) -> bytes:
     """Encode a FAILED message."""
-    fields = [failure.reason, failure.text[:_MAX_TEXT], failure.rank, failure.host]
+    fields = [
+        failure.reason,
+        failure.text[:_MAX_TEXT],
+        failure.rank,
+        failure.host,
+        failure.accused[:_MAX_ACCUSED],
+        failure.remedy,
+    ]
     return _HEAD.pack(ControlKind.FAILED, 0, 0) + json.dumps(fields).encode()
 
 
 def decode_failure(body: bytes, world_size: int) -> Failure:
     """Decode the body of a FAILED message."""
     try:
-        reason, text, rank, host = json.loads(body)
+        reason, text, rank, host, accused, remedy = json.loads(body)
+        named = [int(one) for one in (rank, *accused)]
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError("of a failure that cannot be read") from error
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
+    if not isinstance(rank, int) or not 0 <= min(named) <= max(named) < world_size:
         raise ControlError(f"of a failure of a rank that is none of {world_size}")
     return Failure(
         reason=escape_text(str(reason)),
         text=escape_text(str(text), max_chars=_MAX_TEXT),
         rank=rank,
         host=escape_text(str(host)),
+        accused=tuple(named[1:]),
+        remedy=escape_text(str(remedy)),
     )
+
+
+def encode_parting(tally: Tally) -> bytes:
+    """Encode a PARTING message; in place of a running number it has the count."""
+    return _HEAD.pack(ControlKind.PARTING, 0, min(tally.count, _MOST)) + tally.unit.encode()
+
+
+def decode_parting(count: int, body: bytes) -> Tally:
+    """Decode a PARTING message."""
+    return Tally(count=count, unit=escape_text(body, max_chars=_MAX_UNIT))
 
 
 def encode_leaving(num_completed: Mapping[int, int]) -> Iterator[bytes]:

@@ -11,7 +11,8 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from syncline.errors import FabricError, SynclineError
 from syncline.fabric import PeerLeftError, Transport
@@ -21,7 +22,7 @@ from syncline.runtime.active import ActiveCall
 from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import Call, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
-from syncline.runtime.control import ControlError, ControlKind, Failure
+from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
 from syncline.runtime.direct import DirectCall
 from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
 from syncline.runtime.executions import Executions
@@ -69,6 +70,10 @@ class Engine:
         self._next_numbers: dict[int, int] = {}
         self._lost: dict[int, Failure] = {}
         self._completed_by: dict[int, dict[int, int]] = {}
+        self._parted: dict[int, Tally] = {}
+        self.count: Callable[[], Tally | None] = lambda: None
+        """How much this rank has made, which others are told when it leaves."""
+        self.user_stream = 0
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
         self._failure: Failure | None = None
@@ -134,6 +139,8 @@ class Engine:
             oldest: dict[int, int] = dict(self._next_numbers)
             for (stream, _), active in self._calls.items():
                 oldest[stream] = min(oldest[stream], active.number)
+            if (tally := self.count()) is not None:
+                self._tell_all(control.encode_parting(tally))
             for payload in control.encode_leaving(oldest):
                 self._tell_all(payload)
         text = f"the communicator of rank {self._rank} is closed"
@@ -170,7 +177,8 @@ class Engine:
             return
         if any(active.needs(peer, self._predecessor) for active in self._calls.values()):
             self._cause = error
-            self._fail(failure)
+            needing = next(active for active in self._calls.values() if active.needs(peer, self._predecessor))
+            self._fail(self._compared(failure, needing.call))
 
     def on_control(self, peer: int, payload: bytes) -> None:
         """Take what another engine tells; what no engine tells ends all calls, and the error says who told it."""
@@ -192,6 +200,8 @@ class Engine:
             failure = control.decode_failure(body, self._world_size)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
             self._fail(here, tell=False)
+        elif kind is ControlKind.PARTING:
+            self._parted[peer] = control.decode_parting(number, body)
         else:
             self._completed_by.setdefault(peer, {}).update(control.decode_leaving(body))
             if not number:
@@ -223,7 +233,8 @@ class Engine:
         for active in self._calls.values():
             if active.number >= num_completed.get(active.call.stream, 0):
                 text = f"{self._fabric.describe_peer(peer)} closed its communicator before {active.call.what} was done"
-                self._fail(Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer)))
+                failure = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
+                self._fail(self._compared(failure, active.call))
                 return
         text = f"{self._fabric.describe_peer(peer)} closed its communicator"
         self._lost[peer] = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
@@ -246,7 +257,8 @@ class Engine:
             return None
         loss = self._loss_that_matters(call.stream, number)
         if loss is not None:
-            self._fail(loss)  # the others may wait for this rank's part of the call, so they must know
+            # the others may wait for this rank's part of the call, so they must know
+            self._fail(self._compared(loss, call))
         if self._failure is not None:
             work.finish(self._error(self._failure, call))
             return None
@@ -302,11 +314,18 @@ class Engine:
             self._end(active)
 
     def _disagree(self, key: CallKey, disagreement: Disagreement) -> None:
-        pairs = sorted(((self._rank, disagreement.ours.text), (disagreement.peer, disagreement.theirs.text)))
-        called = ", but ".join(f"{self._fabric.describe_peer(rank)} called {text}" for rank, text in pairs)
+        texts = {self._rank: disagreement.ours.text, disagreement.peer: disagreement.theirs.text}
+        called = {rank: f"{self._fabric.describe_peer(rank)} called {texts[rank]}" for rank in sorted(texts)}
         place = f"call {key[1]} of stream {key[0]}"
-        text = f"All ranks must make the same calls in the same order; at {place}, {called}"
-        self._fail(Failure(reason=failures.MISMATCH, text=text, rank=disagreement.peer, host=""))
+        text = f"All ranks must make the same calls in the same order; at {place}, {', but '.join(called.values())}"
+        accused = tuple(called)
+        names = {rank: name for rank in called if (name := failures.common_call(texts[rank]))}
+        if len(names) == 1:
+            ((rank, name),) = names.items()
+            (other,) = called.keys() - {rank}
+            text = failures.called_alone(name, self._fabric.describe_peer(rank), f"{called[other]} ({place})")
+            accused = (rank,)
+        self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused, host=""))
 
     def _half_time(self, active: ActiveCall) -> None:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
@@ -322,10 +341,9 @@ class Engine:
             self._fail(Failure(reason=failures.DEADLINE, text=text, rank=self._rank, host=self._host(self._rank)))
             return
         active.awaited[self._rank] = active.awaited_peers(self._predecessor)
+        waiting = [rank for rank, awaited in active.awaited.items() if awaited]
         culprits = failures.find_culprits(active.awaited, self._rank)
-        sentences = [self._accuse(active, peer, waiters) for peer, waiters in sorted(culprits.items())]
-        rank = min(culprits, default=self._rank)
-        self._fail(failures.late(active.call, sentences, rank=rank, host=self._host(rank)))
+        self._be_late(active.call, culprits, waiting, since_s=active.started_s)
 
     def _on_stall(self, _peer: int, is_stalled: bool) -> None:
         if is_stalled:
@@ -339,18 +357,53 @@ class Engine:
         stalls = self._fabric.stalls
         overdue = find_overdue(self._calls.values(), stalls, self._predecessor, now_s=self._clock.time())
         if overdue is not None and overdue.in_s <= 0:
-            sentences = [self._accuse(overdue.active, peer, [self._rank]) for peer in overdue.peers]
-            rank = overdue.peers[0]
-            self._fail(failures.late(overdue.active.call, sentences, rank=rank, host=self._host(rank)))
+            culprits = {peer: [self._rank] for peer in overdue.peers}
+            self._be_late(overdue.active.call, culprits, [self._rank], since_s=overdue.active.started_s)
         elif overdue is not None:
             self._stall_timer = self._clock.call_later(overdue.in_s, self._look_for_stalls)
 
-    def _accuse(self, active: ActiveCall, peer: int, waiters: list[int]) -> str:
-        silent_s = self._clock.time() - max(self._executor.heard_s(peer), active.started_s)
-        names = [self._members[waiter] for waiter in waiters]
-        elsewhere = self._early_waits.calls_of(peer)
-        still_s, whom = self._fabric.stalls.still_s(peer), self._fabric.describe_peer(peer)
-        return failures.accuse(whom, silent_s, active.call, names, elsewhere, still_s=still_s)
+    def late(self, call: Call, absent: Sequence[int], present: Sequence[int], waited_s: float) -> None:
+        """End all calls, as ``absent`` ranks did not come to one in which ``present`` ones wait beside the engine."""
+        culprits = {rank: list(present) for rank in absent}
+        self._be_late(call, culprits, present, since_s=self._clock.time() - waited_s)
+
+    def _be_late(
+        self, call: Call, culprits: Mapping[int, list[int]], waiting: Sequence[int], *, since_s: float
+    ) -> None:
+        """End all calls, as ``call``, in which ``waiting`` ranks wait, was not done; ``culprits`` have who waits."""
+        elsewhere = {peer: self._early_waits.calls_of(peer) for peer in culprits}
+        sentences = []
+        for peer, waiters in sorted(culprits.items()):
+            silent_s = self._clock.time() - max(self._executor.heard_s(peer), since_s)
+            names, whom = [self._members[waiter] for waiter in waiters], self._fabric.describe_peer(peer)
+            still_s = self._fabric.stalls.still_s(peer)
+            sentences.append(failures.accuse(whom, silent_s, call, names, elsewhere[peer], still_s=still_s))
+        other_calls = {peer: calls[0] for peer, calls in elsewhere.items() if calls}
+        odd = failures.find_odd(call.what, waiting, other_calls)
+        odd_call = other_calls.get(odd[0], call.what) if odd else call.what
+        whom = " and ".join(map(self._fabric.describe_peer, odd or sorted(waiting)))
+        if name := failures.common_call(odd_call):
+            sentences = [failures.called_alone(name, whom, "; ".join(sentences))]
+        elif odd and odd_call == call.what:
+            sentences.insert(0, f"{whom} called {call.what}, and the others did not")
+        accused = odd or sorted(culprits) or [self._rank]
+        self._fail(failures.late(call, sentences, accused=accused, host=self._host(accused[0])))
+
+    def _compared(self, loss: Failure, call: Call) -> Failure:
+        """Say of a rank that has left how far it had come, and how far this one is, which makes ``call``."""
+        name, us = failures.common_call(call.what), self._fabric.describe_peer(self._rank)
+        theirs, ours = self._parted.get(loss.rank), self.count()
+        if theirs is None or ours is None or theirs.unit != ours.unit:
+            return loss
+        is_step = ours.unit == failures.STEP
+        is_next = is_step and name is None and call.stream != self.user_stream
+        whom = self._fabric.describe_peer(loss.rank)
+        text = failures.parted(whom, theirs, us, ours, is_next=is_next)
+        if name is not None:
+            return replace(loss, text=failures.called_alone(name, us, text), accused=(self._rank,))
+        if ours.count + is_next <= theirs.count:
+            return replace(loss, text=text)
+        return replace(loss, text=text, remedy=failures.SAME_BATCHES if is_step else failures.SAME_CALLS)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""

@@ -6,6 +6,7 @@ done. Each call gets an error of its own, with its own label and step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,11 +21,25 @@ from syncline.errors import (
     name_ranks,
 )
 from syncline.fabric.standstill import describe_absence
-from syncline.runtime.control import Failure
+from syncline.runtime.control import Failure, Tally
 
 if TYPE_CHECKING:
     from syncline.runtime.call import Call
 
+EVERY_RANK = ": call it on every rank"
+"""The end of a label of what happens in a user's call, by which errors find those who made that call on some ranks."""
+_COMMON_CALL = re.compile(r"(?:^|[(;] ?)((?:[^;()]|\(\))+)" + EVERY_RANK)
+SAME_BATCHES = (
+    "give all ranks the same number of batches (syncline.data.sampler, or drop_last=True of a DataLoader), or put the "
+    "loop in `with syncline.join(model):`"
+)
+SAME_CALLS = (
+    "all ranks of a group make the same calls: give all the same number of batches (DistributedSampler, "
+    "drop_last=True), or put the loop of a DistributedDataParallel in `with model.join():`"
+)
+STEP = "step"
+_STEP = re.compile(r", step \d+$")
+"""The unit of a tally of training."""
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
@@ -35,8 +50,15 @@ LOSSES = (PEER_LOST, VIOLATION, DEADLINE)
 def error_for(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
     """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself.
 
-    ``members`` are the job's numbers of the ranks that make the call.
+    ``members`` are the job's numbers of the ranks that make the call; the error has those of whom it is about.
     """
+    error = _worded(failure, call, members)
+    if failure.reason != CLOSED:
+        error.ranks_at_fault = tuple(members[rank] for rank in failure.accused or (failure.rank,))
+    return error
+
+
+def _worded(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
     what = "a collective" if call is None else call.what
     if failure.reason == MISMATCH:
         return MismatchError(failure.text)
@@ -51,6 +73,7 @@ def error_for(failure: Failure, call: Call | None, members: Sequence[int]) -> Sy
     if call is not None:
         waiters = [members[rank] for rank in call.needed_by(failure.rank)]
         text += f", during {what}; {wait_for(waiters, 'it')}"
+    text += f"; {failure.remedy}" if failure.remedy else ""
     return PeerLostError(text, rank=members[failure.rank], host=failure.host)
 
 
@@ -86,10 +109,49 @@ def was_away(whom: str, late_s: float, call: Call) -> str:
     return f"{whom} {describe_absence(late_s)}, and {call.what} (deadline {call.timeout_s:g} s) was not done before"
 
 
-def late(call: Call, accused: list[str], *, rank: int, host: str) -> Failure:
-    """Return the failure of a ``call`` whose time is over; ``rank`` is one of those that are accused."""
-    text = "; ".join(accused[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
-    return Failure(reason=DEADLINE, text=text, rank=rank, host=host)
+def late(call: Call, sentences: list[str], *, accused: Sequence[int], host: str) -> Failure:
+    """Return the failure of a ``call`` whose time is over; ``accused`` are those whom the sentences are about."""
+    text = "; ".join(sentences[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
+    return Failure(reason=DEADLINE, text=text, rank=accused[0], accused=tuple(accused), host=host)
+
+
+def common_call(text: str) -> str | None:
+    """``"save_checkpoint()"``: the user's call, for every rank to make, in which the call that ``text`` tells of is."""
+    found = _COMMON_CALL.search(text)
+    return found[1] if found else None
+
+
+def find_odd(what: str, waiting: Sequence[int], elsewhere: Mapping[int, str]) -> list[int]:
+    """Return the ranks that make another call than the others, where some wait in ``what`` and some ``elsewhere``.
+
+    The fewer are odd; of as many, those who are not in a step of the training. Empty if that does not tell.
+    """
+    if not elsewhere:
+        return []
+    here, there = sorted(waiting), sorted(elsewhere)
+    if len(here) != len(there):
+        return min(here, there, key=len)
+    is_step_here, is_step_there = (_STEP.search(text) is not None for text in (what, next(iter(elsewhere.values()))))
+    return [] if is_step_here == is_step_there else there if is_step_here else here
+
+
+def called_alone(name: str, caller: str, other: str) -> str:
+    """Say that a user's call, which is for every rank, was not made on all; ``other`` says what one did instead."""
+    return f"{name} must be called on every rank; {caller} called it, but {other}"
+
+
+def parted(whom: str, theirs: Tally, us: str, ours: Tally, *, is_next: bool) -> str:
+    """Say how far a rank came that has left, and how far this one is; ``is_next``: it is in one more than it made."""
+    plural = "" if theirs.count == 1 else "s"
+    number = ours.count + is_next
+    rest = f"is in its {ordinal(number)}" if is_next else f"has made {ours.count}"
+    return f"{whom} left after {theirs.count} {theirs.unit}{plural}, and {us} {rest}"
+
+
+def ordinal(number: int) -> str:
+    """``"4th"``."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
@@ -99,7 +161,7 @@ def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], ho
     if failure.reason in (MISMATCH, VIOLATION):
         return failure
     if failure.reason == DEADLINE:
-        return Failure(reason=DEADLINE, text=failure.text, rank=failure.rank, host=failure.host)
+        return replace(failure, remedy="")
     return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller, host=host)
 
 

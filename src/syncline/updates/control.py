@@ -10,6 +10,7 @@ import torch
 
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.direct import Messages, start_direct
+from syncline.runtime.failures import EVERY_RANK
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.memory import bytes_of, reduction_for
@@ -20,7 +21,7 @@ URGENCY = -1
 
 def every_rank(call: str) -> str:
     """Return the label of what happens in a user's ``call``: in errors it tells those who called it on some ranks."""
-    return f"{call}: call it on every rank"
+    return call + EVERY_RANK
 
 
 class ControlStream:

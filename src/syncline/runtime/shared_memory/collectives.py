@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from syncline.errors import FabricClosedError
 from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
-from syncline.runtime import failures
 from syncline.runtime.call import Call, CollectiveCall, trace_call
-from syncline.runtime.control import Failure
 from syncline.runtime.shared_memory.barrier import Outcome, meet, missing
 from syncline.runtime.shared_memory.operation import Operation, Part, Parts
 from syncline.runtime.shared_memory.segment import Segment
@@ -27,15 +25,11 @@ class EngineLinks:
     start: Callable[[Call, Work, int], None]
     """Hand a call to the engine, after what it was handed before; so many were made here since."""
     has_failed: Callable[[], bool]
-    give_up: Callable[[Failure], None]
-    """End all calls, here and on the other ranks."""
+    late: Callable[[Call, Sequence[int], Sequence[int], float], None]
+    """End all calls, here and on the other ranks: some have not come to a call in so many seconds."""
     crash: Callable[[Exception], None]
-    describe_rank: Callable[[int], str]
-    host_of: Callable[[int], str]
     stalls: PeerStalls
     """Which ranks do not train, though they live."""
-    members: Sequence[int]
-    """The job's numbers of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +153,9 @@ class SharedMemoryCollectives:
             )
             is_made = outcome is Outcome.MET and self._take(number, call, meeting.part.operation)
             if outcome is Outcome.LATE:
-                self._links.give_up(self._late(number, call, time.monotonic() - meeting.start_s))
+                absent = missing(self._segment, self._others, number)
+                present = [rank for rank in range(self._segment.world_size) if rank not in absent]
+                self._links.late(call, absent, present, time.monotonic() - meeting.start_s)
         finally:
             if outcome is not Outcome.UNDER_WAY:
                 self._segment.finish(number)
@@ -201,18 +197,6 @@ class SharedMemoryCollectives:
 
     def _is_troubled(self) -> bool:
         return self._has_lost or self._links.has_failed()
-
-    def _late(self, number: int, call: CollectiveCall, waited_s: float) -> Failure:
-        absent = missing(self._segment, self._others, number)
-        present = [self._links.members[rank] for rank in range(self._segment.world_size) if rank not in absent]
-        accused = [
-            failures.accuse(
-                self._links.describe_rank(rank), waited_s, call, present, still_s=self._links.stalls.still_s(rank)
-            )
-            for rank in absent
-        ]
-        rank = min(absent, default=self._segment.rank)
-        return failures.late(call, accused, rank=rank, host=self._links.host_of(rank))
 
     def _count(self, call: CollectiveCall, operation: Operation) -> None:
         kind = call.schedule.collective.value
