@@ -315,16 +315,8 @@ class Engine:
 
     def _disagree(self, key: CallKey, disagreement: Disagreement) -> None:
         texts = {self._rank: disagreement.ours.text, disagreement.peer: disagreement.theirs.text}
-        called = {rank: f"{self._fabric.describe_peer(rank)} called {texts[rank]}" for rank in sorted(texts)}
         place = f"call {key[1]} of stream {key[0]}"
-        text = f"All ranks must make the same calls in the same order; at {place}, {', but '.join(called.values())}"
-        accused = tuple(called)
-        names = {rank: name for rank in called if (name := failures.common_call(texts[rank]))}
-        if len(names) == 1:
-            ((rank, name),) = names.items()
-            (other,) = called.keys() - {rank}
-            text = failures.called_alone(name, self._fabric.describe_peer(rank), f"{called[other]} ({place})")
-            accused = (rank,)
+        text, accused = failures.disagreement(texts, self._fabric.describe_peer, place)
         self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused, host=""))
 
     def _half_time(self, active: ActiveCall) -> None:

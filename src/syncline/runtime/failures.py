@@ -38,7 +38,7 @@ SAME_CALLS = (
     "drop_last=True), or put the loop of a DistributedDataParallel in `with model.join():`"
 )
 STEP = "step"
-_STEP = re.compile(r", step \d+$")
+_STEP = re.compile(r", step \d+\b")
 """The unit of a tally of training."""
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
@@ -119,6 +119,26 @@ def common_call(text: str) -> str | None:
     """``"save_checkpoint()"``: the user's call, for every rank to make, in which the call that ``text`` tells of is."""
     found = _COMMON_CALL.search(text)
     return found[1] if found else None
+
+
+def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place: str) -> tuple[str, tuple[int, ...]]:
+    """Say that two ranks made different calls, and who of them is at fault, first; ``texts`` describe their calls."""
+    called = {rank: f"{describe(rank)} called {texts[rank]}" for rank in sorted(texts)}
+    names = {rank: name for rank in called if (name := common_call(texts[rank]))}
+    if len(names) == 1:
+        ((rank, name),) = names.items()
+        (other,) = called.keys() - {rank}
+        return called_alone(name, describe(rank), f"{called[other]} ({place})"), (rank,)
+    passes = [rank for rank in called if texts[rank].startswith("reduce_scatter ") and _STEP.search(texts[rank])]
+    steps = [rank for rank in called if texts[rank].startswith("all_gather ") and _STEP.search(texts[rank])]
+    if passes and steps:
+        return (
+            f"step() must be called on every rank after the same backward passes; {describe(passes[0])} ran another "
+            f"where {describe(steps[0])} called step() ({place}: {', but '.join(called.values())})",
+            (*passes, *steps),
+        )
+    text = f"All ranks must make the same calls in the same order; at {place}, {', but '.join(called.values())}"
+    return text, tuple(called)
 
 
 def find_odd(what: str, waiting: Sequence[int], elsewhere: Mapping[int, str]) -> list[int]:
