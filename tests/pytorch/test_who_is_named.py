@@ -117,6 +117,8 @@ FAULTS: dict[str, tuple[str, Callable[[Loop], Any], str]] = {
     "saves alone": ("start", save, "save_checkpoint() must be called on every rank; rank 1 (host "),
     "evaluates more": ("start", evaluate, "all_reduce"),
 }
+FOUND_BY_ITSELF = {("sharded, in backward", "does not call step"): "is lost: it ended with UpdateError"}
+"""Where the rank at fault has an error of its own before the others miss it."""
 ROWS = [
     pytest.param(rule, fault, id=f"{rule}: {fault}")
     for rule in RULES
@@ -154,4 +156,4 @@ def test_the_errors_of_all_survivors_name_the_rank_at_fault_first(
         text = str(error)
         assert error.ranks_at_fault[0] == GUILTY, text
         assert re.findall(r"rank (\d) \(host", text)[0] == str(GUILTY), text
-        assert words in text
+        assert FOUND_BY_ITSELF.get((rule, fault), words) in text
