@@ -120,7 +120,8 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     ),
 )
 """Those that users and launchers set. Beside them ``SYNCLINE_LAB`` tells what the lab starts that it runs there, and
-``CUDA_VISIBLE_DEVICES`` says, with ``LOCAL_RANK``, which GPU is measured, where nobody names one."""
+``CUDA_VISIBLE_DEVICES`` says, with ``LOCAL_RANK``, which GPU is measured, where nobody names one; ``XDG_RUNTIME_DIR``
+where the secret of a job lies that was given none."""
 
 
 def process_variables() -> Mapping[str, str]:

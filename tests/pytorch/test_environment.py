@@ -11,8 +11,10 @@ import pytest
 import syncline
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
+from syncline.pytorch.connecting import choose_fabric_options
 from syncline.pytorch.environment import read_environment
 from syncline.pytorch.init import init
+from syncline.variables import process_variables
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -43,12 +45,10 @@ def test_frames_are_authenticated_where_the_variable_or_the_argument_says_so(mon
     for name in ("RANK", "WORLD_SIZE", "SYNCLINE_TOPOLOGY", "SYNCLINE_SECRET", "SYNCLINE_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SYNCLINE_AUTHENTICATE_FRAMES", "on")
+    assert choose_fabric_options(read_environment(process_variables())).authenticate_frames
+    assert not choose_fabric_options(read_environment(given={"authenticate_frames": False})).authenticate_frames
     with pytest.raises(ConfigurationError, match="authenticate_frames=True needs a secret"):
-        init()
-    init(authenticate_frames=False).close()
-    monkeypatch.delenv("SYNCLINE_AUTHENTICATE_FRAMES")
-    with pytest.raises(ConfigurationError, match="authenticate_frames=True needs a secret"):
-        init(authenticate_frames=True)
+        init(interface="10.0.0.1", insecure=True)
 
 
 def test_binding_can_be_turned_off() -> None:

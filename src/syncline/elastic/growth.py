@@ -71,6 +71,11 @@ class Growth:
         self._part: _Part | None = None
         self._address = resolve_address(options.address)
         options.check_exposure(self._address)
+        if options.secret is None and not options.insecure:
+            raise ConfigurationError(
+                "whoever joins proves that it has the job's secret, and there is none: anyone on this machine could; "
+                "give FabricOptions(secret=) at least 32 bytes"
+            )
         sock = _listen(self._address, options, port)
         self.join_address: Address = (self._address, sock.getsockname()[1])
         self._loop = CommunicationLoop("syncline-join", native=False)

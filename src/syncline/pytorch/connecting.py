@@ -16,9 +16,11 @@ from syncline.fabric.sockets import resolve_address
 from syncline.observe import Trace
 from syncline.pytorch.environment import Environment
 from syncline.pytorch.told_once import tell_once
+from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.runtime.host_names import REFUSAL_S
 from syncline.topology import Topology
+from syncline.variables import process_variables
 
 HANDSHAKE_S = 5.0
 CONNECT_MARGIN_S = 30.0
@@ -26,19 +28,26 @@ CONNECT_MARGIN_S = 30.0
 
 
 def choose_fabric_options(environment: Environment) -> FabricOptions:
-    """Return how the fabric behaves; :class:`ConfigurationError` if strangers could join without being stopped."""
+    """Return how the fabric behaves; :class:`ConfigurationError` if strangers could join without being stopped.
+
+    Where nobody gave a secret, and other users of this machine alone could reach this rank, it is this user's own.
+    """
     address, limits = environment.interface, environment.limits
     if address is None and environment.world_size > 1:
         address = own_address(environment.master_address)
     elif address is None and environment.join:
         address = own_address(environment.join[0][0])
+    address, secret = resolve_address(address), environment.secret
+    # a job of one rank has nobody to meet, and needs a secret only when it listens for newcomers
+    if environment.world_size > 1 or environment.join or environment.authenticates_frames:
+        secret = _choose_secret(secret, address)
     options = FabricOptions(
         job_id=environment.job_id,
-        secret=environment.secret,
+        secret=secret,
         insecure=environment.insecure,
         authenticate_frames=environment.authenticates_frames,
         native=environment.native,
-        address=resolve_address(address),
+        address=address,
         binds_thread=environment.binds_thread,
         congestion=environment.congestion,
         heartbeat_s=limits.heartbeat_s,
@@ -55,6 +64,19 @@ def choose_fabric_options(environment: Environment) -> FabricOptions:
         tell_once(error, rank=environment.rank)
         raise
     return options
+
+
+def with_secret(options: FabricOptions) -> FabricOptions:
+    """Return ``options``, the address of which is known, with the secret of a rank that is not alone any more."""
+    assert options.address is not None, "resolved when the options were made"
+    return replace(options, secret=_choose_secret(options.secret, options.address))
+
+
+def _choose_secret(given: bytes | None, address: str) -> bytes | None:
+    """Return what was given; else, if only this machine reaches ``address``, this user's own."""
+    if given is not None or not ip_address(address).is_loopback:
+        return given
+    return user_secret(process_variables())
 
 
 def is_exposed(options: FabricOptions) -> bool:

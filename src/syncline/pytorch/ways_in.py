@@ -10,7 +10,7 @@ from syncline.elastic.entry import Entry
 from syncline.elastic.growth import Growth
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.connecting import choose_fabric_options
+from syncline.pytorch.connecting import choose_fabric_options, with_secret
 from syncline.pytorch.environment import Environment
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.fleet_growth import FleetGrowth
@@ -74,7 +74,9 @@ class Ways:
 
 
 def _listen(environment: Environment, options: FabricOptions) -> Growth:
-    return Growth(options, machine=environment.host, terms=_terms(environment), port=environment.join_port or 0)
+    return Growth(
+        with_secret(options), machine=environment.host, terms=_terms(environment), port=environment.join_port or 0
+    )
 
 
 def _terms(environment: Environment) -> dict[str, Any]:
