@@ -59,11 +59,12 @@ def what_ranks_said(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_one_job(said: Sequence[Mapping[str, Any]], num_ranks: int) -> None:
-    """Check that the ranks were one job: each number once, a sum over all, and the same weights everywhere."""
+    """Check that the ranks were one job: each number once, a sum over all, the same weights, and a secret."""
     assert [rank["rank"] for rank in said] == list(range(num_ranks))
     assert {rank["world_size"] for rank in said} == {num_ranks}
     assert {rank["total"] for rank in said} == {num_ranks * (num_ranks + 1) / 2}
     assert all(rank["weights"] == said[0]["weights"] for rank in said)
+    assert all(rank["has_secret"] for rank in said), "another user of the machine could have joined"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -46,6 +46,7 @@ def main() -> None:
             "total": total.item(),
             "node": os.environ.get("SLURMD_NODENAME") or os.environ.get("SYNCLINE_HOST"),
             "weights": train(fleet),
+            "has_secret": fleet.communicator._fabric._options.secret is not None,
         }
     (Path(sys.argv[1]) / f"{os.getpid()}.json").write_text(json.dumps(said))
 

@@ -1,8 +1,8 @@
 """A connection between a newcomer, or a member, and the member that it asks: messages in JSON, all authenticated.
 
 It opens with the fabric's own handshake, so the same secret, job and version are asked for, with the same refusals;
-without a secret it is for loopback alone, as the fabric is. Every message carries a code over its number and its bytes,
-keyed by the handshake. Everything here is called on one asyncio loop.
+without a secret, which an insecure job alone may lack, anyone can ask. Every message carries a code over its number and
+its bytes, keyed by the handshake. Everything here is called on one asyncio loop.
 
 ::
 

@@ -53,8 +53,9 @@ def init(
     ``WORLD_SIZE`` say otherwise. ``master`` (``MASTER_ADDR`` and ``MASTER_PORT``, or from the launcher):
     ``"host:port"`` of rank 0. ``job_id`` (``TORCHELASTIC_RUN_ID``): ranks of another job are refused.
 
-    ``secret`` (``SYNCLINE_SECRET_FILE``, ``SYNCLINE_SECRET``): at least 32 bytes that all ranks share; without one only
-    loopback is used, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
+    ``secret`` (``SYNCLINE_SECRET_FILE``, ``SYNCLINE_SECRET``): at least 32 bytes that all ranks share. On one
+    machine it may be left out: the ranks use their user's own, which is made when it is first needed. On several it is
+    needed, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
     ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame carries a code
     keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent; slower. ``interface``
     (``SYNCLINE_INTERFACE``): the address, or the interface's name, that the other ranks reach.

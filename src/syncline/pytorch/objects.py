@@ -1,7 +1,8 @@
 """Collectives on Python objects, pickled, as in ``torch.distributed``.
 
 Whoever can send a pickle can run code, so objects are exchanged only with ranks that are known: those that have the
-job's secret, or that connect over loopback. Packets are not signed, so who can change them on the way is trusted too.
+job's secret, which on one machine is at least their user's. Packets are not signed, so who can change them on the way
+is trusted too.
 """
 
 from __future__ import annotations
