@@ -141,8 +141,8 @@ class MismatchError(SynclineError):
     >>> try:
     ...     calls[0].wait()
     ... except syncline.MismatchError as error:
-    ...     print(str(error).partition(";")[0])
-    All ranks must make the same calls in the same order
+    ...     print(str(error).partition(", but ")[0])
+    rank 0 (host memory) called all_reduce of 1 x uint8 (sum; barrier)
     >>> first.abort(); second.abort()
     """
 

@@ -1,6 +1,7 @@
 """Whatever goes wrong, every rank gets an error that names who and what, and no buffer is written any more."""
 
 import asyncio
+import re
 import threading
 
 import numpy as np
@@ -72,6 +73,7 @@ def test_calls_that_differ_are_an_error_on_every_rank_that_names_both(in_memory,
     for text in {str(error) for error in errors}:
         assert f"rank {odd_rank} (host memory) called" in text
         assert "same calls in the same order" in text
+        assert re.match(r"rank \d+ \(host \w+\) called ", text), "numbers and hashes come after that"
     assert_nothing_is_posted(communicators)
     assert all(isinstance(communicator.failure, MismatchError) for communicator in communicators)
 

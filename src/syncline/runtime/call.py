@@ -55,6 +55,10 @@ def common_settings(settings: BasicSettings, *, label: str, stream: int, timeout
     }
 
 
+DETAILS = " -- "
+"""What follows it in a :class:`Description` belongs at the end of an error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(ABC):
     """What all ranks do together, once.
@@ -197,14 +201,17 @@ class CollectiveCall(Call):
         meaning = f"{self.meaning}; " if self.meaning and self.meaning != self.label else ""
         return Description(
             identity=f"{self.kind} {self.numbers} {self.meaning} {self.schedule.digest} {layout}",
-            text=f"{self.kind} of {self.numbers} ({meaning}{self.what[:200]}; "
-            f"schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {layout})",
+            text=f"{self.kind} of {self.numbers} ({meaning}{self.what[:200]})"
+            f"{DETAILS}schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {layout}",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a call tells the other ranks: ``identity`` must be equal on all of them, ``text`` is for people."""
+    """What a call tells the other ranks: ``identity`` must be equal on all of them, ``text`` is for people.
+
+    What of ``text`` helps few of them stands behind :data:`DETAILS`.
+    """
 
     identity: str
     text: str

@@ -21,6 +21,7 @@ from syncline.errors import (
     name_ranks,
 )
 from syncline.fabric.standstill import describe_absence
+from syncline.runtime.call import DETAILS
 from syncline.runtime.control import Failure, Tally
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ def common_call(text: str) -> str | None:
 
 def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place: str) -> tuple[str, tuple[int, ...]]:
     """Say that two ranks made different calls, and who of them is at fault, first; ``texts`` describe their calls."""
-    called = {rank: f"{describe(rank)} called {texts[rank]}" for rank in sorted(texts)}
+    halves = {rank: texts[rank].partition(DETAILS) for rank in sorted(texts)}
+    called = {rank: f"{describe(rank)} called {what}" for rank, (what, _, _) in halves.items()}
+    details = "; ".join(f"{describe(rank)}: {about}" for rank, (_, _, about) in halves.items() if about)
     names = {rank: name for rank in called if (name := common_call(texts[rank]))}
     if len(names) == 1:
         ((rank, name),) = names.items()
@@ -137,8 +140,8 @@ def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place
             f"where {describe(steps[0])} called step() ({place}: {', but '.join(called.values())})",
             (*passes, *steps),
         )
-    text = f"All ranks must make the same calls in the same order; at {place}, {', but '.join(called.values())}"
-    return text, tuple(called)
+    text = f"{', but '.join(called.values())}. All ranks must make the same calls in the same order; {place} differs"
+    return f"{text} ({details})" if details else text, tuple(called)
 
 
 def find_odd(what: str, waiting: Sequence[int], elsewhere: Mapping[int, str]) -> list[int]:
