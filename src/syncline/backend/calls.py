@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import GroupState
+from syncline.backend.signatures import takes_torch_names
 from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.pytorch.collectives import TensorWork
@@ -150,14 +151,12 @@ class GroupCalls:
         start = self.state.collectives.all_to_all_single
         return self._start(settings, [output], start, output, source, list(output_splits), list(input_splits))
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> CallWork:
+    def barrier(self, opts: Any = None) -> CallWork:
         """End when every rank has called it, and what this rank has begun before, but for messages, is over.
 
         One that is awaited begins only then: so all calls of all ranks before it are over.
         """
         settings = _settings(opts, c10d.BarrierOptions)
-        if timeout is not None:
-            settings.timeout = timeout
         before = self.state.under_way
         if not settings.asyncOp:
             before.wait(self.state.choose_timeout_s(settings.timeout))
@@ -246,6 +245,39 @@ class GroupCalls:
     _set_default_timeout = set_timeout
 
 
+_NUM_DATA = {
+    "allreduce": 1,
+    "allreduce_coalesced": 1,
+    "broadcast": 1,
+    "reduce": 1,
+    "allgather": 2,
+    "allgather_coalesced": 2,
+    "all_gather_single": 2,
+    "_allgather_base": 2,
+    "all_gather_single_coalesced": 2,
+    "allgather_into_tensor_coalesced": 2,
+    "gather": 2,
+    "scatter": 2,
+    "reduce_scatter": 2,
+    "reduce_scatter_single": 2,
+    "_reduce_scatter_base": 2,
+    "reduce_scatter_single_coalesced": 2,
+    "reduce_scatter_tensor_coalesced": 2,
+    "alltoall": 2,
+    "all_to_all_single": 4,
+    "alltoall_base": 4,
+    "barrier": 0,
+    "send": 3,
+    "recv": 3,
+    "recv_anysource": 2,
+    "_start_coalescing": 1,
+    "_end_coalescing": 1,
+}
+"""How many parameters of a call are no settings."""
+
+for _name, _number in _NUM_DATA.items():
+    setattr(GroupCalls, _name, takes_torch_names(_name, getattr(GroupCalls, _name), _number))
+
 _CALLED_FROM_CPP = (
     "allreduce",
     "allreduce_coalesced",
@@ -265,13 +297,15 @@ for _name in _CALLED_FROM_CPP:
 
 
 def _settings(opts: Any, kind: type, plain: str = "reduceOp") -> Any:
-    """Return options of the ``kind`` that a call takes; others pass the one thing that counts in their place."""
+    """Return options of the ``kind`` that a call takes; others pass what counts of them, or the one thing that does."""
     if opts is None:
         return kind()
     if hasattr(opts, "asyncOp"):
         return opts
     settings: Any = kind()
-    setattr(settings, plain, opts)
+    given = opts if isinstance(opts, dict) else {"timeout" if isinstance(opts, timedelta) else plain: opts}
+    for name, value in given.items():
+        setattr(settings, name, value)
     return settings
 
 
