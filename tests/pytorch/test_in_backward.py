@@ -191,6 +191,22 @@ def load_state(_: nn.Module, optimizer: DistributedOptimizer) -> None:
     optimizer.load_state_dict({"state": {}, "param_groups": optimizer.inner.state_dict()["param_groups"]})
 
 
+def write_in_place(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters())[0].mul_(1.0)
+    optimizer.step()
+
+
+def write_by_data(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    try:
+        optimizer.step()
+    finally:
+        for parameter in model.parameters():
+            parameter.data.div_(2)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module, DistributedOptimizer], Any], str]] = {
     "clip": (lambda _, optimizer: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_"),
     "torch_clip": (clip_by_hand, "norm, scaling, clipping or GradScaler"),
@@ -198,6 +214,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, DistributedOptimizer], Any], str]]
     "accumulate": (lambda model, _: loss_of(model, INPUTS, TARGETS).backward(), "several backward passes"),
     "drop_one": (drop_one, "gradients of some parameters to None"),
     "other_rate": (change_rate, "lr of parameter group 0 was 0.1 when backward.. began and is 0.5"),
+    "written_in_place": (write_in_place, "written between backward.. and step"),
+    "written_by_data": (write_by_data, "written between backward.. and step"),
     "state_dict": (lambda _, optimizer: optimizer.state_dict(), "do so after step"),
     "load_state_dict": (load_state, "do so after step"),
 }
@@ -217,6 +235,21 @@ def test_what_comes_between_backward_and_step_is_refused_and_loses_nothing(refus
                 meddle(model, optimizer)
             optimizer.zero_grad()
         good_step(model, optimizer)
+        return digest(model)
+
+    after, within = run_alike(body)
+    assert within == after
+
+
+def test_data_assigned_after_a_step_counts_in_the_next_update() -> None:
+    template = CASES["perceptron"].make()
+
+    def body(fleet: Fleet, in_backward: bool) -> str:
+        model, optimizer = start(fleet, template, in_backward=in_backward)
+        for _ in range(3):
+            good_step(model, optimizer)
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
         return digest(model)
 
     after, within = run_alike(body)

@@ -15,6 +15,14 @@ from torch import nn
 from syncline.updates import private_torch
 
 
+def test_writes_are_counted_but_for_those_through_data() -> None:
+    value = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        value[0] = 2.0
+    value.data.mul_(2)
+    assert private_torch.write_count(value) == 1
+
+
 def test_backward_pass_is_numbered_within_a_pass_alone() -> None:
     seen: list[int] = []
     value = torch.ones(2, requires_grad=True)

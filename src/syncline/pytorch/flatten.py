@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,6 +11,10 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
 from syncline.updates.large_pages import zeros_in_large_pages
+from syncline.updates.private_torch import write_count
+
+_NUM_LOOKED_AT = 1000
+"""Values of a bucket, about."""
 
 Named = dict[nn.Parameter, tuple[str, int]]
 
@@ -112,6 +117,30 @@ def check_in_place(buckets: tuple[Bucket, ...]) -> None:
         for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
             if parameter.data_ptr() != base + slot.start * size or parameter.dtype is not bucket.plan.dtype:
                 _take_back(bucket, slot, parameter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteStatus:
+    """What tells whether parameters are written from now on: PyTorch's counts of writes, and some of the values.
+
+    Writes through ``.data`` or NumPy are not counted; what they change shows where it is looked at.
+    """
+
+    counts: tuple[int, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def take(cls, buckets: tuple[Bucket, ...]) -> WriteStatus:
+        """Look at the parameters as they are."""
+        values = tuple(
+            bucket.parameters[:: max(1, len(bucket.parameters) // _NUM_LOOKED_AT)].clone().view(torch.uint8)
+            for bucket in buckets
+        )
+        return cls(counts=tuple(write_count(one) for bucket in buckets for one in bucket.tensors), values=values)
+
+    def is_same_as(self, other: WriteStatus) -> bool:
+        """Whether nothing was written in between."""
+        return self.counts == other.counts and all(map(torch.equal, self.values, other.values))
 
 
 def _take_back(bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:

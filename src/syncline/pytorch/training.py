@@ -17,7 +17,7 @@ from syncline.pytorch.compiled import has_compiled_parts
 from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
-from syncline.pytorch.flatten import check_in_place
+from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.joining import Joining, Save, check_join
 from syncline.pytorch.outside_gradients import OutsideGradients
@@ -33,6 +33,9 @@ from syncline.updates.private_torch import backward_pass
 
 class Training:
     """What ``distribute()`` installs; the optimizer that it returns is this object's face."""
+
+    _after_pass: WriteStatus | None = None
+    """Where the pass has made the new parameters already: how they were at its end, until the step."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class Training:
             )
         self._collector.forget_broken()
         check_in_place(self.updater.buckets)
+        self._check_unwritten()
         self._check_groups()
         loss = None
         if closure is not None and not self.updater.takes_closures:
@@ -194,6 +198,7 @@ class Training:
                 if tensor.grad is not None:
                     tensor.grad.zero_()
             return
+        self._after_pass = None
         self.updater.discard()
         for tensor in self._bucketed:
             tensor.grad = None
@@ -270,6 +275,7 @@ class Training:
         self._stand_ins.begin_step()
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._after_pass = None
         self.tuner.begin_step()
         overlaps = self.updater.defers_parameters and not (self._has_compiled_parts or has_compiled_parts(self.model))
         if overlaps:
@@ -366,14 +372,26 @@ class Training:
             self._joining.announce_pass()
         self._consistency.begin_pass(is_joining=self._joining is not None)
         self._stand_ins.begin_pass()
+        if self.updater.steps_in_backward:
+            check_in_place(self.updater.buckets)
 
     def _after_backward(self, exist: Sequence[bool] | None) -> None:
         """Show the combined gradients where PyTorch looks for them."""
+        if self.updater.steps_in_backward:
+            self._after_pass = WriteStatus.take(self.updater.buckets)
         if exist is None:
             self._stand_ins.show()
             return
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist)
+
+    def _check_unwritten(self) -> None:
+        if self._after_pass is not None and not self._after_pass.is_same_as(WriteStatus.take(self.updater.buckets)):
+            raise UpdateError(
+                "Parameters were written between backward() and step(), but Sharded(step_in_backward=True) has updated "
+                "them from what they were; write them after step(), or before backward(), or use Sharded() without "
+                "step_in_backward. To go on without this update, call optimizer.zero_grad()"
+            )
 
     def _check_groups(self) -> None:
         for group in self.updater.optimizer.param_groups:

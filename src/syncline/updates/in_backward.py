@@ -54,6 +54,8 @@ class _PendingUpdate:
 class InBackwardUpdater(ShardedUpdater):
     """The sharded update, made within the backward pass, at work on one model."""
 
+    steps_in_backward = True
+
     def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool, portions: Portions) -> None:
         for bucket in setting.buckets:
             bucket.step_beside()

@@ -56,6 +56,11 @@ SCALED = "grad_scale"
 """What ``torch.amp.GradScaler`` sets on an optimizer that it lets step with scaled gradients, while that steps."""
 
 
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often autograd has seen the tensor written; what goes through ``.data`` or NumPy it does not see."""
+    return int(tensor._version)
+
+
 def backward_pass() -> int:
     """Return the number of the backward pass that calls this thread's hooks; -1 outside of one.
 

@@ -111,6 +111,9 @@ class Updater(ABC):
     takes_sparse_gradients = False
     """Whether the user's optimizer may be shown sparse gradients."""
 
+    steps_in_backward = False
+    """Whether the backward pass makes the new parameters already, so that what is written after it would be lost."""
+
     is_in_first_replica = True
     """Whether this rank's part of the state is the one to be saved, where several parts of the job have the same."""
 

@@ -58,8 +58,9 @@ class Sharded:
     all-gather goes on while other gradients still come. New values wait beside the old ones until ``step()``, which
     costs memory for a second copy of all parameters and of this rank's state. Hyper-parameters are those at the
     beginning of the backward pass, and what looks at gradients before ``step()`` (clipping, ``GradScaler``, the sum of
-    several backward passes) is refused; passes under ``no_sync()`` come before, and are served. A parameter that is
-    written between ``backward()`` and ``step()`` is overwritten; ``zero_grad()`` drops the update.
+    several backward passes) is refused; passes under ``no_sync()`` come before, and are served. A step after parameters
+    were written between ``backward()`` and ``step()`` is refused too: all writes that PyTorch counts are seen, and of
+    those through ``.data`` what changes one of some 1000 values of a bucket. ``zero_grad()`` drops the update.
 
     Parameters keep their shapes and number types, and end on all ranks with the same bits. After Rajbhandari et al.,
     "ZeRO", 2020, stages 1 and 2. Raises :class:`ConfigurationError` for another ``align`` and for sizes of 0 or less;
