@@ -63,6 +63,18 @@ def test_what_nobody_would_read_cannot_be_set(
     on_one_rank(rule, act, run_fleets)
 
 
+@pytest.mark.parametrize("rule", [Sharded(), Sharded(align="parameter")], ids=lambda rule: rule.align)
+def test_state_that_another_rank_has_is_refused_with_a_remedy(rule: Sharded, run_fleets: Any) -> None:
+    def act(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+        assert not optimizer.state
+        one_step(model, optimizer)
+        for parameter in model.parameters():
+            with pytest.raises(UpdateError, match=r"'exp_avg' of .* optimizer\.state_dict\(\) returns it whole"):
+                optimizer.state[parameter]["exp_avg"]
+
+    on_one_rank(rule, act, run_fleets, num_ranks=2)
+
+
 @by_rule
 def test_groups_and_defaults_are_the_inner_optimizers_own(rule: UpdateRule, run_fleets: Any) -> None:
     """Also after the inner one has replaced its list of groups, as ``load_state_dict`` does."""

@@ -75,15 +75,18 @@ def divide_existing_state(updater: Updater) -> None:
 
 
 def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-    """Return this rank's state by model parameter: single values as they are; divided ones are refused when read."""
+    """Return this rank's state by model parameter: single values as they are; what other ranks have is refused."""
     tensors = {
         slot.name: tensor
         for bucket in updater.buckets
         for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
     }
+    entries = updater.state_entries()
     state: dict[torch.Tensor, _DividedState] = {}
-    for entry in updater.state_entries():
-        of_parameter = state.setdefault(tensors[entry.parameter], _DividedState(entry.parameter))
+    if updater.step_number or entries:
+        state = {tensor: _DividedState(name) for name, tensor in tensors.items()}
+    for entry in entries:
+        of_parameter = state[tensors[entry.parameter]]
         of_parameter.values_by_key[entry.key] = entry.value if entry.start is None else _DIVIDED
     return MappingProxyType(state)
 
@@ -92,14 +95,14 @@ _DIVIDED = object()
 
 
 class _DividedState(Mapping[str, Any]):
-    """The state of one parameter, of which this rank has a part."""
+    """The state of one parameter, of which this rank has a part, or nothing."""
 
     def __init__(self, parameter: str) -> None:
         self._parameter = parameter
         self.values_by_key: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
-        value = self.values_by_key[key]
+        value = self.values_by_key[key] if self.values_by_key else _DIVIDED
         if value is _DIVIDED:
             raise UpdateError(
                 f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "

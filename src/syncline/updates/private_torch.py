@@ -57,7 +57,11 @@ SCALED = "grad_scale"
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """Return how often autograd has seen the tensor written; what goes through ``.data`` or NumPy it does not see."""
+    """Return how often autograd has seen the tensor written; what goes through ``.data`` or NumPy it does not see.
+
+    Nothing public tells it: ``torch.autograd.graph.increment_version`` writes it alone. A copy of all values to compare
+    with would take their memory again.
+    """
     return int(tensor._version)
 
 
