@@ -80,3 +80,22 @@ def _prose(page: Path) -> Iterator[tuple[int, str]]:
             is_code = not is_code
         elif not is_code:
             yield number, line
+
+
+def rows_of(page: str, first: str) -> list[str]:
+    """Return the rows of all tables of a page whose first column is called ``first``."""
+    tables = re.findall(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    return [row for table in tables for row in re.findall(r"^\| (.*) \|$", table, re.MULTILINE)]
+
+
+def check_row(row: str) -> None:
+    """Check that four columns say something, and that the last names tests that exist."""
+    *said, tested = row.split(" | ")
+    assert len(said) == 3
+    assert all(said)
+    names = INLINE_CODE.findall(tested)
+    assert names
+    for name in names:
+        path, _, test = name.partition("::")
+        assert (ROOT / path).is_file(), name
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), name
