@@ -117,8 +117,8 @@ class Entry:
                     await self._ask()
         except TimeoutError:
             raise DeadlineError(
-                f"The job has not let this process in within {timeout_s:g} s of its distribute(); check that its ranks "
-                "make steps"
+                f"The job has not let this process in within {timeout_s:g} s of its distribute() or reconfigure(); "
+                "check that its ranks make steps"
             ) from None
         return admitted
 

@@ -123,7 +123,8 @@ async def dial_member(
         reason = reasons[-1] if reasons else f"no answer within {timeout_s:g} s"
         raise HandshakeError(
             f"No member of the job answers at {where} within {timeout_s:g} s ({reason}); give join= the "
-            "fleet.join_address of a rank that runs, and check that its job calls distribute(..., elastic=True)"
+            "fleet.join_address of a rank that runs, and check that its job calls distribute(..., elastic=True), or "
+            "reconfigure()"
         ) from None
 
 

@@ -31,7 +31,7 @@ VERSION = version("syncline")
 MAX_WAITING = 64
 GATHER_S = 2.0
 MAX_NAME_LENGTH = 255
-NOT_YET = "its job makes no elastic training (yet): its ranks must call distribute(..., elastic=True)"
+NOT_YET = "its job makes no elastic training (yet): its ranks must call distribute(..., elastic=True), or reconfigure()"
 
 _log = logging.getLogger(__name__)
 
