@@ -351,3 +351,19 @@ def gradient_norm_penalty(run: Run) -> Values:
         (loss + 0.1 * sum(slope.square().sum() for slope in slopes)).backward()
         optimizer.step()
     return final(run, model)
+
+
+@program("parameters outside the optimizer, stepped by hand from p.grad")
+def stepped_by_hand(run: Run) -> Values:
+    model = perceptron()
+    by_hand = list(model[0].parameters())
+    model, optimizer = run.wrap(model, torch.optim.Adam([*model[2].parameters(), *model[4].parameters()], lr=0.01))
+    for inputs, targets in run.pairs(4):
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in by_hand:
+                parameter.sub_(0.1 * parameter.grad)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return final(run, model)
