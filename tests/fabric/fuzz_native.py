@@ -1,9 +1,10 @@
 """Builds the fuzz targets of ``native/`` with address and undefined-behaviour sanitizers, and runs them on many seeds.
 
-    python tests/fabric/fuzz_native.py [--target frames|grants|slices] [--inputs N] [--first-seed S] [--coverage]
+    python tests/fabric/fuzz_native.py [--target NAME] [--inputs N] [--first-seed S] [--coverage]
 
-They feed the compiled parsers, the grant scheduler and the slice executor directly: no sockets, no interpreter. An
-input is a seed, and the first that breaks a rule ends the run with status 1 and is named. ``--coverage`` builds without
+They feed the compiled parsers, the checksums, the grant scheduler and the slice executor directly: no sockets, no
+interpreter. An input is a seed, and the first that breaks a rule ends the run with status 1 and is named.
+``--coverage`` builds without
 sanitizers instead, and prints which share of the lines of each file was run.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 TARGETS = Path(__file__).parent / "native"
 NATIVE = Path(__file__).parents[2] / "src" / "syncline" / "fabric" / "native"
 CALL_PYTHON = ("module", "bind_grants", "bind_slices", "bind_transport", "python_reference")
-INPUTS = {"frames": 20_000, "grants": 5_000, "slices": 1_000}
+INPUTS = {"checksums": 20_000, "frames": 20_000, "grants": 5_000, "slices": 1_000}
 """How many take some seconds each."""
 FOUND = {"slices": 2617}
 """Seeds beyond these that found a fault once: a call that had begun all its slices was held by the order for good."""

@@ -1,4 +1,4 @@
-// Runs a fuzz target on a range of seeds: `fuzz frames|grants|slices NUM_INPUTS [FIRST_SEED]`.
+// Runs a fuzz target on a range of seeds: `fuzz checksums|frames|grants|slices NUM_INPUTS [FIRST_SEED]`.
 //
 // Ends at the first input that breaks a rule, and names its seed; one at which a sanitizer aborts is named too.
 #include <csignal>
@@ -26,9 +26,12 @@ void name_seed(int) { std::cerr << "fuzz " << target << " 1 " << seed << " repla
 
 int main(int num_arguments, char** arguments) {
     const std::map<std::string, void (*)(uint64_t, fuzzing::Outcomes&)> targets = {
-        {"frames", fuzzing::run_frames}, {"grants", fuzzing::run_grants}, {"slices", fuzzing::run_slices}};
+        {"checksums", fuzzing::run_checksums},
+        {"frames", fuzzing::run_frames},
+        {"grants", fuzzing::run_grants},
+        {"slices", fuzzing::run_slices}};
     if (num_arguments < 3 || !targets.count(arguments[1])) {
-        std::cerr << "usage: fuzz frames|grants|slices NUM_INPUTS [FIRST_SEED]" << '\n';
+        std::cerr << "usage: fuzz checksums|frames|grants|slices NUM_INPUTS [FIRST_SEED]" << '\n';
         return 2;
     }
     target = arguments[1];

@@ -48,6 +48,7 @@ class Random {
 using Outcomes = std::map<std::string, uint64_t>;
 
 // Each runs one input, adds its outcome, and throws RuleBroken, or is stopped by a sanitizer.
+void run_checksums(uint64_t seed, Outcomes& outcomes);
 void run_frames(uint64_t seed, Outcomes& outcomes);
 void run_grants(uint64_t seed, Outcomes& outcomes);
 void run_slices(uint64_t seed, Outcomes& outcomes);

@@ -1,0 +1,44 @@
+// Checksums of what a peer sends, of any length, at any alignment, in parts: equal to those of one bit at a time, and
+// not a byte is read beyond the end (each input ends where its memory does).
+#include <vector>
+
+#include "crc32.hpp"
+#include "crc32_folding.hpp"
+#include "fuzzing.hpp"
+
+namespace {
+
+uint32_t bit_by_bit(const uint8_t* bytes, size_t num_bytes) {
+    uint32_t state = ~0u;
+    for (size_t place = 0; place < num_bytes; ++place) {
+        state ^= bytes[place];
+        for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ (state & 1 ? 0xEDB88320u : 0);
+    }
+    return ~state;
+}
+
+}  // namespace
+
+void fuzzing::run_checksums(uint64_t seed, Outcomes& outcomes) {
+    Random random(seed);
+    const size_t skipped = random.below<size_t>(64);
+    const size_t num_bytes = random.below<size_t>(random.chance(0.5) ? 300 : 5000);
+    std::vector<uint8_t> memory(skipped + num_bytes);
+    for (auto& byte : memory) byte = static_cast<uint8_t>(random.next());
+    const uint8_t* bytes = memory.data() + skipped;
+    const uint32_t expected = bit_by_bit(bytes, num_bytes);
+    require(syncline::crc32(bytes, num_bytes) == expected, "a checksum is that of its bytes");
+    const size_t part = random.below(num_bytes + 1);
+    const uint32_t before = syncline::crc32(bytes, part);
+    require(syncline::crc32(bytes + part, num_bytes - part, before) == expected, "a checksum goes on where it stopped");
+    const size_t narrow = num_bytes / 16 * 16, wide = num_bytes / 256 * 256;
+    if (narrow >= 64 && syncline::can_fold_crc32()) {
+        require(~syncline::crc32_by_folding(bytes, narrow, ~0u) == bit_by_bit(bytes, narrow), "folding is a checksum");
+        ++outcomes["folded"];
+    }
+    if (wide >= 256 && syncline::can_fold_crc32_widely()) {
+        require(~syncline::crc32_by_wide_folding(bytes, wide, ~0u) == bit_by_bit(bytes, wide), "wide folding is, too");
+        ++outcomes["folded widely"];
+    }
+    ++outcomes["right"];
+}
