@@ -224,3 +224,16 @@ def test_a_backend_that_is_no_group_reduces_and_gathers() -> None:
 def test_backend_class_can_be_inherited_from_if_there_is_one() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert (private_torch.backend_class() is None) == (version < (2, 14))
+
+
+def test_users_of_a_storage_are_counted_and_an_import_is_one_of_its_own() -> None:
+    tensor = torch.zeros(4)
+    assert private_torch.num_storage_users(tensor) == 1
+    view, array = tensor[1:], tensor.numpy()
+    assert private_torch.num_storage_users(tensor) == 3
+    again = torch.from_dlpack(tensor)
+    assert private_torch.num_storage_users(again) == 1
+    assert again.data_ptr() == tensor.data_ptr()
+    assert private_torch.storage_number(view) == private_torch.storage_number(tensor)
+    assert private_torch.storage_number(again) != private_torch.storage_number(tensor)
+    assert len(array) == 4

@@ -56,7 +56,7 @@ class GradientCollector:
         sparse: SparseGradients | None,
         outside: OutsideGradients,
         before: Callable[[], None],
-        after: Callable[[Sequence[bool] | None], None],
+        after: Callable[[Sequence[bool] | None, dict[int, torch.Tensor]], None],
     ) -> None:
         self._sparse = sparse
         self._outside = outside
@@ -75,6 +75,8 @@ class GradientCollector:
         self._has_learnt = False
         self._is_running = False
         self._outer_task = -1
+        self._uncleared: dict[int, torch.Tensor] = {}
+        """Gradients that were there when the pass began, by position: who keeps one finds the new gradient in it."""
         self._begin_ns = 0
         self._weight = 0.0
         self._expected_total = 1.0
@@ -190,6 +192,8 @@ class GradientCollector:
     def _begin(self, weight: float) -> None:
         self._before()
         self._updater.begin_backward()
+        if not self._updater.divides_gradients:
+            self._keep_apart()
         if self._sparse is not None:
             self._sparse.start_pass()
         self._weight = weight
@@ -200,6 +204,17 @@ class GradientCollector:
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
         self._begin_ns = self._updater.collectives.trace.now_ns()
         self._is_running = True
+
+    def _keep_apart(self) -> None:
+        """See that the pass that begins writes into no gradient that the program keeps but those it adds to."""
+        self._uncleared = {
+            slot.position: tensor.grad
+            for bucket in self._buckets
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            if tensor.grad is not None and tensor.grad.layout is torch.strided
+        }
+        for bucket in self._buckets:
+            bucket.renew_gradients(self._uncleared)
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
         """Move a gradient into its bucket; without weight it counts nothing, whatever it is."""
@@ -214,6 +229,8 @@ class GradientCollector:
                 f"The gradient of {slot.name!r} is {gradient.layout}; make the layer with sparse=False, or use "
                 "update=AllReduce(), which serves nn.Embedding and nn.EmbeddingBag with sparse=True"
             )
+        if slot.position in self._uncleared and self._uncleared[slot.position] is not parameter.grad:
+            del self._uncleared[slot.position]  # replaced meanwhile, or a pass with create_graph
         place = bucket.gradient(slot)
         gradient = gradient.detach()
         if not self._fired[slot.position]:
@@ -255,7 +272,8 @@ class GradientCollector:
         self._has_learnt = self._has_learnt or any(self._fired)
         self._is_running = False
         self.has_local_gradients = False
-        self._after(exist)
+        self._after(exist, self._uncleared)
+        self._uncleared = {}
         if self._sparse is not None and exist is not None:
             self._sparse.show(exist)
         self._samples.end_pass()

@@ -36,6 +36,8 @@ class DividedGradient(torch.Tensor):
     slot: Slot
     updater: Updater
     fresh: torch.Tensor | None
+    is_past: bool
+    """Whether another pass has come since: its values are gone, as other gradients lie in their memory."""
 
     @staticmethod
     def __new__(
@@ -47,6 +49,7 @@ class DividedGradient(torch.Tensor):
         stand_in.slot = slot
         stand_in.updater = updater
         stand_in.fresh = None
+        stand_in.is_past = False
         return stand_in
 
     def take_fresh(self) -> torch.Tensor:
@@ -68,7 +71,8 @@ class DividedGradient(torch.Tensor):
     ) -> Any:
         """Answer what can be answered."""
         name = _name_of(func)
-        if name in _ANSWERS:
+        if name in _ANSWERS and name != "__repr__":
+            _check_present(args[0])
             return _ANSWERS[name](*args, **(kwargs or {}))
         if name in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -89,6 +93,16 @@ class DividedGradient(torch.Tensor):
             raise _refusal(str(func))
         target.fresh = values[0] if target.fresh is None else target.fresh + values[0]
         return target
+
+
+def _check_present(asked: object) -> None:
+    """Raise for a gradient of an earlier pass; ``asked`` may be several."""
+    for gradient in asked if isinstance(asked, (list, tuple)) else (asked,):
+        if isinstance(gradient, DividedGradient) and gradient.is_past:
+            raise UpdateError(
+                f"A gradient of {gradient.slot.name!r} was kept over another backward pass, but with Sharded() no rank "
+                "has it whole, and its memory has other gradients now; use update=AllReduce(), or ask before"
+            )
 
 
 def _name_of(func: Callable[..., Any]) -> str:

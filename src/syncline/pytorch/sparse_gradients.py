@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, Slot
 from syncline.updates.control import ControlStream
 
 
@@ -25,14 +25,14 @@ class SparseGradients:
         weights = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False) is True}
         self._ranges: dict[int, slice] = {}
         """By position, where the counts of a parameter lie: its rows, then the one for dense gradients."""
-        self._places: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._places: dict[int, tuple[nn.Parameter, Bucket, Slot]] = {}
         start = 0
         for bucket in buckets:
             for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
                 if id(parameter) in weights and len(slot.shape) > 0:
                     stop = start + slot.shape[0] + 1
                     self._ranges[slot.position] = slice(start, stop)
-                    self._places[slot.position] = parameter, bucket.gradient(slot)
+                    self._places[slot.position] = parameter, bucket, slot
                     start = stop
         self._counts = torch.zeros(start, dtype=torch.int32)
 
@@ -64,7 +64,8 @@ class SparseGradients:
             counts = self._counts[where]
             if not exist[position] or counts[-1]:
                 continue
-            parameter, place = self._places[position]
+            parameter, bucket, slot = self._places[position]
+            place = bucket.gradient(slot)
             rows = counts[:-1].nonzero().to(place.device)
             parameter.grad = torch.sparse_coo_tensor(
                 rows.T, place[rows[:, 0]], place.shape, is_coalesced=True, check_invariants=False

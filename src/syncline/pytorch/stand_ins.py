@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from syncline.errors import UpdateError
@@ -26,9 +28,19 @@ class StandIns:
         return bool(self._by_parameter)
 
     def show(self) -> None:
-        """Put each where PyTorch looks for a gradient."""
-        for tensor, stand_in in self._by_parameter.items():
-            tensor.grad = stand_in
+        """Put each where PyTorch looks for a gradient; a new one where somebody keeps that of an earlier pass."""
+        kept = []
+        for tensor in tuple(self._by_parameter):
+            stand_in = self._by_parameter[tensor]
+            # 3: the table, this name, and what the function is given; one that was added to is shown already
+            if sys.getrefcount(stand_in) > 3 and tensor.grad is not stand_in:
+                kept.append((tensor, stand_in))
+            else:
+                tensor.grad = stand_in
+        for tensor, stand_in in kept:
+            stand_in.is_past = True
+            new = DividedGradient(tensor, stand_in.slot, self._updater)
+            tensor.grad = self._by_parameter[tensor] = new
 
     def begin_pass(self) -> None:
         """Let a pass that begins add to the gradients that the user has not cleared."""

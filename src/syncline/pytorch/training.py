@@ -375,15 +375,15 @@ class Training:
         if self.updater.steps_in_backward:
             check_in_place(self.updater.buckets)
 
-    def _after_backward(self, exist: Sequence[bool] | None) -> None:
-        """Show the combined gradients where PyTorch looks for them."""
+    def _after_backward(self, exist: Sequence[bool] | None, uncleared: dict[int, torch.Tensor]) -> None:
+        """Show the combined gradients where PyTorch looks for them; ``uncleared`` are those that were there before."""
         if self.updater.steps_in_backward:
             self._after_pass = WriteStatus.take(self.updater.buckets)
         if exist is None:
             self._stand_ins.show()
             return
         for bucket in self.updater.buckets:
-            bucket.show_gradients(exist)
+            bucket.show_gradients(exist, uncleared)
 
     def _check_unwritten(self) -> None:
         if self._after_pass is not None and not self._after_pass.is_same_as(WriteStatus.take(self.updater.buckets)):

@@ -6,13 +6,16 @@ for one such plan. Buckets are numbered in forward order, from which their urgen
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from syncline.errors import ConfigurationError
+from syncline.updates.private_torch import num_storage_users, storage_number
 
 DEFAULT_BUCKET_BYTES = 4 * 1024 * 1024
 
@@ -117,6 +120,8 @@ class Bucket:
         self.wire_gradients = _wire(gradients)
         self.stepped = parameters
         """What the optimizer steps on: the parameters, or a copy beside them."""
+        self._shown: torch.Tensor | None = None
+        """The gradients once more, in a storage that counts nobody but this and what users were shown."""
         self.has_left_early = False
         """Whether, in this pass, it left before the end, with a gradient of each parameter by a pass that counts."""
 
@@ -128,10 +133,54 @@ class Bucket:
         """Return the place of one parameter's gradient."""
         return slot.view(self.gradients)
 
-    def show_gradients(self, exist: Sequence[bool]) -> None:
-        """Put each gradient that exists (by position) where PyTorch looks for it, and None for the others."""
+    def show_gradients(self, exist: Sequence[bool], before: MutableMapping[int, torch.Tensor] | None = None) -> None:
+        """Put each gradient that exists (by position) where PyTorch looks for it, and None for the others.
+
+        ``before`` are those that were there before the pass, and were added to; they are taken out. As with autograd,
+        who keeps such a tensor finds the new gradient in it.
+        """
+        shown = self._for_users()
         for slot, tensor in zip(self.plan.slots, self.tensors, strict=True):
-            tensor.grad = self.gradient(slot) if exist[slot.position] else None
+            old = before.pop(slot.position, None) if before else None
+            if not exist[slot.position]:
+                tensor.grad = None
+            else:
+                tensor.grad = slot.view(shown) if old is None else self._renewed(slot, old)
+
+    def shown_gradient(self, slot: Slot) -> torch.Tensor:
+        """Return the place of one parameter's gradient for users, who may keep it."""
+        return slot.view(self._for_users())
+
+    def _for_users(self) -> torch.Tensor:
+        if self._shown is None:
+            self._shown = from_dlpack(self.gradients)  # the same memory, and a storage of its own
+        return self._shown
+
+    def renew_gradients(self, before: MutableMapping[int, torch.Tensor]) -> None:
+        """Go on in new memory if somebody keeps a gradient of an earlier pass: it is theirs.
+
+        ``before`` are the gradients that the pass which begins adds to (by position).
+        """
+        if self._shown is None:
+            return
+        number = storage_number(self._shown)
+        known = [before[slot.position] for slot in self.plan.slots if slot.position in before] if before else []
+        if num_storage_users(self._shown) > 1 + sum(storage_number(one) == number for one in known):
+            has_wire = self.wire_gradients is not self.gradients
+            self.gradients = torch.zeros_like(self.gradients)
+            self._shown = None
+            if not has_wire:
+                self.wire_gradients = self.gradients
+
+    def _renewed(self, slot: Slot, old: torch.Tensor) -> torch.Tensor:
+        """Return the new gradient: in the tensor that was there before, if that lies here or somebody keeps it."""
+        place = self.shown_gradient(slot)
+        if old.data_ptr() == place.data_ptr() and old.stride() == place.stride():
+            return old
+        # 3: the caller's name for it, ours, and what the function is given
+        if sys.getrefcount(old) > 3 or num_storage_users(old) > 1:
+            return old.copy_(place)
+        return place
 
     def stage_gradients(self) -> None:
         """Bring the gradients to where they can be sent from."""
@@ -163,6 +212,7 @@ class Bucket:
         """Let go of the memory; parameters keep what they lie in until they are moved."""
         nothing = self.parameters.new_empty(0)
         self.parameters = self.gradients = self.wire_parameters = self.wire_gradients = self.stepped = nothing
+        self._shown = None
 
 
 def _wire(flat: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,23 @@ def tensor_without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> torch
     )
 
 
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors, also those behind NumPy arrays, lie in the memory of ``tensor``, itself included.
+
+    There is no public name for it. What was exported (DLPack) and imported again counts in a storage of its own.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # which ``storage`` is
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return a number that tells the storage of ``tensor`` from all others that there are now.
+
+    ``data_ptr()`` does so of memory, which several storages may share.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made ``module``, or ``module.compile()`` was called.
 

@@ -209,7 +209,7 @@ class _Part:
         if self._gradient is not None:
             bucket.gradients.copy_(self._gradient)
         for slot, tensor, exists in zip(bucket.plan.slots, bucket.tensors, self._exist, strict=True):
-            tensor.grad = bucket.gradient(slot) if exists else None
+            tensor.grad = bucket.shown_gradient(slot) if exists else None
 
 
 def _means(runs_of_buckets: Sequence[Runs]) -> list[Runs]:

@@ -330,4 +330,4 @@ class OverlappedUpdater(WholeUpdater):
         for bucket in self.buckets:
             for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
                 if tensor.grad is None and bool(bucket.gradient(slot).any()):
-                    tensor.grad = bucket.gradient(slot)
+                    tensor.grad = bucket.shown_gradient(slot)
