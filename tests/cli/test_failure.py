@@ -2,6 +2,7 @@
 
 from syncline.cli.launcher.failure import describe_failures, describe_first, describe_restarts, pick_cause, traceback_of
 from syncline.cli.launcher.supervisor import Exit, Failure
+from syncline.last_words import LastWords
 
 NAMES = {0: "rank 0 (host a1)", 1: "rank 1 (host a1)", 2: "rank 2 (host b1)"}
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "ValueError: boom"]
@@ -27,6 +28,21 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_cause_though_it_ended_first()
     tails = {0: ["syncline.errors.PeerLostError: rank 2 (host b1) is gone"], 2: []}
     assert pick_cause(failures, tails).rank == 2
     assert pick_cause(failures[:1], tails).rank == 0
+
+
+def test_whom_the_others_name_stands_first_though_it_was_only_ended_or_ended_well():
+    words = {rank: LastWords(ranks=(1,), text="rank 1 (host a1) sent nothing") for rank in (0, 2)}
+    tails = {0: ["syncline.errors.DeadlineError: rank 1 (host a1) sent nothing"], 2: ["E: rank 1 (host a1)"]}
+    failures = [failure(0, code=1), failure(2, code=1), failure(1, signal_number=15, was_signalled=True)]
+    report = describe_failures(failures, names=NAMES, tails=tails, words=words)
+    assert report[:2] == [
+        "the job failed: rank 1 (host a1), ended by the launcher (killed by SIGTERM)",
+        "    rank 0 (host a1) says: rank 1 (host a1) sent nothing",
+    ]
+    left = describe_failures(failures[:2], names=NAMES, tails=tails, words=words)
+    assert left[0] == "the job failed: rank 1 (host a1), which ended with exit code 0"
+    own = describe_failures(failures[:2], names=NAMES, tails=tails | {2: TRACEBACK}, words={0: words[0]})
+    assert own[0] == "the job failed: rank 2 (host b1), exit code 1", "a rank that failed by itself is the cause"
 
 
 def test_a_signal_is_explained():

@@ -9,7 +9,7 @@ from syncline.variables import VARIABLES
 SOURCE = Path(__file__).parents[2] / "src" / "syncline"
 THE_PLACE = SOURCE / "variables.py"
 OWN = re.compile(r"SYNCLINE_[A-Z_]+[A-Z]")
-SET_BY_THE_LAB = {"SYNCLINE_LAB"}
+SET_BY_THE_LAB = {"SYNCLINE_LAB", "SYNCLINE_LAST_WORDS"}
 
 
 def reads(tree: ast.AST) -> list[str]:

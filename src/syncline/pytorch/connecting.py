@@ -13,6 +13,7 @@ from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
+from syncline.last_words import leave_at_exit
 from syncline.observe import Trace
 from syncline.pytorch.environment import Environment
 from syncline.pytorch.told_once import tell_once
@@ -93,6 +94,7 @@ def connect(
     environment: Environment, options: FabricOptions, open_store: Callable[[FabricOptions], Store]
 ) -> Communicator:
     """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
+    leave_at_exit()
     chosen = _load_topology(environment)
     if isinstance(chosen, TopologyError):
         _refuse_topology(environment, chosen, options, open_store)

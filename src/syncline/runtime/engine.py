@@ -388,7 +388,9 @@ class Engine:
         if theirs is None or ours is None or theirs.unit != ours.unit:
             return loss
         is_step = ours.unit == failures.STEP
-        is_next = is_step and name is None and call.stream != self.user_stream
+        # a sharded step counts as made while its collectives are still under way
+        is_counted = call.step is not None and call.step < ours.count
+        is_next = is_step and name is None and call.stream != self.user_stream and not is_counted
         whom = self._fabric.describe_peer(loss.rank)
         text = failures.parted(whom, theirs, us, ours, is_next=is_next)
         if name is not None:

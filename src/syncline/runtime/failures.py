@@ -167,7 +167,7 @@ def parted(whom: str, theirs: Tally, us: str, ours: Tally, *, is_next: bool) -> 
     """Say how far a rank came that has left, and how far this one is; ``is_next``: it is in one more than it made."""
     plural = "" if theirs.count == 1 else "s"
     number = ours.count + is_next
-    rest = f"is in its {ordinal(number)}" if is_next else f"has made {ours.count}"
+    rest = f"is in its {ordinal(number)}" if number > theirs.count else f"has made {ours.count}"
     return f"{whom} left after {theirs.count} {theirs.unit}{plural}, and {us} {rest}"
 
 

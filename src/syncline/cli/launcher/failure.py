@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from syncline.cli.launcher.supervisor import Exit, Failure
+from syncline.last_words import LastWords
 
 NUM_TAIL_LINES = 20
 # Errors that say "another rank is gone": a rank that ends with one of them is seldom the cause.
@@ -39,11 +41,15 @@ def describe_failures(
     names: Mapping[int, str],
     tails: Mapping[int, Sequence[str]],
     num_missing: int | None = None,
+    words: Mapping[int, LastWords] | None = None,
 ) -> list[str]:
     """Word the closing report; ``tails`` holds the last lines that each rank wrote to its standard error.
 
-    ``num_missing``: without how many ranks the job ended well; None if it did not.
+    ``num_missing``: without how many ranks the job ended well; None if it did not. ``words``: what ranks left that
+    ended with an error of ours. Whom most of them name stands first, unless a rank failed by a fault of its own.
     """
+    if num_missing is None and (blamed := _blamed(failures, tails, words or {}, names)) is not None:
+        return _describe_blamed(blamed, failures, names=names, tails=tails, words=words or {})
     cause = pick_cause(failures, tails)
     without = f"went on without {num_missing} of {_ranks(len(names))}" if num_missing else "lost ranks, which came back"
     head = "the job failed" if num_missing is None else f"the job {without}"
@@ -55,6 +61,42 @@ def describe_failures(
         if failure is not cause
     ]
     return report
+
+
+def _blamed(
+    failures: Sequence[Failure],
+    tails: Mapping[int, Sequence[str]],
+    words: Mapping[int, LastWords],
+    names: Mapping[int, str],
+) -> int | None:
+    """Return whom most ranks name that have failed; None if one failed by itself, or nobody is named."""
+    for failure in failures:
+        is_told = failure.rank in words or _is_consequence(tails.get(failure.rank, ()))
+        if not failure.was_signalled and not is_told:
+            return None
+    votes = Counter(told.ranks[0] for told in words.values() if told.ranks and told.ranks[0] in names)
+    return max(sorted(votes), key=votes.__getitem__, default=None)
+
+
+def _describe_blamed(
+    blamed: int,
+    failures: Sequence[Failure],
+    *,
+    names: Mapping[int, str],
+    tails: Mapping[int, Sequence[str]],
+    words: Mapping[int, LastWords],
+) -> list[str]:
+    own = next((failure for failure in failures if failure.rank == blamed), None)
+    how = "which ended with exit code 0" if own is None else _outcome(own, ())
+    tellers = [rank for rank, told in words.items() if told.ranks[:1] == (blamed,)]
+    teller = next((rank for rank in tellers if rank != blamed), tellers[0])
+    report = [f"the job failed: {names[blamed]}, {how}", f"    {names[teller]} says: {words[teller].text}"]
+    if own is not None and not own.was_signalled:
+        report += [f"    {line}" for line in traceback_of(tails.get(blamed, ()))]
+    rest = [failure for failure in failures if failure.rank != blamed]
+    return report + [
+        f"  then {names[failure.rank]}: {_outcome(failure, tails.get(failure.rank, ()))}" for failure in rest
+    ]
 
 
 def describe_restarts(attempts: Sequence[str], *, is_success: bool, gave_up: str | None) -> str:

@@ -25,6 +25,7 @@ from syncline.cli.launcher.session import Session
 from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
+from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
@@ -83,6 +84,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
                 trace_file=traces.get(process.rank),
                 elastic=doors.environment(process.rank),
             )
+            | {LAST_WORDS: str(scratch / f"last-words-{process.rank}.json")}
             for process in job.processes
         }
         session = Session(

@@ -12,6 +12,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from syncline.cli.launcher.environment import JOIN, RESTART_COUNT, without_place
@@ -34,6 +35,7 @@ from syncline.cli.launcher.supervisor import (
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
 from syncline.errors import name_ranks
+from syncline.last_words import LAST_WORDS, LastWords
 
 READ_BYTES = 1 << 16
 NUM_KEPT_LINES = 400
@@ -136,6 +138,8 @@ class Runner:
         job, rank = self._session.job, process.rank
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
+        if last_words := environment.get(LAST_WORDS):
+            Path(last_words).unlink(missing_ok=True)  # of an earlier attempt
         handle = start_rank(
             job.command,
             environment=without_place(environment) | {JOIN: door} if door else environment,
@@ -220,8 +224,18 @@ class Runner:
             names=self._names,
             tails=self._tails,
             num_missing=self._supervisor.num_missing if self._supervisor.went_on else None,
+            words=self._last_words(),
         )
         self._terminal.say("\n".join(report), is_error=True)
+
+    def _last_words(self) -> Mapping[int, LastWords]:
+        """Read what ranks that failed have left; those of an elastic job may have other numbers by then."""
+        found = {}
+        for failure in self._supervisor.failures:
+            path = self._session.environments[failure.rank].get(LAST_WORDS)
+            if path and not self._session.doors and (words := LastWords.read(Path(path))):
+                found[failure.rank] = words
+        return found
 
     def _kill_rest(self) -> None:
         """Leave nothing behind when the launcher itself fails, for instance because a rank cannot be started."""
