@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -183,3 +184,62 @@ def test_compiled_models_do_not_overlap(run_fleets: Any) -> None:
         return type(model.weight)
 
     assert run_fleets(2, body) == [nn.Parameter] * 2
+
+
+class _Stacked(nn.Module):
+    """Three experts whose weights are one parameter, as the guides of ``torch.func`` write ensembles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4, 4))
+
+
+def _without_subclasses(weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return inputs @ weight
+
+
+OWNERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda w, x: torch.vmap(lambda one: x @ one)(w),
+    "grad": lambda w, x: torch.func.grad(lambda one: (x @ one).square().sum())(w),
+    "jvp": lambda w, x: torch.func.jvp(lambda one: x @ one.square(), (w,), (torch.ones(3, 4, 4),))[1],
+    "vjp": lambda w, x: torch.func.vjp(lambda one: x @ one.square(), w)[1](torch.ones(3, 2, 4))[0],
+    "jacrev": lambda w, x: torch.func.jacrev(lambda one: (x @ one).square().sum())(w),
+    "without subclasses": _without_subclasses,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of torch.func.jvp's own
+@pytest.mark.parametrize("read", OWNERS.values(), ids=OWNERS)
+def test_a_module_waits_for_its_own_parameters_however_it_reads_them(
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], run_fleets: Any
+) -> None:
+    """Rank 1 steps only when rank 0 is in its forward pass, so nothing has arrived there unless it waits."""
+    begins = threading.Event()
+
+    def body(fleet: Fleet) -> torch.Tensor | None:
+        model = _Stacked()
+        model.forward = lambda x: read(model.weight, x)  # type: ignore[method-assign]
+        rule = Sharded(overlap_forward=True)
+        _, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
+        model.weight.sum().backward()
+        if fleet.rank == 1:
+            assert begins.wait(60)
+            optimizer.step()
+            return None
+        optimizer.step()
+        begins.set()
+        return model(torch.ones(2, 4)).detach().clone()
+
+    got = run_fleets(2, body)[0]
+    assert torch.equal(got, read(torch.zeros(3, 4, 4), torch.ones(2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")  # the child only ends
+def test_who_forks_waits_for_all() -> None:
+    recorder = Recorder()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert recorder.waited == [(0, 1)]

@@ -249,6 +249,12 @@ class Training:
         if not isinstance(self.model, torch.jit.ScriptModule):  # which takes no hooks, and does not need them
             yield self.model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True, prepend=True)
             yield self.model.register_forward_hook(Hook(self._after_forward), with_kwargs=True)
+        if not self.updater.defers_parameters:
+            return
+        for module in self.model.modules():
+            buckets = self._waiting.buckets_of(module)
+            if buckets and not isinstance(module, torch.jit.ScriptModule):
+                yield module.register_forward_pre_hook(Hook(self._before_owner, buckets))
 
     def _state_hooks(self) -> Iterator[Any]:
         """Let whoever takes or loads the state of a module see final values."""
@@ -358,6 +364,11 @@ class Training:
                 self.tuner.end_forward()
         if torch.is_grad_enabled():
             self._collector.watch_outputs(output, self._samples.see(args, kwargs))
+
+    def _before_owner(self, buckets: tuple[int, ...], *_: Any) -> None:
+        """Wait for what a module has itself: its forward may read that by any way, also by vmap or C++."""
+        if not torch.compiler.is_compiling():
+            self._waiting.finish(buckets)
 
     def _finish_waiting(self) -> None:
         if self.updater.defers_parameters:

@@ -6,6 +6,11 @@ a parameter as an argument, so that a layer, a clamp, a moving average, ``deepco
 gives its parameters their own class back, and goes on. (``torch.nn.parameter.UninitializedParameter`` changes its class
 in the same way.) What only asks for the shape, the gradient or a hook does not wait.
 
+Some ways of reading pass ``__torch_function__`` by: ``torch.vmap`` and ``torch.func`` wrap a parameter in C++, nested
+tensors call on with subclasses switched off, an extension reads memory. So a module that is called waits first for the
+parameters that it has itself, however its ``forward`` reads them; and who forks waits for all, as nothing arrives in
+the child.
+
 It cannot see memory that was reached before ``step()``: a ``p.data`` or a NumPy array that is kept over the step.
 Functions compiled around the model would be compiled anew for the waiting class, so models that are compiled or
 scripted are waited for in ``step()``.
@@ -13,6 +18,7 @@ scripted are waited for in ``step()``.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -20,6 +26,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.private_torch import UNVALUED_PROPERTIES
@@ -36,6 +43,12 @@ class WaitingParameters:
         self._members = [[(tensor, bucket.index) for tensor in bucket.tensors] for bucket in buckets]
         self._wait = wait
 
+    def buckets_of(self, module: nn.Module) -> tuple[int, ...]:
+        """Return the buckets of a module's own parameters, without those of modules in it."""
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        members = chain.from_iterable(self._members)
+        return tuple(sorted({bucket for tensor, bucket in members if id(tensor) in own}))
+
     def begin(self) -> None:
         """From now on nobody gets at the parameters before they are final."""
         with _lock:
@@ -47,7 +60,7 @@ class WaitingParameters:
     def finish(self, buckets: Iterable[int] | None = None) -> None:
         """Wait for some buckets, or all; their parameters are plain ones again."""
         wanted = tuple(range(len(self._members)) if buckets is None else buckets)
-        if wanted:
+        if wanted and any(id(tensor) in _waiting for bucket in wanted for tensor, _ in self._members[bucket]):
             self._wait(wanted)
             self.release(wanted)
 
@@ -93,11 +106,25 @@ def _finish(values: Iterable[Any]) -> None:
     """Wait for all waiting parameters in ``values``, also within lists, tuples and dictionaries."""
     wanted: dict[WaitingParameters, set[int]] = {}
     _collect(values, wanted)
-    if not wanted:  # they are within something that only the function can look into
-        for owner, bucket in tuple(_waiting.values()):
-            wanted.setdefault(owner, set()).add(bucket)
+    if wanted:
+        _finish_buckets(wanted)
+    else:  # they are within something that only the function can look into
+        _finish_all()
+
+
+def _finish_all() -> None:
+    wanted: dict[WaitingParameters, set[int]] = {}
+    for owner, bucket in tuple(_waiting.values()):
+        wanted.setdefault(owner, set()).add(bucket)
+    _finish_buckets(wanted)
+
+
+def _finish_buckets(wanted: Mapping[WaitingParameters, set[int]]) -> None:
     for owner, buckets in wanted.items():
         owner.finish(sorted(buckets))
+
+
+os.register_at_fork(before=_finish_all)
 
 
 def _collect(values: Iterable[Any], wanted: dict[WaitingParameters, set[int]]) -> None:
