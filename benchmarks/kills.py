@@ -131,7 +131,7 @@ def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Names
         watched.read()
     began_s = time.monotonic()
     due_s, was_late = began_s + options.every, False
-    while time.monotonic() - began_s < 60 * options.minutes and not _is_enough(watched, kills, options):
+    while time.monotonic() - began_s < 60 * options.minutes and len(kills.at_s) != options.kills:
         time.sleep(max(0.02, min(0.5, due_s - time.monotonic())))
         watched.read()
         if job.poll() is not None:
@@ -149,14 +149,17 @@ def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Names
         kills.epoch = watched.newest["epoch"] if watched.newest is not None else 0
         os.kill(pid, signal.SIGKILL)
         due_s, was_late = max(due_s + options.every, time.monotonic() + LATE_S), False
+    end_s = time.monotonic() + END_S
+    while not _is_whole(watched, kills, options) and time.monotonic() < end_s:  # else it would come too late
+        time.sleep(0.1)
+        watched.read()
     return kills
 
 
-def _is_enough(watched: Watched, kills: Kills, options: argparse.Namespace) -> bool:
+def _is_whole(watched: Watched, kills: Kills, options: argparse.Namespace) -> bool:
     """Whether all are there again after the last kill."""
     newest = watched.newest
-    is_whole = newest is not None and len(newest["counted"]) == options.ranks and newest["epoch"] > kills.epoch
-    return is_whole and len(kills.at_s) == options.kills
+    return newest is not None and len(newest["counted"]) == options.ranks and newest["epoch"] > kills.epoch
 
 
 def pauses_s(history: list[dict[str, Any]], kills: Kills) -> list[float]:
@@ -260,7 +263,7 @@ def main(arguments: Sequence[str] | None = None, launcher: Sequence[str] | None 
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=15.0, help="seconds from one kill to the next")
-    parser.add_argument("--kills", type=int, help="end after so many, when all are there again")
+    parser.add_argument("--kills", type=int, help="end after so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="folder for what ranks write and for result.json")
     options = parser.parse_args(arguments)
