@@ -14,6 +14,7 @@ REMEDIES = {
     "add them to the optimizer before": "add groups before `distribute()`",
     "after backward()": "step after `backward()`",
     "backward pass of each step outside no_sync": "let the last pass of a step be synchronised",
+    "by assigning the parameter itself": "tie the parameters themselves",
     "give a whole state to optimizer.load_state_dict": "use `load_state_dict()`",
     "give each further optimizer parameters of its own": "one optimizer for each parameter",
     "needs a backward pass": "run a backward pass first",

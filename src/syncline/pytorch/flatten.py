@@ -54,6 +54,19 @@ def check_parameters(named: Named) -> None:
             )
         if parameter.is_meta:
             raise UpdateError(f"Parameter {name!r} is on the meta device; call model.to_empty(...) and initialise it")
+    _check_apart(named)
+
+
+def _check_apart(named: Named) -> None:
+    first_at: dict[tuple[torch.device, int], str] = {}
+    for parameter, (name, _) in named.items():
+        other = first_at.setdefault((parameter.device, parameter.data_ptr()), name)
+        if other != name:
+            raise UpdateError(
+                f"Parameters {other!r} and {name!r} lie in the same memory, where each has a place of its own after "
+                "distribute(); tie them by assigning the parameter itself (head.weight = embedding.weight), and not "
+                "its .data"
+            )
 
 
 def plan_model(named: Named, *, bucket_bytes: int) -> tuple[BucketPlan, ...]:

@@ -146,3 +146,19 @@ def vectors_averaged(run: Run) -> Values:
     with torch.no_grad():
         score = float(run.mean(run.module(model)(held).square().mean()))
     return final(run, model, losses=losses, score=score)
+
+
+@program("two parameters that share one memory: a head tied by .data", refused="by assigning the parameter itself")
+def tied_by_data(run: Run) -> Values:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+            self.head.weight.data = self.embed.weight.data
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.embed(words)))
+
+    model = Tied()
+    batches = [(run.integers(10, 5), run.integers(10, 5)) for _ in range(4)]
+    return trained(run, model, sgd(model), batches=batches, loss_of=nn.functional.cross_entropy)
