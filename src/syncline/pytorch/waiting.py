@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -44,8 +44,8 @@ class WaitingParameters:
         self._wait = wait
 
     def buckets_of(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the buckets of a module's own parameters, without those of modules in it."""
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        """Return the buckets of a module's own parameters, and of containers in it, which nobody calls."""
+        own = set(map(id, _own_parameters(module)))
         members = chain.from_iterable(self._members)
         return tuple(sorted({bucket for tensor, bucket in members if id(tensor) in own}))
 
@@ -100,6 +100,14 @@ class _Waiting:
         """Pickle the final value, as a parameter of its own class."""
         _finish((self,))
         return self.__reduce_ex__(protocol)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield what a module has itself, or in a ``ParameterDict`` and the like, whose class has no forward."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _own_parameters(child)
 
 
 def _finish(values: Iterable[Any]) -> None:

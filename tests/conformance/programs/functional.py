@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -360,3 +361,26 @@ def curvature_logged(run: Run) -> Values:
         mse(model(inputs), targets).backward()
         optimizer.step()
     return final(run, model, traces=traces)
+
+
+class Ensemble(nn.Module):
+    """Several networks whose parameters are stacked, and which vmap calls at once."""
+
+    def __init__(self, members: int) -> None:
+        super().__init__()
+        networks = [perceptron() for _ in range(members)]
+        stacked, _ = torch.func.stack_module_state(networks)
+        self.stacked = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(one) for name, one in stacked.items()})
+        self.names = list(stacked)
+        self.__dict__["plan"] = copy.deepcopy(networks[0]).to("meta")
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weights = {name: self.stacked[name.replace(".", "_")] for name in self.names}
+        return torch.func.vmap(lambda one: torch.func.functional_call(self.plan, one, (inputs,)))(weights)
+
+
+@program("an ensemble in stacked parameters, called by vmap of functional_call")
+def stacked_ensemble(run: Run) -> Values:
+    model = Ensemble(3)
+    batches = [(inputs, targets.expand(3, -1, -1)) for inputs, targets in run.pairs(4)]
+    return trained(run, model, adam(model), batches=batches)

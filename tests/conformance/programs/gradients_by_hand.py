@@ -367,3 +367,19 @@ def stepped_by_hand(run: Run) -> Values:
         for parameter in model.parameters():
             parameter.grad = None
     return final(run, model)
+
+
+@program("gradients of two tasks kept without a copy while p.grad is None, then added", refused_by_sharded="AllReduce")
+def gradients_kept(run: Run) -> Values:
+    model = perceptron()
+    model, optimizer = run.wrap(model, adam(model))
+    for inputs, targets in run.pairs(3):
+        mse(model(inputs), targets).backward()
+        kept = gradients_of(model.parameters())
+        optimizer.zero_grad()
+        (model(inputs).square().mean() * 100).backward()
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            parameter.grad = parameter.grad * 0.01 + gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return final(run, model)
