@@ -237,3 +237,14 @@ def test_users_of_a_storage_are_counted_and_an_import_is_one_of_its_own() -> Non
     assert private_torch.storage_number(view) == private_torch.storage_number(tensor)
     assert private_torch.storage_number(again) != private_torch.storage_number(tensor)
     assert len(array) == 4
+
+
+def test_a_range_is_shown_with_the_shapes_of_its_tensors_while_a_profiler_looks_on() -> None:
+    inputs = [torch.ones(3, 2), None, [torch.ones(1)]]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        assert private_torch.is_profiled()
+        with private_torch.recorded_range("of ours", inputs):
+            pass
+    assert not private_torch.is_profiled()
+    shown = [event.input_shapes for event in profiler.events() if event.name == "of ours"]  # type: ignore[no-untyped-call]
+    assert shown == [[[3, 2], [], []]]

@@ -35,9 +35,15 @@ class GroupCalls:
 
     state: GroupState
 
+    is_dispatched = False
+    """Whether calls come through the dispatcher of C++, which shows them to profilers."""
+
     def allreduce(self, tensors: Any, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks, in place; several become what is made of all of them, as with gloo."""
-        several, settings = _list(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
+        return self._all_reduce(_list(tensors, "allreduce"), opts)
+
+    def _all_reduce(self, several: list[torch.Tensor], opts: Any) -> CallWork:
+        settings = _settings(opts, c10d.AllreduceOptions)
         collectives, op = self.state.collectives, settings.reduceOp
         if len(several) > 1:
             return self._start(settings, several, collectives.all_reduce_several, several, op)
@@ -50,7 +56,7 @@ class GroupCalls:
         """Reduce each of several tensors over all ranks, in place; all are under way at once."""
         several = _list(tensors, "allreduce_coalesced")
         if len(several) == 1:
-            return self.allreduce(several, opts)
+            return self._all_reduce(several, opts)
         settings = _settings(opts, c10d.AllreduceOptions)
         start = self.state.collectives.all_reduce_coalesced
         return self._start(settings, several, start, several, settings.reduceOp)

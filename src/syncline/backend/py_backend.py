@@ -22,6 +22,8 @@ _Backend: Any = backend_class() or object
 class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # no version that is known here has it
     """One rank's part in a group, as ``cpu:syncline,cuda:nccl`` makes it for the devices that it was named for."""
 
+    is_dispatched = True
+
     def __init__(self, state: GroupState) -> None:
         communicator = state.communicator
         super().__init__(communicator.rank, communicator.world_size)

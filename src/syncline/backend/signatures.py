@@ -13,6 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from syncline.backend.profiling import records
+from syncline.updates.private_torch import is_profiled
+
 _SETTINGS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """How options name what the bindings take by itself."""
 
@@ -31,18 +34,20 @@ def overloads_of(name: str) -> tuple[tuple[str, ...], ...]:
 def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> Callable[..., Any]:
     """Let ``method`` be called as each overload of ``name``; its first ``num_data`` parameters are no settings."""
     overloads = overloads_of(name)
+    recorded = records(name, method)
 
     @wraps(method)
     def call(self: Any, *values: Any, **named: Any) -> Any:
+        run = recorded if is_profiled() else method
         if not named and len(values) <= num_data + 1:
-            return method(self, *values)
+            return run(self, *values)
         for names in overloads:
             rest = names[len(values) :]
             if len(values) <= len(names) and named.keys() <= set(rest):
                 given = dict(zip(names, values, strict=False)) | named
                 data, settings = names[:num_data], names[num_data:]
                 if all(one in given for one in data):
-                    return method(self, *(given[one] for one in data), *_settings_of(given, settings))
+                    return run(self, *(given[one] for one in data), *_settings_of(given, settings))
         return method(self, *values, **named)
 
     names = dict.fromkeys(one for names in overloads for one in names)

@@ -7,6 +7,7 @@ changed one is found out by its name. Where a public name serves, it is used whe
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import CodeType
 from typing import Any, Literal, TypeVar, cast
@@ -117,6 +118,19 @@ def uncompiled(method: Method) -> Method:
     code: CodeType = method.__code__
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
     return method
+
+
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler records what this thread does; ``torch.profiler`` has no function that says so."""
+
+
+def recorded_range(name: str, inputs: list[Any]) -> AbstractContextManager[None]:
+    """Return a range that profilers show as an operator with these inputs: tensors by their shape, others by none.
+
+    ``torch.profiler.record_function`` takes no tensors, so nothing would say how large a call is.
+    """
+    range_: AbstractContextManager[None] = torch._C._profiler._RecordFunctionFast(name, inputs, {})
+    return range_
 
 
 def tensor_without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
