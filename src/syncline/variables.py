@@ -113,6 +113,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         argument="distribute(elastic=Elastic(min_ranks=))",
         meaning="the fewest ranks with which an elastic job goes on (default: 1); also `syncline run --min-ranks`",
     ),
+    EnvironmentVariable(
+        name="SYNCLINE_CHECK_STALE",
+        argument="Sharded(overlap_forward=False)",
+        meaning="1: what has not arrived when step() returns is NaN until it has, to find who reads it (default: off)",
+    ),
     *(EnvironmentVariable(name=name, argument=_LAUNCHER_PLACE, meaning=meaning) for name, meaning in _LAUNCHERS),
     EnvironmentVariable(name="NO_COLOR", argument="syncline --color", meaning="if set, commands print without colour"),
     EnvironmentVariable(

@@ -116,6 +116,7 @@ def serve(folder: Path, rule: str, rank: int, world: int, orders: TextIO, answer
     torch.set_default_dtype(torch.float64)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "true"
+    os.environ["SYNCLINE_CHECK_STALE"] = "1"  # counts with the overlap alone
     Worker(folder, rule, rank, world).serve(orders, answers)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from rank_scripts import run_python
 from syncline.updates import private_torch
 
 
@@ -21,6 +22,41 @@ def test_writes_are_counted_but_for_those_through_data() -> None:
         value[0] = 2.0
     value.data.mul_(2)
     assert private_torch.write_count(value) == 1
+
+
+UNARRIVED = """
+import torch
+from syncline.updates import private_torch
+
+parameter = torch.nn.Parameter(torch.zeros(2))
+private_torch.replace_data(parameter, private_torch.unarrived_data(parameter))
+assert private_torch.is_unarrived(parameter)
+assert (parameter.shape, parameter.data_ptr()) == ((2,), 0)
+
+def arrive(operation, *args):
+    private_torch.replace_data(parameter, torch.ones(2))
+    return operation(*args)
+
+private_torch.on_unarrived_read(arrive)
+with torch._C.DisableTorchFunctionSubclass():
+    assert torch.equal(parameter + 1, torch.full((2,), 2.0))
+assert not private_torch.is_unarrived(parameter)
+"""
+
+
+def test_operations_on_what_has_not_arrived_are_heard_of() -> None:
+    done = run_python("-c", UNARRIVED)  # it is heard for good
+    assert done.returncode == 0, done.stdout
+
+
+def test_who_compiles_is_heard_of_once() -> None:
+    heard: list[Any] = []
+    for _ in range(2):
+        private_torch.before_compiling(heard.append)
+    torch.compile(lambda one: one + 1, backend="eager")(torch.ones(2))
+    torch._dynamo.reset()
+    torch.compile(lambda one: one + 2, backend="eager")(torch.ones(2))
+    assert len(heard) == 1
 
 
 def test_backward_pass_is_numbered_within_a_pass_alone() -> None:

@@ -72,7 +72,7 @@ LAUNCHERS = {
     if variable.argument == "init(rank=, world_size=)"
 }
 OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
-APART = {"SYNCLINE_NATIVE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
+APART = {"SYNCLINE_NATIVE", "SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
 """Those with a test of their own."""
 
 

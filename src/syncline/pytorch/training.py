@@ -283,7 +283,8 @@ class Training:
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._after_pass = None
         self.tuner.begin_step()
-        overlaps = self.updater.defers_parameters and not (self._has_compiled_parts or has_compiled_parts(self.model))
+        is_compiled = self._has_compiled_parts or self._waiting.is_compiled or has_compiled_parts(self.model)
+        overlaps = self.updater.defers_parameters and not (is_compiled or self._waiting.is_held)
         if overlaps:
             self._waiting.begin()
         loss = None

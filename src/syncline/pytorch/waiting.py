@@ -6,14 +6,15 @@ a parameter as an argument, so that a layer, a clamp, a moving average, ``deepco
 gives its parameters their own class back, and goes on. (``torch.nn.parameter.UninitializedParameter`` changes its class
 in the same way.) What only asks for the shape, the gradient or a hook does not wait.
 
-Some ways of reading pass ``__torch_function__`` by: ``torch.vmap`` and ``torch.func`` wrap a parameter in C++, nested
-tensors call on with subclasses switched off, an extension reads memory. So a module that is called waits first for the
-parameters that it has itself, however its ``forward`` reads them; and who forks waits for all, as nothing arrives in
-the child.
+Some ways of reading pass ``__torch_function__`` by: ``torch.vmap`` and ``torch.func`` wrap a parameter in C++, scripted
+modules and extensions call operations there, nested tensors call on with subclasses switched off. For these, a waiting
+parameter has no memory, and a dispatch key by which each operation with it comes here first, in any thread. What is
+read without an operation, by its address, finds no memory, and never the old value.
 
-It cannot see memory that was reached before ``step()``: a ``p.data`` or a NumPy array that is kept over the step.
-Functions compiled around the model would be compiled anew for the waiting class, so models that are compiled or
-scripted are waited for in ``step()``.
+Where operations cannot be heard of, others wait earlier: a module that is called, for the parameters that it has
+itself; who forks, as nothing arrives in the child; who compiles, since compiled code would be made anew for the waiting
+class; and ``step()``, from then on, for what was compiled or scripted, and while anything else (a view, an array, a
+graph) holds the parameters' memory. ``tests/pytorch/test_stale_reads.py`` tries each way, and the guide lists them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.private_torch import UNVALUED_PROPERTIES
+from syncline.updates.private_torch import (
+    UNVALUED_PROPERTIES,
+    before_compiling,
+    is_unarrived,
+    num_storage_users,
+    on_unarrived_read,
+    replace_data,
+    tree_leaves,
+    unarrived_data,
+)
 
 _lock = threading.Lock()
 _waiting: dict[int, tuple[WaitingParameters, int]] = {}
@@ -41,7 +52,13 @@ class WaitingParameters:
 
     def __init__(self, buckets: Sequence[Bucket], wait: Callable[[tuple[int, ...]], None]) -> None:
         self._members = [[(tensor, bucket.index) for tensor in bucket.tensors] for bucket in buckets]
+        self._buckets = tuple(buckets)
+        self._num_holders = self._count_holders()
         self._wait = wait
+        self._unarrived: dict[int, torch.Tensor] = {}
+        self._data: dict[int, torch.Tensor] = {}
+        self.is_compiled = False
+        """Whether something was compiled while parameters were waiting: that may read them, and would be again."""
 
     def buckets_of(self, module: nn.Module) -> tuple[int, ...]:
         """Return the buckets of a module's own parameters, and of containers in it, which nobody calls."""
@@ -49,13 +66,29 @@ class WaitingParameters:
         members = chain.from_iterable(self._members)
         return tuple(sorted({bucket for tensor, bucket in members if id(tensor) in own}))
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a view, an array or a graph holds the parameters' memory, which nobody hears of when it is read."""
+        return any(now > at_first for now, at_first in zip(self._count_holders(), self._num_holders, strict=True))
+
+    def _count_holders(self) -> list[int]:
+        return [num_storage_users(bucket.parameters) for bucket in self._buckets]
+
     def begin(self) -> None:
         """From now on nobody gets at the parameters before they are final."""
+        _hear_of_reads()
+        before_compiling(_on_compile)
         with _lock:
             for tensor, bucket in chain.from_iterable(self._members):
-                if id(tensor) not in _waiting:
-                    _waiting[id(tensor)] = self, bucket
-                    tensor.__class__ = _waiting_class(tensor.__class__)
+                key = id(tensor)
+                if key in _waiting:
+                    continue
+                self._data[key] = tensor.data
+                if key not in self._unarrived:
+                    self._unarrived[key] = unarrived_data(tensor)
+                _waiting[key] = self, bucket
+                replace_data(tensor, self._unarrived[key])
+                _set_class(tensor, _waiting_class(type(tensor)))
 
     def finish(self, buckets: Iterable[int] | None = None) -> None:
         """Wait for some buckets, or all; their parameters are plain ones again."""
@@ -68,9 +101,22 @@ class WaitingParameters:
         """Give parameters their own class back, without a wait."""
         wanted = range(len(self._members)) if buckets is None else buckets
         with _lock:
-            for tensor, _ in chain.from_iterable(self._members[bucket] for bucket in wanted):
-                if _waiting.pop(id(tensor), None) is not None:
-                    tensor.__class__ = tensor.__class__.__mro__[2]
+            tensors = [tensor for index in wanted for tensor, _ in self._members[index] if id(tensor) in _waiting]
+            if not tensors:
+                return
+            thread = threading.Thread(target=self._give_back, args=(tensors,))  # what is set in this one is not there
+            thread.start()
+            thread.join()
+            for tensor in tensors:
+                _set_class(tensor, type(tensor).__mro__[2])
+                del _waiting[id(tensor)]
+
+    def _give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            replace_data(tensor, self._data.pop(id(tensor)))
+
+
+_set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 
 
 class _Waiting:
@@ -90,6 +136,16 @@ class _Waiting:
             _finish((*args, *keywords.values()))
             return func(*args, **keywords)
         return super().__torch_function__(func, types, args, keywords)  # type: ignore[misc]  # of the own class
+
+    @property
+    def __class__(self) -> type:
+        """The parameter's own class, so that nobody who exchanges classes (``swap_tensors``) passes this one on."""
+        return type(self).__mro__[2]
+
+    @__class__.setter
+    def __class__(self, other: type) -> None:
+        _finish((self,))
+        _set_class(self, other)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the final value, as a parameter of its own class."""
@@ -132,6 +188,30 @@ def _finish_buckets(wanted: Mapping[WaitingParameters, set[int]]) -> None:
         owner.finish(sorted(buckets))
 
 
+def _on_read(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wait for what an operation gets that is called where ``__torch_function__`` is not: in C++, or switched off."""
+    _finish((*args, *kwargs.values()))
+    if any(isinstance(value, torch.Tensor) and is_unarrived(value) for value in tree_leaves((args, kwargs))):
+        raise UpdateError(
+            f"{operation} reads an alias of a parameter that was taken while its new value was under way; call "
+            "syncline.synchronize() after step(), or take Sharded(overlap_forward=False)"
+        )
+    return operation(*args, **kwargs)
+
+
+def _on_compile(_: Any) -> None:
+    """Let what is compiled see plain parameters, from now on after each step."""
+    for owner, _ in tuple(_waiting.values()):
+        owner.is_compiled = True
+    _finish_all()
+
+
+@cache
+def _hear_of_reads() -> None:
+    """Register once in a process, and not before it is needed."""
+    on_unarrived_read(_on_read)
+
+
 os.register_at_fork(before=_finish_all)
 
 
@@ -157,9 +237,9 @@ _PROPERTIES = (
     "is_meta", "is_sparse", "is_quantized", "retains_grad", "output_nr", "itemsize", "nbytes", *UNVALUED_PROPERTIES,
 )  # fmt: skip
 _METHODS = (
-    "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "ndimension",
+    "size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "ndimension",
     "is_floating_point", "is_complex", "get_device", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "is_shared", "is_pinned", "__len__", "__hash__",
+    "requires_grad_", "__len__", "__hash__",
 )  # fmt: skip
 _WITHOUT_VALUES = frozenset(
     {getattr(getattr(torch.Tensor, name), access) for name in _PROPERTIES for access in ("__get__", "__set__")}

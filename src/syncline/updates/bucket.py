@@ -6,9 +6,10 @@ for one such plan. Buckets are numbered in forward order, from which their urgen
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -207,6 +208,13 @@ class Bucket:
         """Bring parameters that arrived to where the model reads them."""
         if self.wire_parameters is not self.parameters:
             self.parameters.copy_(self.wire_parameters)
+
+    def poison(self, kept: Iterable[tuple[int, int]]) -> None:
+        """Let all parameters but the elements ``kept`` be NaN until new ones are there: who reads them then shows."""
+        old = [(start, stop, self.parameters[start:stop].clone()) for start, stop in kept]
+        self.parameters.fill_(math.nan)
+        for start, stop, values in old:
+            self.parameters[start:stop] = values
 
     def release(self) -> None:
         """Let go of the memory; parameters keep what they lie in until they are moved."""

@@ -129,6 +129,8 @@ class InBackwardUpdater(ShardedUpdater):
         self._gradients.hand_over()
         self._ready.begin()
         for bucket in self.buckets:
+            if self._checks_stale:
+                bucket.poison(())  # they are stepped on beside it
             self._thread.submit(bucket.index, (), partial(self._ask, bucket))
         self.step_number += 1
 

@@ -160,6 +160,85 @@ def storage_number(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_READ_KEY = "TESTING_ONLY_GenericMode"
+"""A dispatch key before all others, of which PyTorch makes no use outside of tests of its own."""
+
+
+class _Unarrived(torch.Tensor):
+    """A tensor without memory; never called, as parameters take its data and not its class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _read_keys() -> Any:
+    """Return the set of ``_READ_KEY`` alone.
+
+    Keys can be named in ``torch.library``, and given to tensors only here.
+    """
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_READ_KEY))
+
+
+def unarrived_data(like: torch.Tensor) -> torch.Tensor:
+    """Return what a parameter may have for its ``.data`` (:func:`replace_data`) before its value is there.
+
+    It has no memory, and whatever operation is dispatched with it, be it from C++, calls :func:`on_unarrived_read`'s
+    function first. ``__torch_function__`` is told of Python's calls alone, modes of those in their thread.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        _Unarrived,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        _extra_dispatch_keys=_read_keys(),
+    )
+
+
+def is_unarrived(tensor: torch.Tensor) -> bool:
+    """Whether it has :func:`unarrived_data`, or is an alias of what has.
+
+    Nothing public says which keys a tensor has.
+    """
+    return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(_READ_KEY))
+
+
+def on_unarrived_read(function: Callable[..., Any]) -> None:
+    """Let ``function(operation, *args, **kwargs)`` take the place of operations on what has not arrived, for good.
+
+    The public ``Library`` registers it; the key is one that is not documented.
+    """
+    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(function, _READ_KEY)
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []
+"""They take back what they registered when they are freed."""
+
+
+def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Assign to ``tensor.data``, without a call of :func:`on_unarrived_read`'s function or ``__torch_function__``.
+
+    Call it on a thread of its own where functorch or a mode may be at work: those begin to dispatch anew.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_read_keys()):
+        tensor.data = data
+
+
+def before_compiling(function: Callable[[Any], None]) -> None:
+    """Call ``function``, once however often it is given, before ``torch.compile`` compiles or looks at values.
+
+    ``torch.compiler`` has nothing like it. The optimizers of PyTorch have imported this module already;
+    ``torch.compiler.reset()`` forgets the function.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    if function not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(function)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made ``module``, or ``module.compile()`` was called.
 

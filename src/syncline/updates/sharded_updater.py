@@ -33,6 +33,7 @@ from syncline.updates.shard import Shard
 from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.state import StateEntry, StateSource
 from syncline.updates.worker_thread import WorkerThread
+from syncline.variables import process_variables
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class ShardedUpdater(Updater):
     ) -> None:
         super().__init__(setting)
         self.defers_parameters = overlap_forward
+        self._checks_stale = overlap_forward and process_variables().get("SYNCLINE_CHECK_STALE") == "1"
         bucket_schedules = self.collectives.bucket_schedules
         self.shards = [
             Shard(
@@ -136,6 +138,9 @@ class ShardedUpdater(Updater):
             options=self._hyperparameters(),
         )
         self._ready.begin()
+        if self._checks_stale:
+            for bucket, shard in zip(self.buckets, self.shards, strict=True):
+                bucket.poison((segment.start, segment.stop) for segment in shard.segments)
         for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
             needed = step.gradients.report.work, reduction
             ready = [work for work in needed if not work.is_made_by_waiting]  # the job waits, and makes it
