@@ -78,12 +78,14 @@ def train(
     def body(fleet: Fleet) -> None:
         inner = torch.optim.SGD(models[fleet.rank].parameters(), lr=0.01)
         model, optimizer = distribute(models[fleet.rank], inner, rule, fleet=fleet)
-        for number, (inputs, targets) in enumerate(batches):
+        for number, (inputs, targets) in enumerate(batches if not optimizer.is_server else ()):
             model.factor = factors.get((fleet.rank, number), 1.0)
             loss_of(model, inputs.chunk(world)[fleet.rank], targets.chunk(world)[fleet.rank]).backward()
             use(model, optimizer, number)
             optimizer.zero_grad()
         optimizer.synchronize()
+        if optimizer.is_server:
+            optimizer.serve()
 
     run_fleets(world, body, accept=UpdateError)
     return models
@@ -169,9 +171,17 @@ def test_grad_scaler(rule: UpdateRule, told: list[str], run_fleets: Any) -> None
     assert all(bool(parameter.isfinite().all()) for model in models for parameter in model.parameters())
 
 
-def test_a_rule_that_never_waits_tells_its_own(told: list[str], run_fleets: Any) -> None:
-    train(run_fleets, Overlapped(period=100), {(1, 2): float("nan")}, world=2)
-    assert "began in the gradients of rank 1 at step 3" in told[0]
+@pytest.mark.parametrize("servers", ["shared", "dedicated:1"])
+@pytest.mark.parametrize("kind", ["swap", "rebase"])
+def test_a_rule_that_never_waits_names_whom_it_came_from(
+    servers: str, kind: Any, told: list[str], run_fleets: Any
+) -> None:
+    """Rank 0 makes NaN of its own as soon as it has taken in that of rank 1."""
+    rule = Overlapped(period=100, max_staleness=1, servers=servers, rule=kind, bucket_bytes=1000)
+    train(run_fleets, rule, {(1, 1): float("nan")}, world=3 if servers != "shared" else 2)
+    assert len(told) == 2
+    for text in told:
+        assert text.startswith("NaN or infinity began in the gradients of rank 1 at step 2, first in parameter 'first")
 
 
 def read_batches(run_fleets: Any, batches: list[list[Any]]) -> None:

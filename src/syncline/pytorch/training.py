@@ -64,7 +64,9 @@ class Training:
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._consistency = Consistency(model, updater, every=check_every)
         ranks = range(control.world_size) if updater.is_synchronous else (control.rank,)
-        self._watch = StepWatch(updater.buckets, rank=control.rank, ranks=ranks)
+        self._watch = StepWatch(
+            updater.buckets, rank=control.rank, ranks=ranks, heard=lambda: self.updater.nonfinite_origin
+        )
         self._collector = GradientCollector(
             updater,
             updater.make_reports(),

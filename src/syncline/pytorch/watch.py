@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import cmath
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.memory import bytes_of
 from syncline.updates.private_torch import tree_leaves
 from syncline.updates.report import PendingReport
+from syncline.updates.rule import NonfiniteOrigin
 
 _NUM_BATCHES = 2
 """Steps in which batches are compared; ranks that have one batch in common may have met by chance, as in a pair of
@@ -41,10 +42,19 @@ class StepWatch:
 
     Notes of a report are the size of the batch (negative if it does not matter), and then those of :meth:`notes`.
 
-    ``ranks`` are those that tell: all, or this one alone where steps are not common.
+    ``ranks`` are those that tell: all, or this one alone where steps are not common; then ``heard`` returns what others
+    have told otherwise of where NaN began.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        heard: Callable[[], NonfiniteOrigin | None] = lambda: None,
+    ) -> None:
+        self._heard = heard
         self._names = {slot.position: slot.name for bucket in buckets for slot in bucket.plan.slots}
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -139,7 +149,8 @@ class StepWatch:
 
     def _warn_of_nonfinite(self, places: Sequence[int], number: int) -> None:
         began = [rank for rank, place in zip(self._ranks, places, strict=True) if place]
-        if not began or self._has_warned:
+        has_heard = self._rank == 0 and self._heard_by(number) is not None
+        if not (began or has_heard) or self._has_warned:
             return
         self._has_warned = True
         if self._rank in {*began, self._ranks[0]}:
@@ -150,8 +161,18 @@ class StepWatch:
                 stacklevel=2,
             )
 
+    def _heard_by(self, number: int) -> NonfiniteOrigin | None:
+        """Return where another rank has told that NaN began, in this step or before."""
+        heard = self._heard()
+        return heard if heard is not None and heard.step <= number else None
+
     def _origin(self, places: Sequence[int], number: int) -> str:
         began = {rank: place for rank, place in zip(self._ranks, places, strict=True) if place}
+        heard = self._heard_by(number)
+        if heard is not None:
+            place = f"rank {heard.rank} at step {heard.step}, first in parameter {self._names[heard.position]!r}"
+            reached = f", and reached those of rank {self._rank} by step {number}" if began else ""
+            return f"NaN or infinity began in the gradients of {place}{reached}"
         if not began:
             return ""
         first = min(began)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,15 @@ Recover = Callable[[BaseException], None]
 """Called on the training thread with what a collective of this epoch ended with: raises it if it is no loss, or if this
 rank does not go on. Else it returns in a new epoch: ``collectives`` move buckets among the members that are left, and
 :meth:`Updater.resume` was called."""
+
+
+class NonfiniteOrigin(NamedTuple):
+    """Where NaN or infinity began, as the rank told that made it; the earliest is the smallest."""
+
+    step: int
+    rank: int
+    position: int
+    """Of the parameter, ``slot.position``."""
 
 
 class Commit(Protocol):
@@ -122,6 +131,11 @@ class Updater(ABC):
 
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
+
+    @property
+    def nonfinite_origin(self) -> NonfiniteOrigin | None:
+        """Where another rank told that NaN or infinity began, with rules whose reports are each rank's own."""
+        return None
 
     @property
     def is_elastic(self) -> bool:

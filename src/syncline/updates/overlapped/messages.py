@@ -150,8 +150,19 @@ class Answer:
     ranks: tuple[int, ...]
 
 
-Note = Lost | Stopped | Question | Answer
-_NOTES = {kind.__name__: kind for kind in (Lost, Stopped, Question, Answer)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """To everyone: the own gradient of this rank at ``step`` is not finite, first in the parameter at ``position``.
+
+    It is told before the gradient is pushed, so that who gets NaN from a server knows whence it came.
+    """
+
+    step: int
+    position: int
+
+
+Note = Lost | Stopped | Question | Answer | Nonfinite
+_NOTES = {kind.__name__: kind for kind in (Lost, Stopped, Question, Answer, Nonfinite)}
 
 
 def decode_note(text: bytes) -> tuple[Note, tuple[memoryview, ...]]:

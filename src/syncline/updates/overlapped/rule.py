@@ -23,7 +23,7 @@ from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting
+from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeUpdater
 
 Kind = Literal["swap", "additive", "rebase"]
@@ -193,6 +193,9 @@ class OverlappedUpdater(WholeUpdater):
             self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
         )
         self._weight = 0.0
+        self._nonfinite = 0
+        """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
+        self._has_told_nonfinite = False
         self._num_before = 0
         self.is_server = not self.client.links
         self._note_start()
@@ -220,6 +223,11 @@ class OverlappedUpdater(WholeUpdater):
     def go_on_from(self, iteration: int) -> None:
         """Count from there on."""
         self._num_before = iteration - self.client.iteration
+
+    @property
+    def nonfinite_origin(self) -> NonfiniteOrigin | None:
+        """Where another rank told that NaN or infinity began first."""
+        return self.client.nonfinite
 
     @property
     def is_at_period_start(self) -> bool:
@@ -252,6 +260,7 @@ class OverlappedUpdater(WholeUpdater):
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take note of how many samples are behind the gradients."""
         self._weight = report.total
+        _, self._nonfinite, *_ = map(int, report.notes[0]) if report.notes else (0, 0)
         return report.result().present
 
     def step(self) -> None:
@@ -261,6 +270,9 @@ class OverlappedUpdater(WholeUpdater):
         start_ns = trace.now_ns()
         if self.is_at_period_start:
             self._note_start()
+        if self._nonfinite and not self._has_told_nonfinite:
+            self._has_told_nonfinite = True
+            self.client.tell_nonfinite(self.iteration + 1, self._nonfinite - 1)
         self.client.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
             self._show_gradients()

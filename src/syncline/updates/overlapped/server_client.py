@@ -26,13 +26,14 @@ from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.messages import NOTES, Answer, Lost, Note, Question, Stopped, decode_note
+from syncline.updates.overlapped.messages import NOTES, Answer, Lost, Nonfinite, Note, Question, Stopped, decode_note
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
 from syncline.updates.overlapped.succession import Succession
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.rule import NonfiniteOrigin
 
 NOTE_URGENCY = -1
 NOTE_BYTES = 128
@@ -76,6 +77,8 @@ class ServerClient(Driver):
         self._answers: dict[int, tuple[int, ...]] = {}
         self._news = News()
         """Whom each server waits for, as it last said."""
+        self.nonfinite: NonfiniteOrigin | None = None
+        """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
         link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
@@ -137,6 +140,10 @@ class ServerClient(Driver):
         for link, gradient in zip(self.links, gradients, strict=True):
             link.finish_step(gradient)
         self.counts.note_step(staleness=max(link.machine.staleness for link in self.links), num_rounds=num_rounds)
+
+    def tell_nonfinite(self, step: int, position: int) -> None:
+        """Tell all others that the own gradient of ``step`` is not finite, before it is pushed."""
+        self._port.call_soon(self._tell_nonfinite, Nonfinite(step=step, position=position))
 
     def end_period(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[list[bool]]:
         """Replace ``parts`` (for each bucket its parameters, then its states) by their averages over the workers.
@@ -304,6 +311,11 @@ class ServerClient(Driver):
     def _tell(self, peer: int, note: Note) -> None:
         self._notes.send(peer, encode_record(note))
 
+    def _tell_nonfinite(self, note: Nonfinite) -> None:
+        for peer in range(self.terms.world_size):
+            if peer != self._port.rank and peer not in self.lost:
+                self._tell(peer, note)
+
     def _tell_loss(self, rank: int, *, is_left_behind: bool, is_told: bool = False) -> None:
         """Tell all others, also the one that is lost: it may live."""
         for peer in range(self.terms.world_size):
@@ -319,6 +331,9 @@ class ServerClient(Driver):
         self._notes.listen(peer)
         if isinstance(note, Lost):
             self._on_told_loss(peer, note)
+        elif isinstance(note, Nonfinite):
+            origin = NonfiniteOrigin(step=note.step, rank=peer, position=note.position)
+            self.nonfinite = min(self.nonfinite or origin, origin)
         elif isinstance(note, Answer):
             self._answers[peer] = note.ranks
         elif isinstance(note, Question):
