@@ -15,9 +15,9 @@ from syncline.errors import UpdateError
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
-from syncline.pytorch.optimizer_state import divided_state, gather_state, spread_state
+from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
-from syncline.updates.private_torch import note_step, state_hooks
+from syncline.updates.private_torch import call_with_step_hooks, note_step, state_hooks
 
 
 class Growing(Protocol):
@@ -126,7 +126,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises :class:`UpdateError`, and what went wrong since the last step.
         """
-        loss = self.training.step(closure)
+        return call_with_step_hooks(self, DistributedOptimizer._step, (self,) if closure is None else (self, closure))
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's hooks on all optimizers are called with the inner one
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.training.calls.step(self.training.step, closure)
         note_step(self.inner)
         if self._elastic is not None:
             self._elastic.end_step()
@@ -344,8 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for hook in state_hooks(self, "state_dict_pre"):
             hook(self)
-        updater = self.training.updater
-        whole = gather_state(updater) if updater.divides_gradients else self.inner.state_dict()
+        whole = self.training.calls.state_dict()
         for hook in state_hooks(self, "state_dict_post"):
             changed = hook(self, whole)
             whole = whole if changed is None else changed
@@ -366,10 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for hook in state_hooks(self, "load_state_dict_pre"):
             changed = hook(self, given)
             given = given if changed is None else changed
-        if self.training.updater.divides_gradients:
-            spread_state(self.training.updater, given)
-        else:
-            self.inner.load_state_dict(given)
+        self.training.calls.load_state_dict(given)
         for hook in state_hooks(self, "load_state_dict_post"):
             hook(self)
 

@@ -20,12 +20,11 @@ from syncline.updates.state_values import decode_single, describe_state, dtype_o
 Values = dict[str, dict[str, Any]]
 
 
-def gather_state(updater: Updater) -> dict[str, Any]:
-    """Return the whole state in torch's own form, on every rank; a collective."""
+def gather_state(updater: Updater) -> dict[int, Any]:
+    """Return the whole state by parameters' numbers, as torch's own form has it, on every rank; a collective."""
     state = collect_state(updater)
     numbers = _numbers(updater)
-    by_number = {number: state[name] for name, number in sorted(numbers.items(), key=_second) if state.get(name)}
-    return {"state": by_number, "param_groups": updater.optimizer.state_dict()["param_groups"]}
+    return {number: state[name] for name, number in sorted(numbers.items(), key=_second) if state.get(name)}
 
 
 def collect_state(updater: Updater) -> Values:

@@ -19,6 +19,7 @@ from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.inner_calls import InnerCalls
 from syncline.pytorch.joining import Joining, Save, check_join
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
@@ -63,10 +64,7 @@ class Training:
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._consistency = Consistency(model, updater, every=check_every)
-        ranks = range(control.world_size) if updater.is_synchronous else (control.rank,)
-        self._watch = StepWatch(
-            updater.buckets, rank=control.rank, ranks=ranks, heard=lambda: self.updater.nonfinite_origin
-        )
+        self._watch = _watch_steps(updater)
         self._collector = GradientCollector(
             updater,
             updater.make_reports(),
@@ -81,9 +79,9 @@ class Training:
         self._stand_ins = StandIns(updater)
         self._grouped = _parameters_of(updater.optimizer)
         self._forward_ns = 0
-        self._has_compiled_parts = self._is_stepping = self._following = False
+        self._has_compiled_parts = self._following = False
+        self.calls = InnerCalls(updater)
         self._handles = [
-            updater.optimizer.register_step_pre_hook(Hook(self._before_inner_step)),
             *self._forward_hooks(),
             *self._state_hooks(),
         ]
@@ -190,11 +188,13 @@ class Training:
 
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ."""
-        with self._stepping():
+        with self.calls.stepping():
             self.updater.end_period()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, also combined ones that were not used for a step; or make them zeros."""
+        if not self.calls.zero_grad(set_to_none=set_to_none) and any(p.grad is not None for p in self._bucketed):
+            return  # so it was meant
         if not set_to_none:
             for tensor in self._bucketed:
                 if tensor.grad is not None:
@@ -229,7 +229,7 @@ class Training:
     def finish(self) -> None:
         """End what is under way on all ranks, before the fleet closes."""
         self.follow()
-        with self._stepping():
+        with self.calls.stepping():
             self.updater.finish()
         self.synchronize()
         self._watch.read()
@@ -243,6 +243,7 @@ class Training:
         self.is_closed = True
         self._waiting.release()
         self._collector.remove()
+        self.calls.remove()
         for handle in self._handles:
             handle.remove()
         self.updater.close()
@@ -290,7 +291,7 @@ class Training:
         if overlaps:
             self._waiting.begin()
         loss = None
-        with self._stepping():
+        with self.calls.stepping():
             if closure is None:
                 self.updater.step()
             else:
@@ -306,15 +307,6 @@ class Training:
             self.synchronize()
         self._watch.begin_step(self._collector.report, self.updater.iteration)
         return loss
-
-    @contextlib.contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Within this context the update rule may step the user's optimizer."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let the closure's loss be the mean over ranks, so that an optimizer that decides by it does so alike."""
@@ -332,14 +324,6 @@ class Training:
             return torch.as_tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
 
         return evaluate
-
-    def _before_inner_step(self, *_: Any) -> None:
-        """Refuse steps of the optimizer that was given to ``distribute()``: they would be of this rank alone."""
-        if not self._is_stepping:
-            raise UpdateError(
-                "step() was called of the optimizer that was given to distribute(), which would step this rank alone; "
-                "call step() of the optimizer that distribute() returned: model, optimizer = syncline.distribute(...)"
-            )
 
     def _before_forward(self, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -426,6 +410,12 @@ class Training:
     def _check_open(self) -> None:
         if self.is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
+
+
+def _watch_steps(updater: Updater) -> StepWatch:
+    rank, world_size = updater.collectives.control.rank, updater.collectives.control.world_size
+    ranks = range(world_size) if updater.is_synchronous else (rank,)
+    return StepWatch(updater.buckets, rank=rank, ranks=ranks, heard=lambda: updater.nonfinite_origin)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:

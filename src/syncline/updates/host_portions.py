@@ -14,7 +14,7 @@ from syncline.errors import ConfigurationError
 from syncline.topology import Host, Topology
 from syncline.units import format_size
 from syncline.updates.bucket import BucketPlan
-from syncline.updates.inner import ELEMENTWISE, make_inner
+from syncline.updates.inner import ELEMENTWISE, make_inner, step_without_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def state_bytes_per_element(
     probe = torch.nn.Parameter(torch.zeros(_NUM_PROBED, dtype=dtype, device=device))
     inner = make_inner(optimizer, group, [probe])
     probe.grad = torch.zeros_like(probe)
-    inner.step()
+    step_without_hooks(inner)
     kept = [value for value in inner.state[probe].values() if isinstance(value, torch.Tensor)]
     return sum(value.element_size() for value in kept if value.shape == probe.shape)
 

@@ -49,8 +49,14 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
     """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that ``rule`` would give it."""
     kind = type(optimizer)
     check_is_served(optimizer)
-    if kind in ELEMENTWISE:
+    is_replaced = kind in ELEMENTWISE and not is_torchs(kind)
+    if kind in ELEMENTWISE and not is_replaced:
         return
+    if is_replaced and not whole_parameters:
+        raise UpdateError(
+            f"{kind.__name__}.step was replaced on its class, and {rule}() would give it arbitrary pieces of "
+            f'parameters; use {rule}(align="parameter"), where it gets whole ones, or update=AllReduce()'
+        )
     if why := why_not_independent(partial(make_inner, optimizer, 0)):
         remedy = "update=AllReduce()" if rule == "Sharded" else "an optimizer that treats each parameter by itself"
         raise UpdateError(
@@ -63,6 +69,28 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
             f"{rule}() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
             f'allow (known: {names}); use {rule}(align="parameter"), where it gets whole parameters'
         )
+
+
+_HOOKED = optim.Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def own_step(kind: type[optim.Optimizer]) -> Any:
+    """Return the step of a class without torch's wrapper, which calls hooks."""
+    step: Any = kind.step
+    while getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    return step
+
+
+def is_torchs(kind: type[optim.Optimizer]) -> bool:
+    """Whether its step is one of PyTorch's own, which loops over the groups."""
+    home = getattr(own_step(kind), "__globals__", {}).get("__name__", "")  # ``__module__`` is what wrappers copy
+    return str(home).startswith("torch.optim")
+
+
+def step_without_hooks(optimizer: optim.Optimizer) -> None:
+    """Step the optimizer of a shard: hooks that users registered are called with their own optimizer, once."""
+    own_step(type(optimizer))(optimizer)
 
 
 def make_inner(optimizer: optim.Optimizer, group: int, pieces: Sequence[torch.nn.Parameter]) -> optim.Optimizer:

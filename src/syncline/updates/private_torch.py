@@ -252,6 +252,34 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def call_with_step_hooks(optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call ``step`` between the hooks that ``register_step_pre_hook`` and its like were given for ``optimizer``.
+
+    ``Optimizer.profile_hook_step`` calls those of all optimizers too, a second time where one optimizer holds another.
+    """
+    kwargs: dict[str, Any] = {}
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    result = step(*args, **kwargs)
+    for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, args, kwargs)
+    return result
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether users have registered hooks before steps, of ``optimizer`` or of all; one is this library's own."""
+    from torch.optim import optimizer as home
+
+    return len(optimizer._optimizer_step_pre_hooks) + len(home._global_optimizer_pre_hooks) > 1
+
+
+def is_of_scheduler(step: object) -> bool:
+    """Whether an LR scheduler put ``step`` on its optimizer, to see that it is called."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
 def let_scalers_step(optimizer: torch.optim.Optimizer) -> None:
     """Let ``torch.amp.GradScaler`` call ``step()`` whatever gradients there are, with ``SCALED`` set meanwhile.
 

@@ -22,7 +22,7 @@ import torch
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import Ranges
-from syncline.updates.inner import make_inner
+from syncline.updates.inner import make_inner, step_without_hooks
 from syncline.updates.peer_state import HeldState
 from syncline.updates.shard_view import Segment, ShardView, merged, segments_of
 from syncline.updates.state import StateEntry, StateSource, copied, is_elementwise, num_state_bytes
@@ -95,7 +95,7 @@ class Shard:
             for view in active:
                 view.load()
             self._inner.param_groups[0].update(options)
-            self._inner.step()
+            step_without_hooks(self._inner)
             for view in active:
                 view.store()
 
