@@ -126,9 +126,6 @@ class Updater(ABC):
     is_in_first_replica = True
     """Whether this rank's part of the state is the one to be saved, where several parts of the job have the same."""
 
-    steps_in_backward = False
-    """Whether parameters are stepped during the backward pass, before ``step()`` is called."""
-
     is_server = False
     """Whether this rank only serves the others: it calls :meth:`serve`, and neither trains nor steps."""
 
