@@ -269,14 +269,20 @@ def call_with_step_hooks(optimizer: torch.optim.Optimizer, step: Callable[..., A
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether users have registered hooks before steps, of ``optimizer`` or of all; one is this library's own."""
+    """Whether users have registered hooks before steps, of ``optimizer`` or of all; one is this library's own.
+
+    Hooks can be registered and called by public functions, and not looked for.
+    """
     from torch.optim import optimizer as home
 
     return len(optimizer._optimizer_step_pre_hooks) + len(home._global_optimizer_pre_hooks) > 1
 
 
 def is_of_scheduler(step: object) -> bool:
-    """Whether an LR scheduler put ``step`` on its optimizer, to see that it is called."""
+    """Whether an LR scheduler put ``step`` on its optimizer, to see that it is called.
+
+    Such a step changes nothing, and PyTorch has no public mark for it.
+    """
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
