@@ -162,7 +162,7 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield what a module has itself, or in a ``ParameterDict`` and the like, whose class has no forward."""
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if not isinstance(child, torch.jit.ScriptModule) and type(child).forward is nn.Module.forward:
             yield from _own_parameters(child)
 
 
