@@ -9,7 +9,8 @@ batches of those who counted in each step, and compares all bits of the paramete
 
 *Goodput* is the steps that count, times the time of an undisturbed step (the median of those in which all ranks were
 there before and after), over the time from the first step to the last one. *Goodput in batches* counts a step by the
-part of the ranks whose batches are in it.
+part of the ranks whose batches are in it. *Lost to changes* is the time from the last step of one epoch to the first of
+the next, less a step each: what kills and newcomers cost by themselves, on a machine where others work too.
 """
 
 from __future__ import annotations
@@ -182,11 +183,13 @@ def measure(history: list[dict[str, Any]], num_ranks: int) -> dict[str, float]:
     ]
     step_s, took_s = statistics.median(whole), history[-1]["at_s"] - history[0]["at_s"]
     batches = sum(len(one["counted"]) for one in history[1:]) / num_ranks
+    changes = [after["at_s"] - before["at_s"] for before, after in pairs if before["epoch"] != after["epoch"]]
     return {
         "step_s": step_s,
         "took_s": took_s,
         "goodput": (len(history) - 1) * step_s / took_s,
         "goodput_in_batches": batches * step_s / took_s,
+        "lost_to_changes": sum(each - step_s for each in changes) / took_s,
     }
 
 
