@@ -106,7 +106,7 @@ class GroupCalls:
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks on the root; the others give ``[]`` or ``[[]]`` as outputs."""
         settings = _settings(opts, c10d.GatherOptions, "rootRank")
-        wanted = _lists(outputs)[0] if outputs else []
+        wanted = _own_list(outputs, "gather")
         source = _only(inputs, "gather")
         return self._start(settings, wanted, self.state.collectives.gather, wanted, source, settings.rootRank)
 
@@ -114,7 +114,7 @@ class GroupCalls:
         """Give each rank its tensor of the root's list; the others give ``[]`` or ``[[]]`` as inputs."""
         settings = _settings(opts, c10d.ScatterOptions, "rootRank")
         output = _only(outputs, "scatter")
-        parts = _lists(inputs)[0] if inputs else []
+        parts = _own_list(inputs, "scatter")
         return self._start(settings, [output], self.state.collectives.scatter, output, parts, settings.rootRank)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
@@ -325,6 +325,14 @@ def _list(tensors: Any, call: str) -> list[torch.Tensor]:
 def _lists(tensors: Any) -> list[list[torch.Tensor]]:
     several = list(tensors)
     return [several] if several and isinstance(several[0], torch.Tensor) else [list(inner) for inner in several]
+
+
+def _own_list(tensors: Any, call: str) -> list[torch.Tensor]:
+    """Return the one list of a call that takes one on its root, and none or an empty one elsewhere."""
+    lists = _lists(tensors)
+    if len(lists) > 1:
+        raise ConfigurationError(f"{call} takes one list of tensors in a list, not {len(lists)}")
+    return lists[0] if lists else []
 
 
 def _flat(lists: Any) -> list[torch.Tensor]:
