@@ -9,7 +9,7 @@ import pytest
 from markdown_pages import ROOT
 
 FOLDERS = ("tests/backend", "tests/examples", "tests/frameworks", "tests/launchers", "tests/pytorch")
-PAGES = ("docs/backend.md", "docs/frameworks.md", "docs/launchers/README.md")
+PAGES = ("docs/backend.md", "docs/frameworks.md", "docs/launchers/README.md", "docs/torch-tests.md")
 TABLE = re.compile(r"^\|(?P<head>.*)\|\n\|[-|]+\|\n(?P<rows>(?:\|.*\|\n)+)", re.MULTILINE)
 
 
