@@ -386,3 +386,71 @@ def test_gradients_of_a_copy_are_its_own(run_fleets: Any) -> None:
         return all(parameter.grad is not None for parameter in twin.parameters())
 
     assert run_pair(run_fleets, RULES[0], body) == [True, True]
+
+
+def clip_by_rows(parameter: nn.Parameter) -> None:
+    """Adaptive gradient clipping: each row by its own norm, against that of the parameter's row."""
+    assert parameter.grad is not None
+    norms = parameter.grad.norm(dim=1, keepdim=True)
+    most = parameter.detach().norm(dim=1, keepdim=True) * 0.01
+    parameter.grad.detach().mul_((most / norms).clamp(max=1.0))
+
+
+def clip_by_parameter(parameter: nn.Parameter) -> None:
+    """Adaptive gradient clipping of whole parameters."""
+    assert parameter.grad is not None
+    most = parameter.detach().norm() * 0.01
+    parameter.grad.detach().mul_((most / parameter.grad.norm()).clamp(max=1.0))
+
+
+REFUSED_CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "norms of rows": clip_by_rows,
+    "a factor for each row": lambda p: p.grad.mul_(torch.ones(len(p), 1)),  # type: ignore[union-attr]
+    "a divisor for each row": lambda p: p.grad.div_(torch.ones(len(p), 1)),  # type: ignore[union-attr]
+    "a bound for each row": lambda p: p.grad.clamp_(max=torch.ones(len(p), 1)),  # type: ignore[union-attr]
+    "noise": lambda p: p.grad.add_(torch.randn_like(p)),  # type: ignore[union-attr]
+    "noise of its own shape": lambda p: torch.randn_like(p.grad),  # type: ignore[arg-type]
+    "another gradient": lambda p: p.grad.copy_(torch.ones_like(p)),  # type: ignore[union-attr]
+    "its mean": lambda p: p.grad.mean(dim=1, keepdim=True),  # type: ignore[union-attr]
+    "its sign": lambda p: p.grad.sign_(),  # type: ignore[union-attr]
+    "a number": lambda p: p.grad.norm().item() and p.grad.tolist(),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("change", REFUSED_CHANGES.values(), ids=REFUSED_CHANGES.keys())
+def test_what_no_rank_can_do_alone_is_refused_by_name(
+    change: Callable[[nn.Parameter], object], run_fleets: Any
+) -> None:
+    def body(fleet: Fleet) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        model, _ = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), Sharded(), fleet=fleet)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(UpdateError, match=r"needs a whole gradient.*Sharded\(\).*update=AllReduce\(\)"):
+            change(model.weight)
+
+    run_fleets(1, body)
+
+
+@by_rule
+def test_clipping_each_parameter_by_its_own_norm(rule: UpdateRule, run_fleets: Any) -> None:
+    """Also what loops log: the norms of parameters, and torch's total norm, as they are with whole gradients."""
+
+    def body(fleet: Fleet) -> list[float]:
+        model = nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(6.0).view(2, 3))
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
+        model(torch.ones(2, 3) * (1 + fleet.rank)).square().sum().backward()
+        assert model.weight.grad is not None
+        norms = [float(model.weight.grad.norm()), float(torch.nn.utils.get_total_norm([model.weight.grad]))]
+        clip_by_parameter(model.weight)
+        optimizer.step()
+        return [*norms, *model.weight.detach().flatten().tolist()]
+
+    plain = torch.arange(6.0).view(2, 3).requires_grad_()
+    sum((torch.ones(2, 3) * (1 + rank) @ plain.T).square().sum() for rank in range(2)).div(2).backward()  # type: ignore[union-attr]
+    assert plain.grad is not None
+    norm = plain.grad.norm()
+    wanted = plain.detach() - plain.grad * (plain.detach().norm() * 0.01 / norm)
+    for found in run_fleets(2, body):
+        assert found == pytest.approx([float(norm), float(norm), *wanted.flatten().tolist()], rel=1e-5)

@@ -71,6 +71,8 @@ def test_state_that_another_rank_has_is_refused_with_a_remedy(rule: Sharded, run
         for parameter in model.parameters():
             with pytest.raises(UpdateError, match=r"'exp_avg' of .* optimizer\.state_dict\(\) returns it whole"):
                 optimizer.state[parameter]["exp_avg"]
+            with pytest.raises(UpdateError, match=r"cannot be changed with Sharded\(\).*load_state_dict"):
+                optimizer.state[parameter]["mine"] = 1
 
     on_one_rank(rule, act, run_fleets, num_ranks=2)
 
@@ -137,3 +139,31 @@ def test_a_parameter_that_leaves_its_group_is_not_stepped_in_silence(run_fleets:
 
     on_one_rank(Sharded(), sharded, run_fleets)
     on_one_rank(AllReduce(), whole, run_fleets)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state, _: state.clear(),
+        lambda state, parameter: state.pop(parameter),
+        lambda state, parameter: state.__setitem__(parameter, {}),
+        lambda state, parameter: state[parameter].__setitem__("mine", 1),
+        lambda state, parameter: state[parameter].setdefault("mine", 1),
+        lambda state, parameter: state[parameter].update(mine=1),
+        lambda state, parameter: state.__ior__({parameter: {}}),
+        lambda state, _: state[nn.Parameter(torch.ones(1))].__setitem__("mine", 1),
+    ],
+    ids=["clear", "pop", "set", "set-within", "setdefault", "update", "union", "without-state"],
+)
+def test_state_that_nobody_would_read_is_not_changed(change: Callable[[Any, Any], None], run_fleets: Any) -> None:
+    """Each had an error of Python's own, as "'mappingproxy' object has no attribute 'clear'"."""
+
+    def act(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+        one_step(model, optimizer)
+        parameter = next(model.parameters())
+        before = list(optimizer.state)
+        with pytest.raises(UpdateError, match=r"cannot be changed with Sharded\(\).*load_state_dict.*AllReduce\(\)"):
+            change(optimizer.state, parameter)
+        assert list(optimizer.state) == before
+
+    on_one_rank(Sharded(), act, run_fleets)

@@ -118,8 +118,14 @@ def _refusal(name: str) -> UpdateError:
 
 
 def _norm(
-    gradient: DividedGradient, p: Any = 2.0, *_: Any, dtype: torch.dtype | None = None, **__: Any
+    gradient: DividedGradient,
+    p: Any = 2.0,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
+        raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
     divided = gradient.updater.divided_gradients
     assert divided is not None, "only divided gradients are stood in for"
     order = 2.0 if p in {"fro", None} else float(p)
@@ -127,19 +133,36 @@ def _norm(
     return value.to(gradient.device, dtype or gradient.dtype)
 
 
-def _vector_norm(gradient: DividedGradient, ord: Any = 2.0, *_: Any, **options: Any) -> torch.Tensor:  # noqa: A002
-    return _norm(gradient, ord, **options)
+def _dimensions(dim: Any) -> tuple[int, ...]:
+    return (dim,) if isinstance(dim, int) else tuple(dim)
+
+
+def _vector_norm(gradient: DividedGradient, ord: Any = 2.0, *where: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+    return _norm(gradient, ord, *where, **options)
+
+
+def _number(value: Any, name: str) -> float:
+    """Return the one number that a whole gradient can be multiplied by."""
+    if isinstance(value, torch.Tensor) and (isinstance(value, DividedGradient) or value.numel() != 1):
+        raise _refusal(f"{name} by a tensor of shape {tuple(value.shape)}, element by element,")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _refusal(f"{name} by {value!r}") from None
 
 
 def _multiply(gradient: DividedGradient, factor: Any) -> DividedGradient:
     divided = gradient.updater.divided_gradients
     assert divided is not None, "only divided gradients are stood in for"
-    divided.scale(float(factor), (gradient.slot.position,))
+    divided.scale(_number(factor, "mul_()"), (gradient.slot.position,))
     return gradient
 
 
-def _divide(gradient: DividedGradient, divisor: Any) -> DividedGradient:
-    return _multiply(gradient, 1.0 / float(divisor))
+def _divide(gradient: DividedGradient, divisor: Any, *, rounding_mode: str | None = None) -> DividedGradient:
+    number = _number(divisor, "div_()")
+    if rounding_mode is not None or number == 0.0:
+        raise _refusal(f"div_({number:g}, rounding_mode={rounding_mode!r})")
+    return _multiply(gradient, 1.0 / number)
 
 
 def _check_and_unscale(
@@ -162,6 +185,9 @@ def _change(gradient: DividedGradient, function: Callable[[torch.Tensor], object
 
 
 def _clamp(gradient: DividedGradient, *bounds: Any, **named: Any) -> DividedGradient:
+    for bound in (*bounds, *named.values()):
+        if bound is not None:
+            _number(bound, "clamp_()")
     return _change(gradient, lambda part: part.clamp_(*bounds, **named))
 
 

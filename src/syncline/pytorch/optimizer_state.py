@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 import torch
 
@@ -81,39 +80,86 @@ def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
         for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
     }
     entries = updater.state_entries()
-    state: dict[torch.Tensor, _DividedState] = {}
+    values: dict[torch.Tensor, dict[str, Any]] = {}
     if updater.step_number or entries:
-        state = {tensor: _DividedState(name) for name, tensor in tensors.items()}
+        values = {tensor: {} for tensor in tensors.values()}
     for entry in entries:
-        of_parameter = state[tensors[entry.parameter]]
-        of_parameter.values_by_key[entry.key] = entry.value if entry.start is None else _DIVIDED
-    return MappingProxyType(state)
+        values[tensors[entry.parameter]][entry.key] = entry.value if entry.start is None else _DIVIDED
+    return _DividedStates({tensors[name]: _DividedState(values[tensors[name]], name) for name in tensors if values})
 
 
 _DIVIDED = object()
 
 
-class _DividedState(Mapping[str, Any]):
-    """The state of one parameter, of which this rank has a part, or nothing."""
+class _ReadOnlyState(MutableMapping[Any, Any]):
+    """State of which each rank has a part: changes are refused, since nobody would read them."""
 
-    def __init__(self, parameter: str) -> None:
-        self._parameter = parameter
-        self.values_by_key: dict[str, Any] = {}
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
 
-    def __getitem__(self, key: str) -> Any:
-        value = self.values_by_key[key] if self.values_by_key else _DIVIDED
-        if value is _DIVIDED:
-            raise UpdateError(
-                f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "
-                "optimizer.state_dict() returns it whole (every rank calls it), and AllReduce() keeps it whole"
-            )
-        return value
+    def __getitem__(self, key: Any) -> Any:
+        return self._values[key]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_by_key)
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self.values_by_key)
+        return len(self._values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+
+    def __delitem__(self, key: Any) -> None:
+        self._refuse()
+
+    def __ior__(self, _: object) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UpdateError(
+            "optimizer.state cannot be changed with Sharded(), whose ranks each keep a part of the state, where nobody "
+            "reads this; give a whole state to optimizer.load_state_dict(...), on every rank, keep values of your own "
+            "in a dict of your own, or use update=AllReduce()"
+        )
+
+
+class _DividedStates(_ReadOnlyState):
+    """The states of all parameters; as with torch's own, those that have none yet have an empty one."""
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        return self._values[key] if key in self else _ReadOnlyState({})
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, or ``default``."""
+        return self._values.get(key, default)
+
+
+class _DividedState(_ReadOnlyState):
+    """The state of one parameter, of which this rank has a part, or nothing."""
+
+    def __init__(self, values: dict[str, Any], parameter: str) -> None:
+        super().__init__(values)
+        self._parameter = parameter
+
+    def __contains__(self, key: object) -> bool:
+        if not self._values:
+            self._refuse_to_read(key)
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key] if self._values else _DIVIDED
+        if value is _DIVIDED:
+            self._refuse_to_read(key)
+        return value
+
+    def _refuse_to_read(self, key: object) -> NoReturn:
+        raise UpdateError(
+            f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "
+            "optimizer.state_dict() returns it whole (every rank calls it), and AllReduce() keeps it whole"
+        )
 
 
 def _numbers(updater: Updater) -> dict[str, int]:
