@@ -293,3 +293,18 @@ def test_ranks_of_a_host_take_the_next_ports() -> None:
     finally:
         second.close()
         first.close()
+
+
+def test_a_member_that_has_no_file_left_goes_on_without_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(loop: CommunicationLoop) -> None:
+        started.append(loop)
+        raise OSError(24, "Too many open files")
+
+    with members(2) as job:
+        growth = job.growths[1]
+        monkeypatch.setattr(CommunicationLoop, "start", start)
+        for attempt, num_tries in ((1, 1), (1, 1), (0, 1), (2, 2), (2, 2)):
+            assert growth.follow(attempt, 0) is None
+            assert len(started) == num_tries

@@ -120,7 +120,7 @@ def test_a_sum_that_overflows_is_looked_at_again(values: list[float], note: int)
     bucket.gradients[:] = torch.tensor(values)
     watch = StepWatch([bucket], rank=0, ranks=[0])
     watch.look(bucket)
-    assert watch.notes() == [note]
+    assert watch.notes()[0] == note
 
 
 @by_rule

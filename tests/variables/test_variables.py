@@ -43,6 +43,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_BIND_THREAD": "off",
     "SYNCLINE_CONGESTION": "reno",
     "SYNCLINE_JOIN_PORT": "32",
+    "SYNCLINE_ON_PREEMPTION": "leave",
     **SECRETS,
 }
 """Of each variable that ``init()`` reads by itself, a value that is not the default."""
@@ -65,6 +66,7 @@ GIVEN = Arguments(
     bind_thread=True,
     congestion="cubic",
     join_port=33,
+    on_preemption="checkpoint",
 )
 LAUNCHERS = {
     variable.name: "5" if "SIZE" in variable.name or "TASKS" in variable.name or "NUM" in variable.name else "4"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,22 @@ Foreground = Annotated[
 ]
 
 
+class Wish(StrEnum):
+    """The choices of ``--on-preemption``."""
+
+    LEAVE = "leave"
+    CHECKPOINT = "checkpoint"
+
+
+OnPreemption = Annotated[
+    Wish | None,
+    typer.Option(
+        help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or save.",
+        show_default=False,
+    ),
+]
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 @spread(RestartOptions, into="losses")
 def run(
@@ -50,6 +67,7 @@ def run(
     secret_file: SecretFile = None,
     trace: Trace = None,
     foreground: Foreground = None,
+    on_preemption: OnPreemption = None,
     losses: RestartOptions,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
@@ -81,6 +99,7 @@ def run(
         limits=losses.limits(),
         restarts=losses.restart_limits(),
         elastic=losses.elasticity(),
+        on_preemption=on_preemption.value if on_preemption is not None else None,
     )
     raise typer.Exit(launch(request))
 

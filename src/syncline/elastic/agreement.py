@@ -30,6 +30,8 @@ class Loss:
 
     accuser: int
     """The lowest rank that is known to accuse it."""
+    has_left: bool = False
+    """Whether it has said so itself: then it goes on nowhere else, and counts towards no quorum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class Agreement:
     """The last report of each rank since the last agreement."""
     base: Epoch = field(init=False)
     _first_free: int = 0
+    _leaving: set[int] = field(default_factory=set)
     _awaited: set[int] = field(default_factory=set)
     """Those that live and have not said the same: a report changes the place of its sender alone."""
     _has_learnt: bool = False
@@ -119,14 +122,18 @@ class Agreement:
         """The members that are not held lost, as far as is known."""
         return tuple(rank for rank in self.base.members if rank not in self.losses)
 
-    def lose(self, rank: int) -> list[Effect]:
+    def lose(self, rank: int, *, has_left: bool = False) -> list[Effect]:
         """Take note that this rank has lost ``rank``, or that it has left by itself."""
         if self.is_over or rank == self.rank:
             return []
-        has_grown = self._take(rank, Loss(accuser=self.rank))
+        has_grown = self._take(rank, Loss(accuser=self.rank, has_left=has_left))
         for report in tuple(self.heard.values()):  # some of which may be believed only now
             has_grown |= self._believe(report)
         return self._settle(has_grown)
+
+    def expect_leave(self, rank: int) -> None:
+        """Take note that all members know that ``rank`` leaves: however its loss is found, it has left."""
+        self._leaving.add(rank)
 
     def be_given_up(self, peer: int) -> list[Effect]:
         """Take note that ``peer`` has ended its connections to this rank because others told it to.
@@ -217,10 +224,11 @@ class Agreement:
 
     def _take(self, rank: int, loss: Loss) -> bool:
         """Hold a rank lost; return whether that is new."""
-        known = self.losses.get(rank)
-        if known is None or loss.accuser < known.accuser:
-            self.losses[rank] = loss
-        if known is not None:
+        known = self.losses.get(rank, loss)
+        has_left = known.has_left or loss.has_left or rank in self._leaving
+        is_new = rank not in self.losses
+        self.losses[rank] = Loss(accuser=min(known.accuser, loss.accuser), has_left=has_left)
+        if not is_new:
             return False
         self._has_learnt = True
         self.heard.pop(rank, None)
@@ -265,8 +273,8 @@ class Agreement:
 
     def _shortage(self) -> QuorumLostError | None:
         membership = Membership(self.base.members)
-        for rank in self.losses:
-            membership.lose(rank)
+        for rank, loss in self.losses.items():
+            membership.lose(rank, has_left=loss.has_left)
         shortage = membership.shortage(Quorum(), describe=self.describe)
         if shortage is None and len(membership.living) < self.min_ranks:
             shortage = membership.shortage(Quorum(count=self.min_ranks), describe=self.describe)

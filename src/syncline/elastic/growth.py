@@ -8,6 +8,7 @@ numbers of the others are 0, and a sum shows the first's.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from syncline.fabric import FabricOptions
 from syncline.fabric.sockets import open_listening_socket, resolve_address
 from syncline.observe import Trace
 from syncline.runtime import CommunicationLoop
+
+_log = logging.getLogger(__name__)
 
 MAX_PORTS = 64
 """Ranks of one host take the next free ports."""
@@ -69,6 +72,7 @@ class Growth:
         self._job: JobRecord | None = None
         self._rank = 0
         self._part: _Part | None = None
+        self._failed_attempt = 0
         self._address = resolve_address(options.address)
         options.check_exposure(self._address)
         if options.secret is None and not options.insecure:
@@ -123,7 +127,7 @@ class Growth:
             return self._take(decided)
         if self._part is not None and self._part.attempt != begun:
             self._leave_attempt()
-        if begun and self._part is None:
+        if begun and self._part is None and begun != self._failed_attempt:
             self._join_attempt(begun)
         return None
 
@@ -141,7 +145,13 @@ class Growth:
 
     def _join_attempt(self, attempt: int) -> None:
         loop = CommunicationLoop("syncline-larger", native=self._options.native)
-        loop.start()
+        try:
+            loop.start()
+        except OSError as error:
+            # Who leads does not hear from this member, and gives the attempt up; the training goes on as it was.
+            self._failed_attempt = attempt
+            _log.warning("nobody can come in: this rank cannot open what a larger job needs: %s; see ulimit -n", error)
+            return
         party: Future[Party] = Future()
         following = asyncio.run_coroutine_threadsafe(self._follow(attempt, party), loop.clock)
         self._part = _Part(attempt=attempt, loop=loop, party=party, following=following)

@@ -11,14 +11,14 @@ from syncline.errors import ConfigurationError, FabricError
 from syncline.fabric import MAX_CONTROL_BYTES
 
 _HEAD = struct.Struct("<IIHH")
-_LOSS = struct.Struct("<HH")
+_LOSS = struct.Struct("<HHB")
 
 
 def encode_report(report: Report) -> bytes:
     """Encode a report: a head, a bit for each rank that may be a member of the base, and the losses."""
     members = sum(1 << member for member in report.base.members)
     bits = members.to_bytes(-(-members.bit_length() // 8), "little")
-    losses = [_LOSS.pack(rank, loss.accuser) for rank, loss in sorted(report.losses.items())]
+    losses = [_LOSS.pack(rank, loss.accuser, loss.has_left) for rank, loss in sorted(report.losses.items())]
     payload = _HEAD.pack(report.base.number, report.first_free, len(bits), len(losses)) + bits + b"".join(losses)
     if len(payload) > MAX_CONTROL_BYTES - 16:
         raise ConfigurationError(
@@ -36,7 +36,10 @@ def decode_report(payload: bytes) -> Report:
         if len(payload) != start + num_losses * _LOSS.size:
             raise FabricError(f"A report of {len(payload)} bytes is cut off")
         base = _decode_base(number, payload[_HEAD.size : start])
-        losses = {rank: Loss(accuser=accuser) for rank, accuser in _LOSS.iter_unpack(payload[start:])}
+        losses = {
+            rank: Loss(accuser=accuser, has_left=bool(has_left))
+            for rank, accuser, has_left in _LOSS.iter_unpack(payload[start:])
+        }
     except struct.error as error:
         raise FabricError(f"{len(payload)} bytes are no report: {error}") from error
     return Report(base=base, losses=losses, first_free=first_free)

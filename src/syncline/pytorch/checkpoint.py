@@ -27,6 +27,7 @@ from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_
 from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
 from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
 from syncline.pytorch.checkpoint_together import Together
+from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.updates.state import StateEntry
 from syncline.updates.state_values import describe_state
 
@@ -68,6 +69,8 @@ def save_checkpoint(
     _check_number("keep", keep, least=1)
     _check_number("iteration", iteration, least=0)
     group = checkpoint_group_of(model, optimizer)
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.last_save = {"path": path, "extra": extra, "keep": keep, **parts}
     return _save(Path(path).absolute(), model, group, _Ask(extra, iteration, keep, parts), wait=wait)
 
 

@@ -69,6 +69,9 @@ def resume(
     >>> syncline.resume("run1", model, optimizer).iteration
     3
     """
+    if isinstance(optimizer, DistributedOptimizer):
+        keep = 2 if history.has_several(Path(path)) else None
+        optimizer.last_save = optimizer.last_save or {"path": path, "keep": keep, **parts}
     growing = optimizer.growing if isinstance(optimizer, DistributedOptimizer) else None
     if growing is not None:
         growing.offer_parts = partial(encode_parts, parts)

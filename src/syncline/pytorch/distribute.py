@@ -19,6 +19,7 @@ from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.fleet_growth import GrowingTraining
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.preemption import heed
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates import Sharded, UpdateRule
 
@@ -80,6 +81,7 @@ def distribute(
     distributed = DistributedOptimizer(
         installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
     )
+    distributed.heed = partial(heed, fleet, distributed)
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=lambda: distributed.iteration)
     if save_on_failure is not None:

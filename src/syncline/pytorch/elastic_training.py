@@ -105,6 +105,10 @@ class Recovery:
             else:
                 return
 
+    def expect_leave(self, rank: int) -> None:
+        """Take note that ``rank`` of the fabric leaves at the end of this step, as all members know."""
+        self._regroup.expect_leave(rank)
+
     def end_step(self, iteration: int) -> None:
         """Tell watchers of changes, if the step that has ended here is the first with the new members."""
         while self._settled and self._settled[0].iteration <= iteration:
@@ -210,7 +214,8 @@ class Recovery:
         if lost and fleet.base.rank == go.epoch.members[0]:
             steps = f" in step {self._parts[0].iteration + 1}" if self._parts else ""
             left = f"{go.epoch.world_size} ranks go on" if go.epoch.world_size > 1 else "one rank goes on"
-            print(f"syncline: {names} lost{steps}; {left} in epoch {go.epoch.number}", file=sys.stderr, flush=True)
+            verb = "left" if all(loss.has_left for loss in go.lost.values()) else "lost"
+            print(f"syncline: {names} {verb}{steps}; {left} in epoch {go.epoch.number}", file=sys.stderr, flush=True)
 
 
 class ElasticTraining:

@@ -17,6 +17,7 @@ from syncline.observe import Trace
 from syncline.pytorch.existing_group import GroupPlace, check_same
 from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
 from syncline.pytorch.limits import Limits, choose_limits
+from syncline.pytorch.notices import OnPreemption
 from syncline.pytorch.secret import read_secret
 from syncline.topology import Topology
 from syncline.variables import process_variables
@@ -46,6 +47,7 @@ class Arguments(TypedDict, total=False):
     congestion: str | None
     join: str | None
     join_port: int | None
+    on_preemption: OnPreemption | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class Environment:
     """Where members of the running job listen that this process is to come into; empty: it is there at the start."""
     join_port: int | None
     """Where this rank listens for newcomers; 0 is a free port, and None one that is opened when it is needed."""
+    on_preemption: OnPreemption | None
+    """What to do when this process is told that it is to end; None leaves its signals alone."""
     authenticates_frames: bool
     """Whether every frame carries a code that only who knows the secret can make."""
     limits: Limits
@@ -123,6 +127,7 @@ def read_environment(
         uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.get("shared_memory")),
         join=join,
         join_port=_choose_join_port(values, said),
+        on_preemption=_choose_on_preemption(values, said),
         authenticates_frames=_switch(
             values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"
         ),
@@ -194,6 +199,13 @@ def _choose_join_port(values: Mapping[str, str], said: Arguments) -> int | None:
     if not 0 <= port <= MAX_PORT:
         raise ConfigurationError(f"join_port must be from 0 to {MAX_PORT}, not {port}")
     return port
+
+
+def _choose_on_preemption(values: Mapping[str, str], said: Arguments) -> OnPreemption | None:
+    given = said.get("on_preemption") or values.get("SYNCLINE_ON_PREEMPTION") or None
+    if given not in (None, "leave", "checkpoint"):
+        raise ConfigurationError(f"on_preemption must be 'leave' or 'checkpoint', not {given!r}")
+    return given  # type: ignore[return-value]  # as was checked
 
 
 def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:

@@ -17,6 +17,7 @@ from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollectives, TensorWork
 from syncline.pytorch.fabric_place import FabricPlace
+from syncline.pytorch.notices import Notice, Preemption
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.runtime.control import Tally
@@ -59,6 +60,8 @@ class Fleet:
         """The Recovery that takes the job from epoch to epoch, if its models are elastic."""
         self.is_elastic: bool | None = None
         """What distribute() was told first; None before it."""
+        self.preemption: Preemption | None = None
+        """What takes note of signals that tell of this process's end, if ``init(on_preemption=)`` asked for it."""
         self._is_trusted = is_trusted
         self._make_collectives()
         self.next_stream = 1
@@ -114,6 +117,10 @@ class Fleet:
         True
         """
         return self.growth.join_address if self.growth is not None else None
+
+    def notice(self) -> Notice:
+        """Return what this rank was told of its end."""
+        return Notice.NONE if self.preemption is None else self.preemption.notice
 
     def numbers_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return what the job calls these ranks of :attr:`base`."""
@@ -352,6 +359,8 @@ class Fleet:
                 return
             self._is_closed = True
         leave_fleet(self)
+        if self.preemption is not None:
+            self.preemption.close()
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self._close_at_exit)
         with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from syncline.observe import Trace
 from syncline.pytorch.connecting import choose_fabric_options, connect, is_exposed
@@ -12,6 +13,7 @@ from syncline.pytorch.environment import Arguments, Environment, read_environmen
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.machines import choose_interface
+from syncline.pytorch.notices import Notice, OnPreemption, Preemption
 from syncline.pytorch.stores import open_store, store_of_group
 from syncline.pytorch.ways_in import Ways
 from syncline.topology import Topology
@@ -41,6 +43,7 @@ def init(
     congestion: str | None = None,
     join: str | None = None,
     join_port: int | None = None,
+    on_preemption: OnPreemption | None = None,
 ) -> Fleet:
     """Join the job, and return its fleet when all ranks are connected; every rank calls it once.
 
@@ -76,6 +79,10 @@ def init(
     :attr:`Fleet.join_address` (several: with commas). This process is a job of one rank then, until its
     ``distribute(..., elastic=True)`` has brought it in. ``join_port`` (``SYNCLINE_JOIN_PORT``): where this rank listens
     for newcomers, at this port or the first free one of the next 63 (0: any; default: any, from ``distribute()`` on).
+    ``on_preemption`` (``SYNCLINE_ON_PREEMPTION``): what SIGTERM or SIGUSR2 means, with which machines tell that they
+    are about to be taken away. "leave": this rank leaves an elastic job at the end of a step, in which nothing is lost,
+    and ends with status 0. "checkpoint": at the end of a step all ranks save what ``save_checkpoint`` or ``resume`` was
+    given last, and end with status 143. A second signal acts as without this. In the main thread alone.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
@@ -84,30 +91,8 @@ def init(
     ...     print(fleet.rank, fleet.world_size)
     0 1
     """
+    given = cast("Arguments", dict(locals()))  # by name, as they are
     check_first()
-    given = Arguments(
-        topology=topology,
-        rank=rank,
-        world_size=world_size,
-        master=master,
-        job_id=job_id,
-        secret=secret,
-        insecure=insecure,
-        authenticate_frames=authenticate_frames,
-        interface=interface,
-        host=host,
-        timeout_s=timeout_s,
-        connect_timeout_s=connect_timeout_s,
-        silence_s=silence_s,
-        stall_s=stall_s,
-        trace=trace,
-        native=native,
-        shared_memory=shared_memory,
-        bind_thread=bind_thread,
-        congestion=congestion,
-        join=join,
-        join_port=join_port,
-    )
     return open_fleet(read_environment(given=given, group=find_group()))
 
 
@@ -129,6 +114,9 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         if is_current:
             enter_fleet(fleet)
+            if environment.on_preemption is not None:
+                fleet.preemption = Preemption(Notice[environment.on_preemption.upper()])
+                fleet.preemption.begin()
             fleet.close_at_exit()
         stack.pop_all()
     return fleet

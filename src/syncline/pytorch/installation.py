@@ -24,6 +24,7 @@ from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
+from syncline.pytorch.preemption import check_notice
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sync_batch_norm import (
@@ -91,6 +92,7 @@ class Installation:
         setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
         updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
         try:
+            check_notice(fleet, is_elastic=going_on is not None, is_synchronous=updater.is_synchronous)
             _check_saving(updater, is_asked_for=self.saves_on_failure)
             helpers = _checked_helpers(model, updater, fleet)
         except UpdateError:
@@ -107,6 +109,7 @@ class Installation:
             buffers,
             joins=join_control,
             check_every=self.check_every,
+            notice=fleet.notice,
             helpers=helpers,
         )
         self._register(training, going_on)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from syncline.errors import UpdateError
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
+from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
 from syncline.updates.private_torch import call_with_step_hooks, note_step, state_hooks
@@ -68,6 +70,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.training = training
         self._elastic = elastic
         self._growing: Growing | None = None
+        self.heed: Callable[[Mapping[int, Notice]], None] | None = None
+        """Does what ranks were told of their end; set by who knows the fleet."""
+        self.last_save: dict[str, Any] | None = None
+        """What ``save_checkpoint`` or ``resume`` was given last, beside model and optimizer."""
         self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
         self.inner = training.updater.optimizer
         self._is_complete = False
@@ -131,13 +137,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks on all optimizers are called with the inner one
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self.training.calls.step(self.training.step, closure)
+        training = self.training
+        loss = training.calls.step(training.step, closure)
         note_step(self.inner)
+        notices = training.notices()
         if self._elastic is not None:
             self._elastic.end_step()
             if self._growing is not None:
                 self._growing.end_step()
+        if notices and self.heed is not None and training is self.training:  # else the next step tells a larger job
+            self.heed(notices)
         return loss
+
+    @property
+    def checkpoint_if_state_is_lost(self) -> str | Path | None:
+        """Where an elastic job goes back to, if what one rank owns is kept by no other; None if it is."""
+        if self._elastic is None or not self.training.updater.divides_gradients:
+            return None
+        settings, schedules = self._elastic.recovery.settings, self.training.updater.collectives.bucket_schedules
+        is_kept = any(schedule.spared or schedule.replicas for schedule in schedules)
+        return None if is_kept else settings.checkpoint
 
     def go_on(self, training: Training, elastic: ElasticTraining | None) -> None:
         """Step another training of the same model from now on: that on a larger fleet."""

@@ -21,6 +21,7 @@ from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.inner_calls import InnerCalls
 from syncline.pytorch.joining import Joining, Save, check_join
+from syncline.pytorch.notices import Notice
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
@@ -30,6 +31,7 @@ from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.private_torch import backward_pass
+from syncline.updates.report import PendingReport
 
 
 class Training:
@@ -48,6 +50,7 @@ class Training:
         *,
         joins: ControlStream,
         check_every: int | None,
+        notice: Callable[[], Notice],
         helpers: Sequence[int] = (),
     ) -> None:
         control = updater.collectives.control
@@ -64,7 +67,7 @@ class Training:
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._consistency = Consistency(model, updater, every=check_every)
-        self._watch = _watch_steps(updater)
+        self._watch = _watch_steps(updater, notice)
         self._collector = GradientCollector(
             updater,
             updater.make_reports(),
@@ -80,6 +83,7 @@ class Training:
         self._grouped = _parameters_of(updater.optimizer)
         self._forward_ns = 0
         self._has_compiled_parts = self._following = False
+        self._report_before: PendingReport | None = None
         self.calls = InnerCalls(updater)
         self._handles = [
             *self._forward_hooks(),
@@ -218,6 +222,19 @@ class Training:
             ):
                 error.add_note(origin)
             raise
+
+    def notices(self) -> dict[int, Notice]:
+        """Return what ranks were told of their end, the same on all ranks at the end of the same step.
+
+        Where a step does not wait for its report, it is that of the step before. Within :meth:`join`, and where there
+        are helpers, whose ranks end steps in different places, nothing is told.
+        """
+        report = self._collector.report
+        if self.updater.defers_parameters:
+            report, self._report_before = self._report_before, report
+        if report is None or self._joining is not None or not self.updater.is_synchronous:
+            return {}
+        return self._watch.notices(report)
 
     def synchronize(self) -> None:
         """Wait until parameters and buffers are final on this rank; raises what went wrong in the meantime."""
@@ -412,10 +429,10 @@ class Training:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
 
 
-def _watch_steps(updater: Updater) -> StepWatch:
+def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
     rank, world_size = updater.collectives.control.rank, updater.collectives.control.world_size
     ranks = range(world_size) if updater.is_synchronous else (rank,)
-    return StepWatch(updater.buckets, rank=rank, ranks=ranks, heard=lambda: updater.nonfinite_origin)
+    return StepWatch(updater.buckets, rank=rank, ranks=ranks, notice=notice, heard=lambda: updater.nonfinite_origin)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:

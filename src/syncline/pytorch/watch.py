@@ -24,6 +24,7 @@ import torch
 from isal import isal_zlib
 
 from syncline.errors import SynclineWarning, name_ranks
+from syncline.pytorch.notices import Notice
 from syncline.updates.bucket import Bucket
 from syncline.updates.memory import bytes_of
 from syncline.updates.private_torch import tree_leaves
@@ -43,7 +44,7 @@ class StepWatch:
     Notes of a report are the size of the batch (negative if it does not matter), and then those of :meth:`notes`.
 
     ``ranks`` are those that tell: all, or this one alone where steps are not common; then ``heard`` returns what others
-    have told otherwise of where NaN began.
+    have told otherwise of where NaN began. ``notice`` returns what this rank was told of its end.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class StepWatch:
         *,
         rank: int,
         ranks: Sequence[int],
+        notice: Callable[[], Notice] = lambda: Notice.NONE,
         heard: Callable[[], NonfiniteOrigin | None] = lambda: None,
     ) -> None:
         self._heard = heard
         self._names = {slot.position: slot.name for bucket in buckets for slot in bucket.plan.slots}
         self._rank = rank
         self._ranks = tuple(ranks)
+        self._notice = notice
         self._nonfinite = 0
         self._digest: int | None = None
         self._num_told = 0
@@ -84,7 +87,7 @@ class StepWatch:
 
         Every rank tells as many numbers.
         """
-        own: list[float] = [self._nonfinite]
+        own: list[float] = [self._nonfinite, self._notice()]
         if self._compares_batches:
             own.append(self._digest or 0)
         self._digest = None
@@ -108,7 +111,7 @@ class StepWatch:
             return
         (report, number), self._pending = self._pending, None
         self._wait(report)
-        sizes, places, *digests = zip(*report.notes, strict=True)
+        sizes, places, _, *digests = zip(*report.notes, strict=True)
         self._warn_of_unequal_batches(sizes)
         self._warn_of_nonfinite([int(place) for place in places], number)
         if digests:
@@ -121,6 +124,12 @@ class StepWatch:
             return ""
         self._wait(report)
         return self._origin([int(place) for _, place, *_ in report.notes], number)
+
+    def notices(self, report: PendingReport) -> dict[int, Notice]:
+        """Return what each rank was told of its end, by rank, if any was; waits for the report."""
+        self._wait(report)
+        notices = {rank: Notice(int(row[2])) for rank, row in zip(self._ranks, report.notes, strict=True)}
+        return notices if any(notices.values()) else {}
 
     def _wait(self, report: PendingReport) -> None:
         """Wait for a report; of an elastic job, it may be that of fewer ranks."""

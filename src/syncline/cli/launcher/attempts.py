@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from syncline.cli.launcher.failure import describe_restarts
 from syncline.cli.launcher.restarts import RestartBudget
 from syncline.cli.launcher.session import Runner, Session
-from syncline.cli.launcher.supervisor import Interrupted, Terminated
+from syncline.cli.launcher.supervisor import Interrupted, Noticed, Terminated
 from syncline.cli.launcher.terminal import Terminal
 
 
@@ -49,8 +49,9 @@ class _Attempts:
         self._loop.add_signal_handler(signal.SIGINT, self._handle, Interrupted())
         for number in endings:
             self._loop.add_signal_handler(number, self._handle, Terminated(signal_number=number))
+        self._loop.add_signal_handler(signal.SIGUSR2, self._handle, Noticed(signal_number=signal.SIGUSR2))
         yield
-        for number in (signal.SIGINT, *endings):
+        for number in (signal.SIGINT, signal.SIGUSR2, *endings):
             self._loop.remove_signal_handler(number)
 
     async def run(self) -> int:
@@ -78,10 +79,10 @@ class _Attempts:
             self._terminal.say(words, is_error=code != 0)
         return code
 
-    def _handle(self, event: Interrupted | Terminated) -> None:
+    def _handle(self, event: Interrupted | Terminated | Noticed) -> None:
         if self._runner is not None:
             self._runner.handle(event)
-        elif not self._told_to_end.done():
+        elif not isinstance(event, Noticed) and not self._told_to_end.done():
             self._told_to_end.set_result(event.signal_number)
 
     def _announce(self, pause_s: float, *, joins: bool) -> None:

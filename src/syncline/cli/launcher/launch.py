@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from syncline.cli.launcher.attempts import run_job
@@ -29,6 +29,10 @@ from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
+ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
+NOTICE_S = 25.0
+"""What ranks have from SIGTERM to SIGKILL where they save or leave: schedulers give 30 s to the launcher itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -47,6 +51,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     restarts: RestartLimits = field(default_factory=RestartLimits)
     elastic: Elasticity | None = None
+    on_preemption: str | None = None
 
 
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
@@ -71,6 +76,10 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
+    base = process_variables()
+    if request.on_preemption is not None:
+        base = {**base, ON_PREEMPTION: request.on_preemption}
+    limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     traces = trace_parts(job, scratch) if request.trace else {}
     with open_doors(request.elastic, job, request.restarts) as doors:
@@ -78,7 +87,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             process.rank: rank_environment(
                 job,
                 process,
-                base=process_variables(),
+                base=base,
                 num_cores=len(os.sched_getaffinity(0)),
                 secret_file=secret,
                 trace_file=traces.get(process.rank),
@@ -91,7 +100,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             job=job,
             environments=environments,
             labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
-            limits=doors.limits(request.limits, request.restarts),
+            limits=doors.limits(limits, request.restarts),
             terminal_rank=_terminal_rank(request, job),
             restarts=request.restarts,
             doors=doors.near,

@@ -91,11 +91,18 @@ class Terminated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Noticed:
+    """Event: a signal that the ranks are to have, and that ends nothing by itself."""
+
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """Event: the time in ``wake_at_s`` has come."""
 
 
-Event = RankExited | Interrupted | Terminated | TimePassed
+Event = RankExited | Interrupted | Terminated | Noticed | TimePassed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +206,8 @@ class Supervisor:
             return self._on_interrupt(now_s)
         if isinstance(event, Terminated):
             return self._on_terminated(event, now_s)
+        if isinstance(event, Noticed):
+            return tuple(SendSignal(rank=rank, signal_number=event.signal_number) for rank in sorted(self.living))
         return self._on_time(now_s)
 
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:

@@ -1,0 +1,66 @@
+"""Notices: what a machine tells its processes that is about to be taken away, taken down for the end of the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from enum import IntEnum
+from types import FrameType
+from typing import Any, Literal
+
+from syncline.errors import ConfigurationError
+
+OnPreemption = Literal["leave", "checkpoint"]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Notice(IntEnum):
+    """What a rank tells the others in a step's report."""
+
+    NONE = 0
+    LEAVE = 1
+    CHECKPOINT = 2
+
+
+class Preemption:
+    """Takes note of this process's signals, from :meth:`begin` until :meth:`close`; ``wish`` is what to do then."""
+
+    def __init__(self, wish: Notice) -> None:
+        self.wish = wish
+        self._received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def notice(self) -> Notice:
+        """What to tell the others now."""
+        return Notice.NONE if self._received is None else self.wish
+
+    @property
+    def reason(self) -> str:
+        """``"it was sent SIGTERM"``."""
+        return "others are told to end" if self._received is None else f"it was sent {self._received.name}"
+
+    def begin(self) -> None:
+        """Handle the signals; only the main thread can. A second one is handled as if there were nothing here."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                "on_preemption= handles signals, which Python allows in the main thread alone; call syncline.init() "
+                "there, or leave it out"
+            )
+        self._before = {number: signal.signal(number, self.receive) for number in SIGNALS}
+
+    def close(self) -> None:
+        """Put back what handled the signals before."""
+        before, self._before = self._before, {}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def receive(self, number: int, _: FrameType | None = None) -> None:
+        """Take note of a signal: its handler."""
+        if self._received is None:
+            self._received = signal.Signals(number)
+        else:
+            signal.signal(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
+            os.kill(os.getpid(), number)
