@@ -1,4 +1,4 @@
-"""What a rank that ends with an error leaves for its launcher: whom the error names, so that no text need be parsed."""
+"""What a rank leaves for its launcher: whom its last error names, and its number in a job that it has come into."""
 
 from __future__ import annotations
 
@@ -32,6 +32,26 @@ class LastWords:
             return cls(ranks=tuple(int(rank) for rank in told["ranks"]), text=escape_text(str(told["text"])))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def tell_number(number: int) -> None:
+    """Let the launcher know what the job calls this rank, which has come into it."""
+    if path := process_variables().get(LAST_WORDS):
+        with contextlib.suppress(OSError):  # its lines then carry the rank that it was started as
+            number_file(Path(path)).write_text(str(number))
+
+
+def number_file(last_words: Path) -> Path:
+    """Return where a rank that comes into a job leaves its number."""
+    return last_words.with_suffix(".number")
+
+
+def read_number(last_words: Path) -> int | None:
+    """Return the number that the rank has in the job that it has come into; None as long as it has not."""
+    try:
+        return int(number_file(last_words).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def leave_at_exit() -> None:

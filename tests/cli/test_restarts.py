@@ -98,6 +98,34 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
         assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in error
 
 
+def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_with_whom_errors_name(tmp_path):
+    """Rank 1 is killed, comes in again as number 2, and leaves: rank 0 ends with an error that names it so."""
+    os.mkfifo(tmp_path / "left")
+    left = str(tmp_path / "left")
+    code, out, error = start(
+        f"""
+        import json
+        words = os.environ["SYNCLINE_LAST_WORDS"]
+        if "SYNCLINE_JOIN" in os.environ:
+            open({left!r}).read()
+            open(words.replace(".json", ".number"), "w").write("2")
+            print("is in", flush=True)
+            sys.exit()
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        open({left!r}, "w").write("come in")
+        open(words, "w").write(json.dumps({{"ranks": [2], "text": "rank 2 (host a1) left after 3 steps"}}))
+        sys.exit("DeadlineError: rank 2 (host a1) left after 3 steps")
+        """,
+        restarts=RestartLimits(count=1, first_pause_s=0.01),
+        elastic=Elasticity(min_ranks=2),
+    )
+    assert code != 0
+    assert set(out.splitlines()) == {"[1>2] is in"}
+    assert "the job failed: rank 1 (in the job: rank 2), which ended with exit code 0" in error
+    assert "rank 0 says: rank 2 (host a1) left after 3 steps" in error
+
+
 def test_an_elastic_job_with_too_few_survivors_has_failed():
     code, _, error = start("if os.environ['RANK'] == '1': sys.exit(3)", elastic=Elasticity(min_ranks=2))
     assert code == 3

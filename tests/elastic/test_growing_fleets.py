@@ -55,6 +55,29 @@ def test_a_job_that_loses_a_rank_takes_two_in_one_after_the_other(rule: Any) -> 
     assert [size for size, _ in groupby(sizes)] == [4, 3, 4, 5]
 
 
+def test_errors_of_a_job_that_has_grown_name_ranks_by_their_numbers_in_the_job() -> None:
+    """On the larger fabric, whose ranks are dense, number 2 is rank 1, and number 3 has come in as rank 2."""
+    named: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+
+    def before_step(fleet: Any, optimizer: Any, _: Any) -> None:
+        number = fleet.members[fleet.rank]
+        if fleet.members == (0, 2, 3) and number not in named:
+            call = fleet.communicator.open_group((0, 1, 2), streams=fleet.reserve_streams(2))
+            if number == 2:
+                named[number] = []
+                return
+            with pytest.raises(syncline.SynclineError) as caught:
+                call.barrier(timeout_s=0.5).wait()
+            named[number] = [(str(caught.value), caught.value.ranks_at_fault)]
+
+    job = GrowingJob(syncline.AllReduce(), members=3, losses={1: 3}, come=[(0, 2)], target=3, before_step=before_step)
+    job.run()
+    assert sorted(named) == [0, 2, 3]
+    for text, ranks in (*named[0], *named[3]):
+        assert ranks[0] == 2, text
+        assert text.startswith("rank 2 (host "), text
+
+
 def test_without_spares_the_state_is_divided_too(tmp_path: Path) -> None:
     elastic = syncline.Elastic(checkpoint=tmp_path)
     rule = syncline.Sharded(bucket_bytes=600)

@@ -54,6 +54,7 @@ def main(folder: Path, rule: str, num_ranks: int, victim: int | None) -> None:
         loader = DataLoader(TensorDataset(samples), batch_sampler=sampler)
         model = make_model()
         model, optimizer = syncline.distribute(model, make_optimizer(model), RULES[rule], samples="batch")
+        print("is in the job", flush=True)
         begun = syncline.resume(folder / "checkpoint", model, optimizer, sampler=sampler)
         assert (begun.iteration > 0) == joins
         sampler.follow(optimizer, loader)

@@ -90,11 +90,14 @@ def test_a_machine_joins_a_job_of_two(rule: str, folder: Path) -> None:
     assert "syncline: rank 3 came in after step" in first
     assert "4 ranks go on in epoch 1" in first
     assert "failed" not in newcomer
+    assert "[0>3] is in the job" in newcomer
     check_ended(folder, [0, 1, 2, 3])
 
 
 def test_a_rank_that_is_killed_comes_back(folder: Path) -> None:
     command = [*RUN, "--ranks", "3", "--elastic", "--restarts", "1", str(SCRIPT), str(folder), "spares", "3", "1"]
     (printed,) = start([command], folder)
-    assert "the job lost ranks, which came back: rank 1" in printed
+    assert "the job lost ranks, which came back: rank 1 (in the job: rank 3)" in printed
+    assert "[1] is in the job" in printed
+    assert "[1>3] is in the job" in printed
     check_ended(folder, [0, 2, 3])

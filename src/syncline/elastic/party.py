@@ -139,6 +139,7 @@ class Party:
                 world_size=job.world_size,
                 rendezvous=rendezvous,
                 topology=job.topology,
+                numbers=job.numbers,
                 trace=self.trace,
             )
         except SynclineError as error:

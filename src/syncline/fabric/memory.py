@@ -122,6 +122,11 @@ class MemoryFabric:
         """Number of ranks."""
         return len(self._network.fabrics)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What errors call the ranks."""
+        return tuple(range(self.world_size))
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
         self._listener_slot.listen(listener)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -41,12 +41,13 @@ async def connect_tcp(
     world_size: int,
     rendezvous: AnyRendezvous,
     topology: Topology | None = None,
+    numbers: Iterable[int] | None = None,
     trace: TraceSink | None = None,
     timeout_s: float | None = None,
 ) -> TcpFabric:
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
-    ``timeout_s`` is for all of it; None is ``options.connect_s``.
+    ``timeout_s`` is for all of it; None is ``options.connect_s``. ``numbers``: what errors call the ranks.
     Raises ``ConfigurationError`` (address, exposure without a secret, transport), ``RendezvousError`` (who did not
     come), ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
 
@@ -81,6 +82,7 @@ async def connect_tcp(
         fabric = TcpFabric(
             rank=rank,
             hosts=[other.host for other in generation.members],
+            numbers=numbers,
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             transport_set=open_transport_set(grants, has_keys=options.authenticate_frames, native=options.native),

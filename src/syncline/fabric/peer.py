@@ -52,6 +52,7 @@ class Peer:
     def __init__(
         self,
         rank: int,
+        name: str,
         host: str,
         *,
         options: FabricOptions,
@@ -60,6 +61,8 @@ class Peer:
         events: PeerEvents,
     ) -> None:
         self.rank = rank
+        self.name = name
+        """``"rank 3 (host b1)"``, by its number in the job."""
         self.host = host
         self.options = options
         self._events = events
@@ -92,11 +95,6 @@ class Peer:
     def __repr__(self) -> str:
         state = "gone" if self.is_gone else "ready" if self.is_ready else f"{len(self._sockets)} connections"
         return f"<Peer {self.name}: {state}>"
-
-    @property
-    def name(self) -> str:
-        """``"rank 3 (host b1)"``."""
-        return f"rank {self.rank} (host {self.host})"
 
     @property
     def is_local(self) -> bool:

@@ -201,6 +201,10 @@ class Fabric(Transport, Protocol):
     <MemoryFabric rank 0 of 2: closed>
     """
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What errors call its ranks: the job's own numbers, which are other ones where the job has lost ranks."""
+
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""
 

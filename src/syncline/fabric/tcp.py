@@ -71,6 +71,7 @@ class TcpFabric:
         *,
         rank: int,
         hosts: Iterable[str],
+        numbers: Iterable[int] | None = None,
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
         transport_set: TransportSet,
@@ -79,6 +80,8 @@ class TcpFabric:
     ) -> None:
         self._rank = rank
         self._hosts = tuple(hosts)
+        self.numbers = tuple(range(len(self._hosts)) if numbers is None else numbers)
+        """What errors call the ranks."""
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._transport_set = transport_set
@@ -86,7 +89,7 @@ class TcpFabric:
         self._trace = trace
         make_peer = partial(Peer, transport_set=transport_set, offer_terms=offer_terms, events=self)
         self._peers = {
-            peer: make_peer(peer, host, options=peer_options[peer])
+            peer: make_peer(peer, self.describe_peer(peer), host, options=peer_options[peer])
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
@@ -178,7 +181,7 @@ class TcpFabric:
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host b1)"``."""
-        return f"rank {peer} (host {self._hosts[peer]})"
+        return f"rank {self.numbers[peer]} (host {self._hosts[peer]})"
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
@@ -284,12 +287,16 @@ class TcpFabric:
         """Believe a peer that another one is lost, if it is to be (:class:`News`), or that it gave up this rank."""
         lost, accuser = read_loss(tag, teller=peer.rank)
         if lost == self._rank:
-            text = f"{peer.name} closed its connections to this rank, because rank {lost} {reason}"
+            text = f"{peer.name} closed its connections to this rank, because rank {self.numbers[lost]} {reason}"
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
             must_tell = accuser == peer.rank or peer.rank < lost  # a lower one is told of, so this rank is not believed
-            self._lose(peer, error, news=[(peer.rank, f"gave up rank {lost}, which {reason}")] if must_tell else ())
+            self._lose(
+                peer,
+                error,
+                news=[(peer.rank, f"gave up rank {self.numbers[lost]}, which {reason}")] if must_tell else (),
+            )
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
             self._believe(accuser, lost, reason)
         else:

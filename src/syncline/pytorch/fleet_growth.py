@@ -29,6 +29,7 @@ from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.elastic.sources import choose_sources
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
+from syncline.last_words import tell_number
 from syncline.pytorch.checkpoint_group import CheckpointGroup
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.fabric_place import FabricPlace
@@ -349,6 +350,8 @@ class FleetGrowth:
         regroup.close()
         self._leave(before)
         self._num_old = num_old
+        if is_newcomer:
+            tell_number(job.numbers[rank])
         self._open(job, rank)
         self._transfer(growing, job, num_old)
         growing.resume()

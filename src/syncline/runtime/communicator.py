@@ -362,7 +362,7 @@ class Communicator:
             clock=self._loop.clock,
             trace=self.trace,
             max_inflight_bytes=max_inflight_bytes,
-            members=self.members,
+            numbers=self._fabric.numbers,
         )
         self._relay = Relay(engine)
         self._fabric.set_listener(self._relay)

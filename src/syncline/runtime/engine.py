@@ -38,7 +38,7 @@ class Engine:
     """Runs the collectives of one rank; every method is called on the clock's thread.
 
     ``max_inflight_bytes`` bounds the slices under way in a connection class, and so the temporaries, which need at most
-    that much for each class and level of a schedule. ``members`` are the job's numbers of the ranks, for errors.
+    that much for each class and level of a schedule. ``numbers`` are the job's own of the ranks, for errors.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Engine:
         clock: Clock,
         trace: Trace | None = None,
         max_inflight_bytes: int = MOST_INFLIGHT_BYTES,
-        members: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._fabric = fabric
-        self._members = range(fabric.world_size) if members is None else members
+        self._numbers = range(fabric.world_size) if numbers is None else numbers
         self._topology = topology
         self._clock = clock
         self._trace = trace if trace is not None else NullTrace()
@@ -367,7 +367,7 @@ class Engine:
         sentences = []
         for peer, waiters in sorted(culprits.items()):
             silent_s = self._clock.time() - max(self._executor.heard_s(peer), since_s)
-            names, whom = [self._members[waiter] for waiter in waiters], self._fabric.describe_peer(peer)
+            names, whom = [self._numbers[waiter] for waiter in waiters], self._fabric.describe_peer(peer)
             still_s = self._fabric.stalls.still_s(peer)
             sentences.append(failures.accuse(whom, silent_s, call, names, elsewhere[peer], still_s=still_s))
         other_calls = {peer: calls[0] for peer, calls in elsewhere.items() if calls}
@@ -420,7 +420,7 @@ class Engine:
             handler(self._error(failure, None))
 
     def _error(self, failure: Failure, call: Call | None) -> SynclineError:
-        error = failures.error_for(failure, call, self._members)
+        error = failures.error_for(failure, call, self._numbers)
         error.__cause__ = self._cause
         return error
 

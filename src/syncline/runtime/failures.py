@@ -48,18 +48,18 @@ VIOLATION = "violation"
 LOSSES = (PEER_LOST, VIOLATION, DEADLINE)
 
 
-def error_for(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
+def error_for(failure: Failure, call: Call | None, numbers: Sequence[int]) -> SynclineError:
     """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself.
 
-    ``members`` are the job's numbers of the ranks that make the call; the error has those of whom it is about.
+    ``numbers`` are the job's own of the ranks that make the call; the error has those of whom it is about.
     """
-    error = _worded(failure, call, members)
+    error = _worded(failure, call, numbers)
     if failure.reason != CLOSED:
-        error.ranks_at_fault = tuple(members[rank] for rank in failure.accused or (failure.rank,))
+        error.ranks_at_fault = tuple(numbers[rank] for rank in failure.accused or (failure.rank,))
     return error
 
 
-def _worded(failure: Failure, call: Call | None, members: Sequence[int]) -> SynclineError:
+def _worded(failure: Failure, call: Call | None, numbers: Sequence[int]) -> SynclineError:
     what = "a collective" if call is None else call.what
     if failure.reason == MISMATCH:
         return MismatchError(failure.text)
@@ -72,10 +72,10 @@ def _worded(failure: Failure, call: Call | None, members: Sequence[int]) -> Sync
         return FabricError(f"{what} cannot be done: {failure.text}")
     text = failure.text
     if call is not None:
-        waiters = [members[rank] for rank in call.needed_by(failure.rank)]
+        waiters = [numbers[rank] for rank in call.needed_by(failure.rank)]
         text += f", during {what}; {wait_for(waiters, 'it')}"
     text += f"; {failure.remedy}" if failure.remedy else ""
-    return PeerLostError(text, rank=members[failure.rank], host=failure.host)
+    return PeerLostError(text, rank=numbers[failure.rank], host=failure.host)
 
 
 def accuse(

@@ -36,6 +36,8 @@ class GroupFabric:
                 f"Rank {fabric.rank} cannot open a group that it is not in: {list(self.members)}; let its members do so"
             )
         self.rank, self.world_size = self.members.index(fabric.rank), len(self.members)
+        self.numbers = tuple(fabric.numbers[rank] for rank in self.members)
+        """What errors call the ranks."""
         self.streams = streams
         self._fabric = fabric
         self._relay = relay

@@ -11,7 +11,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +24,7 @@ from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.supervisor import (
     Announce,
     Event,
+    Failure,
     Instruction,
     Limits,
     RankExited,
@@ -35,11 +36,13 @@ from syncline.cli.launcher.supervisor import (
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
 from syncline.errors import name_ranks
-from syncline.last_words import LAST_WORDS, LastWords
+from syncline.last_words import LAST_WORDS, LastWords, number_file, read_number
 
 READ_BYTES = 1 << 16
 NUM_KEPT_LINES = 400
 """Of each rank's standard error, for the report of a failure."""
+ELSEWHERE = -1
+"""Stands for a rank that another launcher has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +105,21 @@ class Runner:
             self._names = {rank: f"newcomer {rank}" for rank in self._names}
         elif session.job.topology is None:
             self._names = {rank: f"rank {rank}" for rank in self._names}
+        self._started_as = dict(self._names)
         self._supervisor = Supervisor(self._names, session.limits)
         self.handles: dict[int, RankHandle] = {}
         self._streams: dict[int, list[_Stream]] = {}
         self._tails: dict[int, deque[str]] = {rank: deque(maxlen=NUM_KEPT_LINES) for rank in self._names}
         self._timer: asyncio.TimerHandle | None = None
+        self._newcomers: set[int] = set()
+        """Whose processes come into a running job, and have not said yet what it calls them."""
+        self._labels = dict(session.labels)
+        is_newcomer = joins or session.job.join is not None
+        self._rank_of = {} if is_newcomer else {rank: rank for rank in self._names}
+        """By number in the job."""
+        self._words: dict[int, LastWords] = {}
+        self._num_made_up = dict.fromkeys(self._names, 0)
+        """How many failures of a rank are made up for, as it has come back."""
 
     async def run(self) -> int:
         """Run all ranks to their end; returns the exit code."""
@@ -127,7 +140,7 @@ class Runner:
     @property
     def fate(self) -> str:
         """In a few words, what ended the attempt."""
-        return fate_of(self._supervisor.failures, names=self._names, tails=self._tails)
+        return fate_of(self._causes, names=self._names, tails=self._tails)
 
     @property
     def was_lost(self) -> bool:
@@ -138,8 +151,12 @@ class Runner:
         job, rank = self._session.job, process.rank
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
-        if last_words := environment.get(LAST_WORDS):
-            Path(last_words).unlink(missing_ok=True)  # of an earlier attempt
+        for path in self._last_words_files(rank):  # of an earlier process
+            path.unlink(missing_ok=True)
+            number_file(path).unlink(missing_ok=True)
+        self._labels[rank] = self._session.labels[rank]
+        if door or JOIN in environment:
+            self._newcomers.add(rank)
         handle = start_rank(
             job.command,
             environment=without_place(environment) | {JOIN: door} if door else environment,
@@ -147,7 +164,7 @@ class Runner:
             name=self._names[rank],
         )
         self.handles[rank] = handle
-        show = self._show_of(rank, "" if rank == self._session.terminal_rank else self._session.labels[rank])
+        show = self._show_of(rank)
         self._streams[rank] = [
             _Stream(pipe, is_error=pipe is handle.stderr, show=show)
             for pipe in (handle.stdout, handle.stderr)
@@ -157,10 +174,12 @@ class Runner:
             self._loop.add_reader(stream.descriptor, self._on_output, stream)
         self._loop.add_reader(handle.pidfd, self._on_exit, rank)
 
-    def _show_of(self, rank: int, label: str) -> Callable[[list[str], bool], None]:
+    def _show_of(self, rank: int) -> Callable[[list[str], bool], None]:
         def show(lines: list[str], is_error: bool) -> None:
             if is_error:
                 self._tails[rank].extend(lines)
+            self._learn_number(rank)
+            label = "" if rank == self._session.terminal_rank else self._labels[rank]
             self._terminal.write_lines(lines, label=label, colour=colour_of(rank), is_error=is_error)
 
         return show
@@ -178,6 +197,11 @@ class Runner:
         for stream in self._streams.pop(rank):
             self._loop.remove_reader(stream.descriptor)
             stream.close(self._loop.time())
+        self._learn_number(rank)
+        self._words.pop(rank, None)
+        for path in self._last_words_files(rank):
+            if words := LastWords.read(path):
+                self._words[rank] = words
         self.handle(RankExited(rank=rank, exit=how))
 
     def handle(self, event: Event) -> None:
@@ -219,23 +243,53 @@ class Runner:
     def _report(self) -> None:
         if not self._supervisor.failures or self._supervisor.ended_by is not None:
             return
+        went_on = self._supervisor.went_on
         report = describe_failures(
-            self._supervisor.failures,
+            self._supervisor.failures if went_on else self._causes,
             names=self._names,
             tails=self._tails,
-            num_missing=self._supervisor.num_missing if self._supervisor.went_on else None,
+            num_missing=self._supervisor.num_missing if went_on else None,
             words=self._last_words(),
         )
         self._terminal.say("\n".join(report), is_error=True)
 
     def _last_words(self) -> Mapping[int, LastWords]:
-        """Read what ranks that failed have left; those of an elastic job may have other numbers by then."""
-        found = {}
+        """Return what ranks that failed have left, with the ranks as this launcher has started them."""
+        return {
+            rank: replace(words, ranks=tuple(self._rank_of.get(number, ELSEWHERE) for number in words.ranks))
+            for rank, words in self._words.items()
+            if any(failure.rank == rank for failure in self._supervisor.failures)
+        }
+
+    def _last_words_files(self, rank: int) -> list[Path]:
+        path = self._session.environments[rank].get(LAST_WORDS)
+        return [Path(path)] if path else []
+
+    def _learn_number(self, rank: int) -> None:
+        """Let the rank's lines, and the report, carry the number by which errors call it once it has come in."""
+        if rank not in self._newcomers:
+            return
+        for path in self._last_words_files(rank):
+            number = read_number(path)
+            if number is None:
+                continue
+            self._newcomers.discard(rank)
+            self._rank_of[number] = rank
+            self._num_made_up[rank] = sum(failure.rank == rank for failure in self._supervisor.failures)
+            if number != rank:
+                self._labels[rank] = f"{self._session.labels[rank].removesuffix(']')}>{number}]"
+                self._names[rank] = f"{self._started_as[rank]} (in the job: rank {number})"
+
+    @property
+    def _causes(self) -> list[Failure]:
+        """Those of which one ended the job: not of ranks that have come back since, if there are others."""
+        seen = dict.fromkeys(self._names, 0)
+        left = []
         for failure in self._supervisor.failures:
-            path = self._session.environments[failure.rank].get(LAST_WORDS)
-            if path and not self._session.doors and (words := LastWords.read(Path(path))):
-                found[failure.rank] = words
-        return found
+            seen[failure.rank] += 1
+            if seen[failure.rank] > self._num_made_up[failure.rank]:
+                left.append(failure)
+        return left or self._supervisor.failures
 
     def _kill_rest(self) -> None:
         """Leave nothing behind when the launcher itself fails, for instance because a rank cannot be started."""
