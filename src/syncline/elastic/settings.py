@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import ConfigurationError
+from syncline.units import check_whole
 from syncline.variables import process_variables
 
 
@@ -32,8 +33,7 @@ class Elastic:
     checkpoint: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if self.min_ranks < 1:
-            raise ConfigurationError(f"min_ranks is a number of ranks, 1 or more, not {self.min_ranks}")
+        check_whole("min_ranks", self.min_ranks, 1)
 
     @classmethod
     def choose(cls, value: Elastic | bool | None) -> Elastic | None:

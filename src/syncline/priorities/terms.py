@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from syncline.errors import ConfigurationError
+from syncline.units import check_whole
 
 MAX_CLASSES = 16
 MAX_DSCP = 63
@@ -55,9 +56,9 @@ class Priorities:
     """How many steps are measured before a search, and between two comparisons with the model."""
 
     def __post_init__(self) -> None:
-        _check_whole("num_classes", self.num_classes, 1, MAX_CLASSES)
-        _check_whole("max_message_bytes", self.max_message_bytes, MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
-        _check_whole("measure_steps", self.measure_steps, 1, 1_000_000)
+        check_whole("num_classes", self.num_classes, 1, MAX_CLASSES)
+        check_whole("max_message_bytes", self.max_message_bytes, MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
+        check_whole("measure_steps", self.measure_steps, 1, 1_000_000)
         for name in ("min_gain", "research_at"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -110,7 +111,7 @@ class Priorities:
                 f"not {self.dscp!r}"
             )
         for mark in self.dscp:
-            _check_whole("a DSCP mark", mark, 0, MAX_DSCP)
+            check_whole("a DSCP mark", mark, 0, MAX_DSCP)
 
     def _check_search(self) -> None:
         if self.search in ("auto", "equal", "geometric"):
@@ -123,11 +124,6 @@ class Priorities:
         for share in self.search:
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
                 raise ConfigurationError(f"a proportion of search must be a number above 0, not {share!r}")
-
-
-def _check_whole(name: str, value: object, lowest: int, highest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-        raise ConfigurationError(f"{name} must be a whole number from {lowest} to {highest}, not {value!r}")
 
 
 def _standard_marks(num_classes: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, Unpack, get_args
 
 import torch
@@ -296,8 +297,9 @@ class TensorCollectives:
 
     def check_rank(self, rank: int, name: str) -> None:
         """Raise :class:`ConfigurationError` if there is no such rank; ``name`` is the argument's."""
-        if not 0 <= rank < self._communicator.world_size:
-            raise ConfigurationError(f"{name} must be a rank, 0 to {self._communicator.world_size - 1}, not {rank}")
+        last = self._communicator.world_size - 1
+        if not isinstance(rank, Integral) or not 0 <= rank <= last:
+            raise ConfigurationError(f"{name} must be a rank, 0 to {last}, not {rank!r}")
 
     def _divide_by_ranks(self, total: torch.Tensor) -> None:
         total.detach().div_(self._communicator.world_size)

@@ -38,8 +38,7 @@ class ObjectCollectives:
 
     def gather(self, value: Any, *, dst: int) -> list[Any] | None:
         """Return every rank's ``value`` on rank ``dst``, which alone unpickles them, and None on the others."""
-        if not 0 <= dst < self._world_size:
-            raise ConfigurationError(f"dst must be a rank, 0 to {self._world_size - 1}, not {dst}")
+        self._tensors.check_rank(dst, "dst")
         pickles = self._gather(value, "gather_object", op=f"for rank {dst}")
         return [_unpickled(one) for one in pickles] if dst == self._rank else None
 

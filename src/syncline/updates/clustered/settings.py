@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from syncline.errors import ConfigurationError
+from syncline.units import check_whole
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.grouping import ClusterChoice
@@ -41,8 +42,7 @@ class ClusteredSettings:
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"Clustered: {name} is one of {allowed}, not {getattr(self, name)!r}")
         for name in ("period", "reelect_every", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"Clustered: {name} must be at least 1, not {getattr(self, name)}")
+            check_whole(f"Clustered: {name}", getattr(self, name), 1)
         if self.recluster_every < 0:
             raise ConfigurationError(
                 f"Clustered: recluster_every is a number of terms, or 0 for never, not {self.recluster_every}"

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.units import check_whole
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
@@ -98,10 +99,9 @@ class Overlapped:
                 raise ConfigurationError(f"Overlapped: {name} is one of {allowed}, not {getattr(self, name)!r}")
         lowest = {"period": 1, "bucket_bytes": 1, "num_classes": 1}
         for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"Overlapped: {name} must be at least {least}, not {getattr(self, name)}")
-        if self.quorum is not None and self.quorum < 1:
-            raise ConfigurationError(f"Overlapped: quorum must be at least 1, not {self.quorum}")
+            check_whole(f"Overlapped: {name}", getattr(self, name), least)
+        if self.quorum is not None:
+            check_whole("Overlapped: quorum", self.quorum, 1)
         least = 1 if self.push == "previous" else 0
         if self.max_staleness is not None and self.max_staleness < least:
             raise ConfigurationError(
