@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from syncline.errors import DeadlineError, MismatchError, SynclineError
-from syncline.pytorch.checkpoint import save_checkpoint
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.checkpoint_resume import resume
 from syncline.pytorch.control import clip_grad_norm_
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -20,6 +21,8 @@ from syncline.updates import AllReduce, Sharded, UpdateRule
 
 CALLS: dict[str, Callable[[Path, nn.Module, Any], object]] = {
     "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
+    "resume": resume,
     "optimizer.state_dict": lambda _, __, optimizer: optimizer.state_dict(),
     "clip_grad_norm_": lambda _, model, __: clip_grad_norm_(model, 1.0),
 }
@@ -35,10 +38,14 @@ FAILURES = (MismatchError, DeadlineError)
     [
         ("save_checkpoint", AllReduce()),
         ("save_checkpoint", Sharded()),
+        ("load_checkpoint", AllReduce()),
+        ("load_checkpoint", Sharded()),
+        ("resume", AllReduce()),
+        ("resume", Sharded()),
         ("optimizer.state_dict", Sharded()),
         ("clip_grad_norm_", Sharded()),
     ],
-    ids=["save, all-reduce", "save, sharded", "state, sharded", "norm, sharded"],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 @pytest.mark.parametrize("lonely_rank", [0, 2])
 def test_the_error_on_every_rank_says_to_call_it_on_every_rank(
