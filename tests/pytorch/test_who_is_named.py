@@ -34,6 +34,7 @@ RULES: dict[str, UpdateRule] = {
     "sharded, overlap": Sharded(overlap_forward=True),
     "sharded, in backward": Sharded(step_in_backward=True),
     "sharded, replicated": Sharded(replicate="host"),
+    "sharded, spares": Sharded(spares=1),
 }
 
 
