@@ -55,7 +55,7 @@ def train_with_trace() -> None:
         for step in make_batches(2, 1):
             trainer.step(*step[0])
     assert {thread.name for thread in threading.enumerate()} == before
-    assert not list(Path(trainer._setting.storage.place).glob("syncline-*"))
+    assert not list(Path(trainer._setting.storage.place).glob("tmp*"))
 
 
 def die() -> None:

@@ -110,8 +110,8 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "weight of a mean": (
         lambda fleet: fleet.all_reduce(torch.ones(1, dtype=torch.float64), op="mean"),
         lambda fleet: fleet.all_reduce(torch.ones(1, dtype=torch.float64), op="mean", weight=2.0),
-        "all_reduce of 1 x float64 (mean;",
-        "all_reduce of 1 x float64 (total weight of a mean; weight of 1 x float64;",
+        "all_reduce of 1 x float64 (mean; all_reduce)",
+        "all_reduce of 1 x float64 (total weight of a mean; weight of 1 x float64)",
     ),
     "gathered type": (
         lambda fleet: fleet.all_gather(torch.ones(3), torch.ones(1)),

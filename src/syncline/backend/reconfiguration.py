@@ -115,6 +115,10 @@ class WorldGrowth:
         """The streams of the group that is over."""
         return [self._streams]
 
+    def leaving(self) -> int | None:
+        """Nobody leaves at a step's end: a process group takes note of no signal."""
+        return None
+
     def positions(self) -> None:
         """Return nothing: no call goes on in the next epoch."""
 

@@ -31,7 +31,7 @@ class Loss:
     accuser: int
     """The lowest rank that is known to accuse it."""
     has_left: bool = False
-    """Whether it has said so itself: then it goes on nowhere else, and counts towards no quorum."""
+    """Whether all members had been told: then it goes on nowhere else, and counts towards no quorum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +122,11 @@ class Agreement:
         """The members that are not held lost, as far as is known."""
         return tuple(rank for rank in self.base.members if rank not in self.losses)
 
-    def lose(self, rank: int, *, has_left: bool = False) -> list[Effect]:
+    def lose(self, rank: int) -> list[Effect]:
         """Take note that this rank has lost ``rank``, or that it has left by itself."""
         if self.is_over or rank == self.rank:
             return []
-        has_grown = self._take(rank, Loss(accuser=self.rank, has_left=has_left))
+        has_grown = self._take(rank, Loss(accuser=self.rank))
         for report in tuple(self.heard.values()):  # some of which may be believed only now
             has_grown |= self._believe(report)
         return self._settle(has_grown)

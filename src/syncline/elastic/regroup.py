@@ -14,7 +14,7 @@ from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Stop, T
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.messages import decode_report, encode_report
 from syncline.errors import FabricError
-from syncline.fabric import GivenUpError, PeerLeftError
+from syncline.fabric import GivenUpError
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 
@@ -75,7 +75,10 @@ class Regroup:
         self._port.call_soon(self._enter, communicator, _joined(over))
 
     def expect_leave(self, rank: int) -> None:
-        """Take note that all members know that ``rank`` leaves at the end of this step."""
+        """Take note that all members know that ``rank`` leaves at the end of this step.
+
+        That it has closed its fabric would not tell: a member that goes over to another one does so too.
+        """
         self._port.call_soon(self._machine.expect_leave, rank)
 
     def close(self) -> None:
@@ -113,7 +116,7 @@ class Regroup:
         if isinstance(error, GivenUpError):
             self._do(self._machine.be_given_up(peer))
         elif peer != self._port.rank:
-            self._do(self._machine.lose(peer, has_left=isinstance(error, PeerLeftError)))
+            self._do(self._machine.lose(peer))
         elif self._work is not None:
             self._finish(error)
 

@@ -43,6 +43,9 @@ class ElasticPart(Protocol):
     def streams(self) -> list[range]:
         """The streams that it uses in this epoch."""
 
+    def leaving(self) -> int | None:
+        """Return who leaves at the end of this step, as all have told with it; None if nobody, or none knows yet."""
+
     def positions(self) -> Any:
         """Return what this rank has done of the calls that others may miss, as JSON says it; nothing is under way."""
 
@@ -167,6 +170,9 @@ class Recovery:
 
     def _agree(self, cause: BaseException) -> Go:
         fleet = self._fleet
+        for part in self._parts:
+            if (leaving := part.leaving()) is not None:
+                self.expect_leave(leaving)
         communicator, loss = fleet.communicator, fleet.communicator.loss
         accused = [] if loss is None or loss.is_hearsay else [communicator.members[loss.rank]]
         communicator.interrupt(str(cause))
@@ -229,6 +235,8 @@ class ElasticTraining:
         self._plan = plan
         self.load: Callable[[], None] | None = None
         """Loads the newest checkpoint on all ranks, where the settings name a folder."""
+        self.leaving: Callable[[], int | None] = lambda: None
+        """Returns who leaves at the end of this step; set by who knows the reports."""
         self._streams: list[ElasticControlStream] = []
         self._updater: Updater | None = None
         self._reports: ElasticReports | None = None

@@ -163,6 +163,7 @@ class Installation:
         if going_on is not None:
             if self.elastic_training is not None:
                 going_on.load = self.elastic_training.load
+            going_on.leaving = training.leaving
             going_on.begin(training.updater)
         self.training, self.elastic_training = training, going_on
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from enum import IntEnum
 from types import FrameType
 from typing import Any, Literal
@@ -64,3 +65,10 @@ class Preemption:
         else:
             signal.signal(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
             os.kill(os.getpid(), number)
+
+
+def leaving_of(notices: Mapping[int, Notice]) -> int | None:
+    """Return which rank leaves at the end of a step of which all have these ``notices``; None where all stay or end."""
+    leaving = sorted(rank for rank, notice in notices.items() if notice is Notice.LEAVE)
+    is_end = Notice.CHECKPOINT in notices.values() or len(leaving) == len(notices)
+    return None if is_end or not leaving else leaving[0]

@@ -137,15 +137,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks on all optimizers are called with the inner one
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        training = self.training
-        loss = training.calls.step(training.step, closure)
+        loss = self.training.calls.step(self.training.step, closure)
         note_step(self.inner)
-        notices = training.notices()
+        notices, place = self.training.notices(), id(self.training)  # a reference would keep it where the job grows
         if self._elastic is not None:
             self._elastic.end_step()
             if self._growing is not None:
                 self._growing.end_step()
-        if notices and self.heed is not None and training is self.training:  # else the next step tells a larger job
+        if notices and self.heed is not None and place == id(self.training):  # else the next step tells a larger job
             self.heed(notices)
         return loss
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.notices import Notice
+from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.optimizer import DistributedOptimizer
 
 TOLD_TO_END = 128 + signal.SIGTERM
@@ -27,14 +27,14 @@ def heed(fleet: Fleet, optimizer: DistributedOptimizer, notices: Mapping[int, No
 
     Raises :class:`SystemExit` where this rank ends: with status 0 if it leaves a job that goes on.
     """
-    leaving = sorted(rank for rank, notice in notices.items() if notice is Notice.LEAVE)
-    if Notice.CHECKPOINT in notices.values() or len(leaving) == len(notices):
+    leaving = leaving_of(notices)
+    if leaving is None:
         _save_and_end(fleet, optimizer)
-    if leaving and optimizer.checkpoint_if_state_is_lost is not None:
+    if optimizer.checkpoint_if_state_is_lost is not None:
         _save(optimizer, optimizer.checkpoint_if_state_is_lost)
-    if leaving and leaving[0] != fleet.base.rank:
-        fleet.recovery.expect_leave(leaving[0])
-    elif leaving:
+    if leaving != fleet.base.rank:
+        fleet.recovery.expect_leave(leaving)
+    else:
         others = fleet.world_size - 1
         _say(fleet, f"leaves after step {optimizer.iteration}, as {_reason(fleet)}; {others} of the ranks go on")
         fleet.close()

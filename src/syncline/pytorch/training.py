@@ -21,7 +21,7 @@ from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.inner_calls import InnerCalls
 from syncline.pytorch.joining import Joining, Save, check_join
-from syncline.pytorch.notices import Notice
+from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
@@ -235,6 +235,11 @@ class Training:
         if report is None or self._joining is not None or not self.updater.is_synchronous:
             return {}
         return self._watch.notices(report)
+
+    def leaving(self) -> int | None:
+        """Return who leaves at the end of this step, where its report is there and tells that somebody does."""
+        report = self._collector.report
+        return None if report is None or not report.is_done else leaving_of(self._watch.notices(report))
 
     def synchronize(self) -> None:
         """Wait until parameters and buffers are final on this rank; raises what went wrong in the meantime."""

@@ -112,7 +112,8 @@ def make_inner(optimizer: optim.Optimizer, group: int, pieces: Sequence[torch.nn
 
 def _copy_settings(optimizer: optim.Optimizer, inner: optim.Optimizer) -> None:
     """Give ``inner`` what a class of the user's keeps of its arguments beside its groups, in plain values."""
-    common = vars(optim.SGD([torch.zeros(1)], lr=0.0))
+    # a GradScaler's own are of one call of step(), and may be seen while an earlier step is made in another thread
+    common = {*vars(optim.SGD([torch.zeros(1)], lr=0.0)), "grad_scale", "found_inf"}
     for name, value in vars(optimizer).items():
         if name not in common and (value is None or isinstance(value, (bool, int, float, str, tuple, torch.dtype))):
             setattr(inner, name, value)
