@@ -296,7 +296,7 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"period": 0}, "period must be at least 1"),
+        ({"period": 0}, "period must be a whole number from 1 up"),
         ({"contribution": "best"}, "contribution is one of"),
         ({"outer": "first"}, "outer is one of"),
         ({"clusters": "some"}, "clusters is"),

@@ -289,8 +289,8 @@ def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
     ("options", "message"),
     [
         ({"rule": "both"}, "rule is one of"),
-        ({"period": 0}, "period must be at least 1"),
-        ({"quorum": 0}, "quorum must be at least 1"),
+        ({"period": 0}, "period must be a whole number from 1 up"),
+        ({"quorum": 0}, "quorum must be a whole number from 1 up"),
         ({"push": "previous", "max_staleness": 0}, "max_staleness must be at least 1"),
         ({"servers": "elsewhere"}, "servers is"),
     ],
