@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 import torch
@@ -13,19 +12,16 @@ from torch import nn
 import syncline
 
 
-def main(when: str) -> None:
-    """Share the model ``"before"`` or ``"after"`` distribute(), and print whether a child sees what a step makes."""
+def main() -> None:
+    """Share the model after distribute(), and print whether a child sees what a step makes."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    if when == "before":
-        module.share_memory()
     with syncline.init() as fleet:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model, optimizer = syncline.distribute(module, optimizer, update=syncline.Sharded())
         step(model, optimizer)
-        if when == "after":
-            syncline.synchronize()
-            model.share_memory()
+        syncline.synchronize()
+        model.share_memory()
         before = values(model)
         (go, told), (answer, answered) = os.pipe(), os.pipe()
         if not os.fork():
@@ -54,4 +50,4 @@ def values(model: nn.Module) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

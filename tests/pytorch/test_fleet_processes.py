@@ -37,8 +37,7 @@ def test_a_death_is_told_to_the_others() -> None:
     assert "told of rank 1" in results[2][1]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_children_see_the_steps_of_a_model_in_shared_memory(when: str) -> None:
-    for rank, (status, output) in enumerate(run_script(SCRIPT.with_name("sharing_process.py"), 2, when)):
+def test_children_see_the_steps_of_a_model_in_shared_memory() -> None:
+    for rank, (status, output) in enumerate(run_script(SCRIPT.with_name("sharing_process.py"), 2)):
         assert status == 0, output
         assert output.splitlines()[-1] == f"seen by rank {rank}"

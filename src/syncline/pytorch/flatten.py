@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.pytorch.shared_storages import mark_bucket
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
 from syncline.updates.large_pages import zeros_in_large_pages
 from syncline.updates.private_torch import write_count
@@ -54,19 +55,6 @@ def check_parameters(named: Named) -> None:
             )
         if parameter.is_meta:
             raise UpdateError(f"Parameter {name!r} is on the meta device; call model.to_empty(...) and initialise it")
-    _check_apart(named)
-
-
-def _check_apart(named: Named) -> None:
-    first_at: dict[tuple[torch.device, int], str] = {}
-    for parameter, (name, _) in named.items():
-        other = first_at.setdefault((parameter.device, parameter.data_ptr()), name)
-        if other != name:
-            raise UpdateError(
-                f"Parameters {other!r} and {name!r} lie in the same memory, where each has a place of its own after "
-                "distribute(); tie them by assigning the parameter itself (head.weight = embedding.weight), and not "
-                "its .data"
-            )
 
 
 def plan_model(named: Named, *, bucket_bytes: int) -> tuple[BucketPlan, ...]:
@@ -88,7 +76,7 @@ def plan_model(named: Named, *, bucket_bytes: int) -> tuple[BucketPlan, ...]:
 def flatten(named: Named, plans: tuple[BucketPlan, ...]) -> tuple[Bucket, ...]:
     """Allocate the buckets and make each parameter's data a view of its place there.
 
-    A bucket of parameters of which one is in shared memory (``model.share_memory()``) is in shared memory too.
+    A bucket of parameters of which one was in a bucket in shared memory (``model.share_memory()``) is there too.
     """
     parameters = list(named)
     places = zip(plans, _allocate(plans), _allocate(plans), strict=True)
@@ -112,6 +100,7 @@ def _allocate(plans: Sequence[BucketPlan]) -> Iterator[torch.Tensor]:
 def _fill(plan: BucketPlan, owners: list[nn.Parameter], flat: torch.Tensor, gradients: torch.Tensor) -> Bucket:
     if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):  # type: ignore[no-untyped-call]
         flat.share_memory_()  # type: ignore[no-untyped-call]
+    mark_bucket(flat)
     for slot, parameter in zip(plan.slots, owners, strict=True):
         view = slot.view(flat)
         view.copy_(parameter.data)

@@ -27,6 +27,7 @@ from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.preemption import check_notice
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.samples import SampleCount
+from syncline.pytorch.shared_storages import check_storages
 from syncline.pytorch.sync_batch_norm import (
     check_joinable,
     check_layers,
@@ -230,6 +231,7 @@ def _checked_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, rule
     named = trained_parameters(model, optimizer)
     check_parameters(named)
     check_untrained(model, named)
+    check_storages(model, named)
     return named
 
 
