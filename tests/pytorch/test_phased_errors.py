@@ -75,7 +75,7 @@ def test_an_odd_number_of_ranks(run_fleets: Any) -> None:
     [
         ({"stages_in_memory": 0}, "stages_in_memory is at least 1, not 0"),
         ({"align": "row"}, "align must be"),
-        ({"bucket_bytes": 0}, "bucket_bytes and slice_bytes must be positive"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a whole number from 1 up"),
     ],
 )
 def test_options(options: dict[str, Any], message: str, run_fleets: Any) -> None:
