@@ -38,7 +38,7 @@ def test_a_job_ends_as_it_may(kind, rule, network, forker, oracle, tmp_path):
 
 @pytest.mark.parametrize("kind", ["killed", "stopped", "reset"])
 def test_another_comes_for_whoever_is_lost(kind, network, forker, oracle, tmp_path):
-    plan = plan_one(kind, GROWING, seed=1, num_steps=300)
+    plan = plan_one(kind, GROWING, seed=1, num_steps=900)  # more than are made while a newcomer starts
     record = Job(plan, network, forker, tmp_path / "job").run(limit_s=LIMIT_S)
     assert not oracle.judge(record), f"{plan}: {record.injected}"
     assert [bool(record.of(rank, "done")) for rank in record.newcomers] == [True] * (kind != "reset")
