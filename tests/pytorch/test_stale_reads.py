@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncline.errors import UpdateError
+from syncline.pytorch import waiting
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
@@ -371,3 +372,23 @@ def test_stale_parameters_are_looked_for_with_the_overlap_alone(
         return nan
 
     assert run_fleets(2, body) == [[8] if checks else []] * 2
+
+
+def test_two_threads_hear_of_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    second_came_in = threading.Event()
+
+    def register(function: Callable[..., Any]) -> None:
+        calls.append(function)
+        if len(calls) == 2:
+            second_came_in.set()
+        second_came_in.wait(0.2)  # where the other thread is let in, it comes within this time
+
+    monkeypatch.setattr(waiting, "on_unarrived_read", register)
+    monkeypatch.setattr(waiting, "_hears_of_reads", False)
+    threads = [threading.Thread(target=waiting._hear_of_reads) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1

@@ -206,10 +206,17 @@ def _on_compile(_: Any) -> None:
     _finish_all()
 
 
-@cache
 def _hear_of_reads() -> None:
-    """Register once in a process, and not before it is needed."""
-    on_unarrived_read(_on_read)
+    """Register once in a process, and not before it is needed: ``cache`` would let two threads in at a time."""
+    global _hears_of_reads
+    with _register_lock:
+        if not _hears_of_reads:
+            on_unarrived_read(_on_read)
+            _hears_of_reads = True
+
+
+_register_lock = threading.Lock()
+_hears_of_reads = False
 
 
 os.register_at_fork(before=_finish_all)
