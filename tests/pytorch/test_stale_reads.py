@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import io
 import os
 import pickle
@@ -385,7 +386,7 @@ def test_two_threads_hear_of_reads_once(monkeypatch: pytest.MonkeyPatch) -> None
         second_came_in.wait(0.2)  # where the other thread is let in, it comes within this time
 
     monkeypatch.setattr(waiting, "on_unarrived_read", register)
-    monkeypatch.setattr(waiting, "_hears_of_reads", False)
+    monkeypatch.setattr(waiting, "_register", functools.cache(waiting._register.__wrapped__))
     threads = [threading.Thread(target=waiting._hear_of_reads) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -207,16 +207,17 @@ def _on_compile(_: Any) -> None:
 
 
 def _hear_of_reads() -> None:
-    """Register once in a process, and not before it is needed: ``cache`` would let two threads in at a time."""
-    global _hears_of_reads
+    """Register once in a process, and not before it is needed: ``cache`` alone would let two threads in at a time."""
     with _register_lock:
-        if not _hears_of_reads:
-            on_unarrived_read(_on_read)
-            _hears_of_reads = True
+        _register()
 
 
 _register_lock = threading.Lock()
-_hears_of_reads = False
+
+
+@cache
+def _register() -> None:
+    on_unarrived_read(_on_read)
 
 
 os.register_at_fork(before=_finish_all)
