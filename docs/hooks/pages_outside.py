@@ -1,7 +1,7 @@
 """Puts pages of the repository that lie outside ``docs/`` on the site, and turns links between them into the site's.
 
-In the repository every link is relative to its file, so that it works there too. On the site ``docs/guide.md`` is
-``guide.md``, while ``CHANGELOG.md``, the examples' page and the records of benchmarks keep their places. A link to a
+In the repository every link is relative to its file, so that it works there too. On the site ``docs/backend.md`` is
+``backend.md``, while ``CHANGELOG.md``, the examples' page and the records of benchmarks keep their places. A link to a
 folder leads to its page. A link to anything that is not on the site, such as a source file, becomes plain text.
 """
 

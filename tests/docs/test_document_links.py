@@ -32,9 +32,9 @@ def leads_somewhere(page: Path, target: str) -> bool:
 
 def test_a_wrong_link_is_noticed() -> None:
     readme = ROOT / "README.md"
-    assert {"docs/guide.md", "docs/benchmarks.md"} <= {target for _, target in links(readme)}
-    assert leads_somewhere(readme, "docs/guide.md#security")
-    assert not leads_somewhere(readme, "docs/guide.md#no-such-heading")
+    assert {"docs/guide/README.md", "docs/benchmarks.md"} <= {target for _, target in links(readme)}
+    assert leads_somewhere(readme, "docs/guide/security.md#security")
+    assert not leads_somewhere(readme, "docs/guide/security.md#no-such-heading")
     assert not leads_somewhere(readme, "docs/no-such-page.md")
 
 

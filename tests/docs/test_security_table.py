@@ -3,7 +3,7 @@
 import pytest
 from markdown_pages import ROOT, check_row, rows_of
 
-ROWS = rows_of((ROOT / "docs" / "guide.md").read_text(), "who")
+ROWS = rows_of((ROOT / "docs" / "guide" / "security.md").read_text(), "who")
 WHO = {
     "another user of the machine",
     "a machine on the network, without the secret",

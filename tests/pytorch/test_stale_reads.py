@@ -36,7 +36,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.updates import Sharded
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "speed.md"
 BATCH = torch.arange(6.0).reshape(2, 3)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning"),
