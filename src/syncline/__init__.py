@@ -18,7 +18,6 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
     import_module("syncline.backend.registration").register()
 
 if TYPE_CHECKING:
-    from syncline.backend.options import BackendOptions
     from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
     from syncline.elastic import Elastic, MembershipChange
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.comm_hook import comm_hook
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
+    from syncline.pytorch.environment import BackendOptions
     from syncline.pytorch.fleet import Fleet, current_fleet
     from syncline.pytorch.init import init
     from syncline.pytorch.optimizer import DistributedOptimizer
@@ -96,7 +96,7 @@ _HOMES = {
     "Resumption": "syncline.pytorch.checkpoint_resume",
     "latest_checkpoint": "syncline.pytorch.checkpoint_history",
     "CheckpointWork": "syncline.pytorch.checkpoint_background",
-    "BackendOptions": "syncline.backend.options",
+    "BackendOptions": "syncline.pytorch.environment",
     "reconfigure": "syncline.backend.reconfiguration",
     "commit": "syncline.backend.reconfiguration",
     "Reconfiguration": "syncline.backend.reconfiguration",

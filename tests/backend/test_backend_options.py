@@ -12,9 +12,10 @@ from thread_groups import description, run_groups
 
 import syncline
 from syncline.backend import creation
-from syncline.backend.options import BackendOptions, choose_options, read_options
+from syncline.backend.options import choose_options, read_options
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.pytorch import machines
+from syncline.pytorch.environment import BackendOptions
 from syncline.topology import Topology
 
 OF_TORCH = {"rank", "world_size", "master", "timeout_s"}
@@ -44,10 +45,10 @@ def test_an_option_goes_before_its_variable_which_goes_before_the_default(monkey
     monkeypatch.setenv("RANK", "7")  # of the launcher; torch.distributed was told something else
     environment = read_options(BackendOptions(), rank=1, world_size=2, timeout_s=9.0)
     assert (environment.rank, environment.world_size) == (1, 2)
-    assert (environment.limits.silence_s, environment.limits.timeout_s, environment.limits.stall_s) == (5.0, 9.0, 9.0)
+    assert (environment.fabric.dead_s, environment.timeout_s, environment.fabric.stall_s) == (5.0, 9.0, 9.0)
     given = read_options(BackendOptions(silence_s=6.0, insecure=True), rank=1, world_size=2, timeout_s=9.0)
-    assert given.limits.silence_s == 6.0
-    assert given.insecure
+    assert given.fabric.dead_s == 6.0
+    assert given.fabric.insecure
 
 
 def test_a_group_runs_on_the_topology_that_it_is_given() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from syncline.backend.creation import create_state
-from syncline.backend.options import BackendOptions
 from syncline.backend.process_group import SynclineProcessGroup
+from syncline.pytorch.environment import BackendOptions
 from thread_fleets import run_threads
 
 

@@ -13,7 +13,6 @@ from syncline.fabric.sockets import open_listening_socket, prepare_connected, re
     ("settings", "message"),
     [
         ({"secret": b"short"}, "at least 32 bytes, not 5"),
-        ({"authenticate_frames": True}, "authenticate_frames=True needs a secret.*SYNCLINE_SECRET_FILE"),
         ({"job_id": ""}, "job_id must not be empty"),
         ({"heartbeat_s": 0}, "heartbeat_s must be more than 0"),
         ({"close_s": -1.0}, "close_s must be more than 0"),
@@ -41,6 +40,8 @@ def test_without_a_secret_only_loopback_is_open():
         FabricOptions().check_exposure("192.168.1.5")
     with pytest.raises(ConfigurationError, match="no shared secret"):
         FabricOptions().check_exposure("0.0.0.0")
+    with pytest.raises(ConfigurationError, match=r"authenticate_frames=True needs a secret.*SYNCLINE_SECRET_FILE"):
+        FabricOptions(authenticate_frames=True).check_exposure("127.0.0.1")
     FabricOptions(insecure=True).check_exposure("192.168.1.5")
     FabricOptions(secret=b"s" * 32).check_exposure("192.168.1.5")
 

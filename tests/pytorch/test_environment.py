@@ -11,8 +11,8 @@ import pytest
 import syncline
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
-from syncline.pytorch.connecting import choose_fabric_options
-from syncline.pytorch.environment import read_environment
+from syncline.pytorch.connecting import with_address
+from syncline.pytorch.environment import Arguments, read_environment
 from syncline.pytorch.init import init
 from syncline.variables import process_variables
 
@@ -21,7 +21,7 @@ JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 
 def test_a_process_alone_needs_nothing() -> None:
     environment = read_environment({})
-    assert (environment.rank, environment.world_size, environment.secret) == (0, 1, None)
+    assert (environment.rank, environment.world_size, environment.fabric.secret) == (0, 1, None)
 
 
 def test_what_torchrun_sets() -> None:
@@ -30,7 +30,7 @@ def test_what_torchrun_sets() -> None:
     )
     assert environment.rank == 1
     assert environment.uses_agent_store
-    assert environment.job_id == "job7"
+    assert environment.fabric.job_id == "job7"
     assert environment.trace == Path("t.json")
 
 
@@ -40,20 +40,20 @@ def test_shared_memory_can_be_turned_off() -> None:
 
 
 def test_frames_are_authenticated_where_the_variable_or_the_argument_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not read_environment({}).authenticates_frames
-    assert read_environment({"SYNCLINE_AUTHENTICATE_FRAMES": "on"}).authenticates_frames
+    assert not read_environment({}).fabric.authenticate_frames
+    assert read_environment({"SYNCLINE_AUTHENTICATE_FRAMES": "on"}).fabric.authenticate_frames
     for name in ("RANK", "WORLD_SIZE", "SYNCLINE_TOPOLOGY", "SYNCLINE_SECRET", "SYNCLINE_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SYNCLINE_AUTHENTICATE_FRAMES", "on")
-    assert choose_fabric_options(read_environment(process_variables())).authenticate_frames
-    assert not choose_fabric_options(read_environment(given={"authenticate_frames": False})).authenticate_frames
+    assert with_address(read_environment(process_variables())).fabric.authenticate_frames
+    assert not read_environment(given=Arguments(authenticate_frames=False)).fabric.authenticate_frames
     with pytest.raises(ConfigurationError, match="authenticate_frames=True needs a secret"):
         init(interface="10.0.0.1", insecure=True)
 
 
 def test_binding_can_be_turned_off() -> None:
-    assert read_environment({}).binds_thread
-    assert not read_environment({"SYNCLINE_BIND_THREAD": "off"}).binds_thread
+    assert read_environment({}).fabric.binds_thread
+    assert not read_environment({"SYNCLINE_BIND_THREAD": "off"}).fabric.binds_thread
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_secret_comes_from_a_private_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="chmod 600"):
         read_environment(JOB | {"SYNCLINE_SECRET_FILE": str(secret)})
     secret.chmod(0o600)
-    assert read_environment(JOB | {"SYNCLINE_SECRET_FILE": str(secret)}).secret == b"s" * 40
+    assert read_environment(JOB | {"SYNCLINE_SECRET_FILE": str(secret)}).fabric.secret == b"s" * 40
 
 
 def test_loopback_needs_no_address() -> None:

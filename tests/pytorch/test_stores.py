@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from rank_scripts import reserved_port, run_script
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.environment import read_environment
+from syncline.pytorch.environment import Environment, read_environment
 from syncline.pytorch.stores import LocalStore, _listen, open_store
 
 SCRIPT = Path(__file__).with_name("fleet_process.py")
@@ -26,10 +27,11 @@ def silent() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def environment(rank: int, port: int):
-    return read_environment(
+def environment(rank: int, port: int, **options) -> Environment:
+    read = read_environment(
         {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     )
+    return replace(read, fabric=replace(read.fabric, address="127.0.0.1", **options))
 
 
 @pytest.fixture
@@ -40,28 +42,28 @@ def port() -> Iterator[int]:
 
 
 def test_one_rank_needs_no_store() -> None:
-    assert isinstance(open_store(read_environment({}), FabricOptions(), address="127.0.0.1"), LocalStore)
+    assert isinstance(open_store(read_environment({})), LocalStore)
 
 
 def test_who_never_answers_is_waited_for_until_the_deadline(silent: int) -> None:
     with pytest.raises(RendezvousError, match=r"something accepts connections there, but did not answer as a store"):
-        open_store(environment(1, silent), FabricOptions(connect_s=0.5), address="127.0.0.1")
+        open_store(environment(1, silent, connect_s=0.5))
 
 
 def test_nobody_there_is_told_at_the_deadline(port: int) -> None:
     with pytest.raises(RendezvousError, match=r"MASTER_ADDR:MASTER_PORT .* cannot be opened"):
-        open_store(environment(1, port), FabricOptions(connect_s=0.5), address="127.0.0.1")
+        open_store(environment(1, port, connect_s=0.5))
 
 
 def test_rank_0_says_at_once_that_its_port_is_taken(silent: int) -> None:
     with pytest.raises(RendezvousError, match=r"rank 0 cannot serve the store at .*: Address already in use"):
-        open_store(environment(0, silent), FabricOptions(), address="127.0.0.1")
+        open_store(environment(0, silent))
 
 
 def test_the_store_is_served_on_one_address_alone(port: int) -> None:
-    store = open_store(environment(0, port), FabricOptions(), address="127.0.0.1")
+    store = open_store(environment(0, port))
     store.set("key", b"value")
-    other = open_store(environment(1, port), FabricOptions(), address="127.0.0.1")
+    other = open_store(environment(1, port))
     assert other.get("key", 0.0) == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=60)

@@ -85,7 +85,7 @@ def arguments_of(name: str) -> Arguments:
     chosen = {part.removesuffix("=") for part in names}
     if chosen & {"rank", "world_size"}:
         chosen |= {"rank", "world_size"}
-    return Arguments(**{key: value for key, value in GIVEN.items() if key in chosen})  # type: ignore[typeddict-item]
+    return Arguments(**{key: getattr(GIVEN, key) for key in chosen})
 
 
 def without_place(environment: Environment) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_an_argument_of_init_goes_before_its_variable(name: str, tmp_path: Path)
     secret.chmod(0o600)
     said = {name: VALUES[name].format(folder=tmp_path)}
     given = arguments_of(name)
-    assert given, f"init() has no argument for {name}"
+    assert given != Arguments(), f"init() has no argument for {name}"
     alone = read_environment(JOB, given)
     assert read_environment(JOB | said, given) == alone
     by_variable = read_environment(JOB | said)
@@ -124,10 +124,10 @@ def test_every_argument_at_once_goes_before_every_variable(tmp_path: Path) -> No
     found = read_environment(said, GIVEN)
     assert found == read_environment({}, GIVEN)
     assert (found.rank, found.world_size, found.master_address, found.master_port) == (2, 3, "c", 8)
-    assert (found.secret, found.job_id, found.uses_agent_store) == (b"a" * 32, "job-of-the-user", False)
-    limits = found.limits
-    assert (limits.timeout_s, limits.connect_timeout_s, limits.silence_s, limits.stall_s) == (21, 22, 23, 24)
-    assert (found.trace, found.uses_shared_memory, found.binds_thread) == (Path("of-the-user.json"), True, True)
+    assert (found.fabric.secret, found.fabric.job_id, found.uses_agent_store) == (b"a" * 32, "job-of-the-user", False)
+    fabric = found.fabric
+    assert (found.timeout_s, fabric.connect_s, fabric.dead_s, fabric.stall_s) == (21, 22, 23, 24)
+    assert (found.trace, found.uses_shared_memory, found.fabric.binds_thread) == (Path("of-the-user.json"), True, True)
 
 
 @pytest.mark.parametrize("given", [Arguments(rank=1), Arguments(world_size=2)])

@@ -14,10 +14,10 @@ from syncline.backend.calls import GroupCalls
 from syncline.backend.group_parts import open_part
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.options import BackendOptions, choose_options, read_options
+from syncline.backend.options import choose_options, read_options
 from syncline.errors import ConfigurationError
-from syncline.pytorch.connecting import choose_fabric_options, connect
-from syncline.pytorch.environment import Environment
+from syncline.pytorch.connecting import connect, with_address
+from syncline.pytorch.environment import BackendOptions, Environment
 from syncline.pytorch.machines import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
@@ -119,4 +119,4 @@ def _connect(environment: Environment, torch_store: Any) -> Communicator:
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)
-    return connect(environment, choose_fabric_options(environment), lambda _: store)
+    return connect(with_address(environment), lambda _: store)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from syncline.backend.creation import TOKEN_BYTES, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.name import NAME
-from syncline.backend.options import BackendOptions, choose_options
+from syncline.backend.options import choose_options
 from syncline.elastic import Elastic
 from syncline.elastic.calls import LOSSES
 from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.errors import ConfigurationError, name_ranks
-from syncline.pytorch.connecting import choose_fabric_options
+from syncline.pytorch.connecting import with_address
 from syncline.pytorch.elastic_training import Recovery
-from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
@@ -91,7 +91,7 @@ class WorldGrowth:
         self.recovery = fleet.recovery = Recovery(fleet, settings)
         fleet.on_close(lambda _: self.recovery.close())
         fleet.is_elastic = True
-        self._options = choose_fabric_options(environment)
+        self._options = with_address(environment).fabric
         self._uses_shared_memory = environment.uses_shared_memory
         self._step: int | None = None
         self._members: tuple[int, ...] = ()
@@ -355,8 +355,7 @@ def _current_world(what: str) -> WorldGrowth:
 
 def _begin(options: BackendOptions, elastic: Elastic | None) -> WorldGrowth:
     """Connect, or come into the job that this process joins."""
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    environment = read_environment(given=cast("Arguments", given))
+    environment = read_environment(given=Arguments.of_group(options))
     fleet = open_fleet(environment, is_current=False)
     try:
         _check_topology(fleet.topology)

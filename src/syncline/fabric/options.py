@@ -97,7 +97,15 @@ class FabricOptions:
         return max(3 * self.dead_s, self.held_s)
 
     def check_exposure(self, address: str) -> None:
-        """Refuse to listen on ``address`` where strangers could reach it and nothing would stop them."""
+        """Refuse to listen on ``address`` where strangers could reach it and nothing would stop them.
+
+        Refused as well are codes on frames that anyone could make.
+        """
+        if self.authenticate_frames and self.secret is None:
+            raise ConfigurationError(
+                "authenticate_frames=True needs a secret, and there is none: anyone could make the codes; give "
+                "all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or leave it off"
+            )
         if self.secret is not None or self.insecure or ipaddress.ip_address(address).is_loopback:
             return
         raise ConfigurationError(
@@ -111,11 +119,6 @@ class FabricOptions:
             raise ConfigurationError(
                 f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, not {len(self.secret)}; "
                 "make one with: head -c 32 /dev/urandom | base64 > FILE"
-            )
-        if self.authenticate_frames and self.secret is None:
-            raise ConfigurationError(
-                "authenticate_frames=True needs a secret, and there is none: anyone could make the codes; give "
-                "all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or leave it off"
             )
         if not self.job_id:
             raise ConfigurationError("job_id must not be empty; give each job its own name")

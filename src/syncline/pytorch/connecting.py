@@ -23,61 +23,38 @@ from syncline.runtime.host_names import REFUSAL_S
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
-HANDSHAKE_S = 5.0
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 
-def choose_fabric_options(environment: Environment) -> FabricOptions:
-    """Return how the fabric behaves; :class:`ConfigurationError` if strangers could join without being stopped.
+def with_address(environment: Environment) -> Environment:
+    """Return the address and secret of this rank's fabric too; :class:`ConfigurationError` if strangers could join.
 
     Where nobody gave a secret, and other users of this machine alone could reach this rank, it is this user's own.
     """
-    address, limits = environment.interface, environment.limits
+    address = environment.interface
     if address is None and environment.world_size > 1:
         address = own_address(environment.master_address)
     elif address is None and environment.join:
         address = own_address(environment.join[0][0])
-    address, secret = resolve_address(address), environment.secret
+    options = replace(environment.fabric, address=resolve_address(address))
     # a job of one rank has nobody to meet, and needs a secret only when it listens for newcomers
-    if environment.world_size > 1 or environment.join or environment.authenticates_frames:
-        secret = _choose_secret(secret, address)
-    options = FabricOptions(
-        job_id=environment.job_id,
-        secret=secret,
-        insecure=environment.insecure,
-        authenticate_frames=environment.authenticates_frames,
-        native=environment.native,
-        address=address,
-        binds_thread=environment.binds_thread,
-        congestion=environment.congestion,
-        heartbeat_s=limits.heartbeat_s,
-        suspect_s=0.3 * limits.silence_s,
-        dead_s=limits.silence_s,
-        stall_s=limits.stall_s,
-        held_s=limits.timeout_s,
-        handshake_s=min(HANDSHAKE_S, limits.connect_timeout_s),
-        connect_s=limits.connect_timeout_s,
-    )
+    if environment.world_size > 1 or environment.join or options.authenticate_frames:
+        options = with_secret(options)
     try:
         options.check_exposure(options.address or "127.0.0.1")
     except ConfigurationError as error:
         tell_once(error, rank=environment.rank)
         raise
-    return options
+    return replace(environment, fabric=options)
 
 
 def with_secret(options: FabricOptions) -> FabricOptions:
     """Return ``options``, the address of which is known, with the secret of a rank that is not alone any more."""
     assert options.address is not None, "resolved when the options were made"
-    return replace(options, secret=_choose_secret(options.secret, options.address))
-
-
-def _choose_secret(given: bytes | None, address: str) -> bytes | None:
-    """Return what was given; else, if only this machine reaches ``address``, this user's own."""
-    if given is not None or not ip_address(address).is_loopback:
-        return given
-    return user_secret(process_variables())
+    if options.secret is not None or not ip_address(options.address).is_loopback:
+        return options
+    return replace(options, secret=user_secret(process_variables()))
 
 
 def is_exposed(options: FabricOptions) -> bool:
@@ -90,23 +67,22 @@ def is_exposed(options: FabricOptions) -> bool:
         return True
 
 
-def connect(
-    environment: Environment, options: FabricOptions, open_store: Callable[[FabricOptions], Store]
-) -> Communicator:
+def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
     """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
     leave_at_exit()
+    options = environment.fabric
     chosen = _load_topology(environment)
     if isinstance(chosen, TopologyError):
-        _refuse_topology(environment, chosen, options, open_store)
+        _refuse_topology(environment, chosen, open_store)
     began_s = time.monotonic()
 
     def left_s() -> float:
         return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
 
-    store = open_store(options)
-    topology = _match(environment, chosen, options, store, timeout_s=left_s())
+    store = open_store(environment)
+    topology = _match(environment, chosen, store, timeout_s=left_s())
     trace = _open_trace(environment, topology)
-    loop = CommunicationLoop(native=environment.native)
+    loop = CommunicationLoop(native=options.native)
     loop.start()
     try:
         connecting = connect_tcp(
@@ -119,9 +95,7 @@ def connect(
             timeout_s=left_s(),
         )
         fabric = loop.run(connecting, left_s() + CONNECT_MARGIN_S)
-        return Communicator(
-            loop, fabric, topology, trace=trace, timeout_s=environment.limits.timeout_s, on_close=loop.stop
-        )
+        return Communicator(loop, fabric, topology, trace=trace, timeout_s=environment.timeout_s, on_close=loop.stop)
     except BaseException:
         loop.stop()
         raise
@@ -141,13 +115,14 @@ def _load_topology(environment: Environment) -> Topology | TopologyError | None:
 
 
 def _refuse_topology(
-    environment: Environment, error: TopologyError, options: FabricOptions, open_store: Callable[[FabricOptions], Store]
+    environment: Environment, error: TopologyError, open_store: Callable[[Environment], Store]
 ) -> NoReturn:
     """Raise what is wrong with this rank's topology, and let the others know if they are there."""
     if environment.world_size > 1:
-        brief = replace(options, connect_s=min(options.connect_s, REFUSAL_S))
+        limit_s = min(environment.fabric.connect_s, REFUSAL_S)
+        brief = replace(environment, fabric=replace(environment.fabric, connect_s=limit_s))
         with contextlib.suppress(RendezvousError):
-            _match(environment, error, brief, open_store(brief), timeout_s=brief.connect_s)
+            _match(brief, error, open_store(brief), timeout_s=limit_s)
     tell_once(error, rank=environment.rank)
     raise error
 
@@ -155,7 +130,6 @@ def _refuse_topology(
 def _match(
     environment: Environment,
     topology: Topology | TopologyError | None,
-    options: FabricOptions,
     store: Store,
     *,
     timeout_s: float,
@@ -169,8 +143,8 @@ def _match(
             store=store,
             host=environment.host,
             timeout_s=timeout_s,
-            job_id=options.job_id,
-            silence_s=options.dead_s,
+            job_id=environment.fabric.job_id,
+            silence_s=environment.fabric.dead_s,
         )
     except TopologyError as error:
         tell_once(error, rank=environment.rank)

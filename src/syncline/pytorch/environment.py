@@ -7,52 +7,87 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
+from syncline.fabric import FabricOptions
 from syncline.observe import Trace
 from syncline.pytorch.existing_group import GroupPlace, check_same
 from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
-from syncline.pytorch.limits import Limits, choose_limits
+from syncline.pytorch.limits import choose_times, with_times
 from syncline.pytorch.notices import OnPreemption
 from syncline.pytorch.secret import read_secret
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
 
-class Arguments(TypedDict, total=False):
-    """What ``init()`` was given; what is left out or None is read from its variable."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """Settings of ``init_process_group("syncline", pg_options=...)``, named and meant as those of :func:`init`.
 
-    topology: str | Path | Topology | None
-    rank: int | None
-    world_size: int | None
-    master: str | None
-    job_id: str | None
-    secret: bytes | str | None
-    insecure: bool
-    authenticate_frames: bool | None
-    interface: str | None
-    host: str | None
-    timeout_s: float | None
-    connect_timeout_s: float | None
-    silence_s: float | None
-    stall_s: float | None
-    trace: str | Path | Trace | None
-    native: bool | None
-    shared_memory: bool | None
-    bind_thread: bool | None
-    congestion: str | None
-    join: str | None
-    join_port: int | None
-    on_preemption: OnPreemption | None
+    What is None is read from its variable (``SYNCLINE_TOPOLOGY``, ``SYNCLINE_SECRET_FILE`` ...), else it is the
+    default. The ranks' places and the timeout are what ``torch.distributed`` was told.
+
+    >>> syncline.BackendOptions(silence_s=30.0).silence_s  # seconds
+    30.0
+    """
+
+    topology: str | Path | Topology | None = None
+    """A file, the name of a shipped topology, or a :class:`Topology`; one switch for all ranks if nobody says."""
+    host: str | None = None
+    """The name of this rank's host in the topology; the launcher's or the machine's if nobody says."""
+    job_id: str | None = None
+    """Ranks of another job are refused."""
+    secret: bytes | str | None = None
+    """At least 32 bytes that all ranks share; without one only loopback is used, unless ``insecure``."""
+    insecure: bool = False
+    """Use other addresses than loopback without a secret. Whoever reaches the port can then join the job."""
+    authenticate_frames: bool | None = None
+    """Let every frame carry a code keyed by the secret."""
+    interface: str | None = None
+    """The address, or the interface's name, that the other ranks reach."""
+    connect_timeout_s: float | None = None
+    """How long a new group waits for its ranks to connect, in seconds."""
+    silence_s: float | None = None
+    """From when on a rank without a sign of life is lost, in seconds."""
+    stall_s: float | None = None
+    """From when on a rank that lives, but makes no call, is not waited for any more; default: the group's timeout."""
+    trace: str | Path | Trace | None = None
+    """Where this rank writes its trace."""
+    native: bool | None = None
+    """False moves messages in Python, True insists on compiled code."""
+    shared_memory: bool | None = None
+    """Whether small synchronous calls may go through memory that the ranks of one machine share."""
+    bind_thread: bool | None = None
+    """Whether the communication thread may be bound to cores."""
+    congestion: str | None = None
+    """TCP's congestion control, as ``"bbr"``; cubic where the topology has rates, if nobody says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments(BackendOptions):
+    """What ``init()`` was given; what is None is read from its variable."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    master: str | None = None
+    timeout_s: float | None = None
+    join: str | None = None
+    join_port: int | None = None
+    on_preemption: OnPreemption | None = None
+
+    @classmethod
+    def of_group(cls, options: BackendOptions, **place: Any) -> Arguments:
+        """Return the options of a process group, with what ``torch.distributed`` was told beside them."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(options)}, **place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Place of this process in its job, and how it takes part."""
+    """Place of this process in its job, and how it takes part: every setting, chosen once."""
 
     rank: int
     world_size: int
@@ -60,22 +95,12 @@ class Environment:
     master_port: int | None
     uses_agent_store: bool
     """Whether torchrun's agent serves the store already."""
-    job_id: str
     topology: str | Path | Topology | None
     interface: str | None
     """Address or name of the interface that other ranks reach."""
     host: str
     """What this rank calls its host: the topology is matched by it."""
-    secret: bytes | None
-    insecure: bool
-    """Whether strangers may join where there is no secret."""
     trace: Path | Trace | None
-    native: bool | None
-    """Whether messages move in compiled code; None leaves it to ``SYNCLINE_NATIVE`` and to what was built."""
-    binds_thread: bool
-    """Whether the communication thread may be bound to cores."""
-    congestion: str | None
-    """TCP's congestion control; None leaves it to the fabric."""
     uses_shared_memory: bool
     """Whether small calls may be made in memory that the ranks of one machine share, if all want it."""
     join: tuple[tuple[str, int], ...]
@@ -84,9 +109,13 @@ class Environment:
     """Where this rank listens for newcomers; 0 is a free port, and None one that is opened when it is needed."""
     on_preemption: OnPreemption | None
     """What to do when this process is told that it is to end; None leaves its signals alone."""
-    authenticates_frames: bool
-    """Whether every frame carries a code that only who knows the secret can make."""
-    limits: Limits
+    fabric: FabricOptions
+    """How its fabric behaves; of an address only from :func:`~syncline.pytorch.connecting.with_address` on."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective may take, for which a foreign call may hold the interpreter's lock as well."""
+        return self.fabric.held_s
 
 
 def read_environment(
@@ -102,47 +131,32 @@ def read_environment(
     ranks meet in a store that they have already, and no master is asked for.
     """
     values = process_variables() if variables is None else variables
-    said: Arguments = given or {}
+    said = given or Arguments()
     join = _choose_join(values, said, group)
     place = Place(rank=0, world_size=1, source="join") if join else _choose_place(values, said, group)
     address, port = (None, None) if has_store or join else _choose_master(values, said, place, group)
-    topology, trace = said.get("topology"), said.get("trace") or values.get("SYNCLINE_TRACE")
+    topology, trace = said.topology, said.trace or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
         world_size=place.world_size,
         master_address=address,
         master_port=port,
-        uses_agent_store=not said.get("master") and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
-        job_id=said.get("job_id") or values.get("TORCHELASTIC_RUN_ID") or "syncline",
+        uses_agent_store=not said.master and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         # the variable tells of the job at its start, and a newcomer's job knows its tree by itself
         topology=topology if topology is not None or join else values.get("SYNCLINE_TOPOLOGY") or None,
-        interface=said.get("interface") or values.get("SYNCLINE_INTERFACE") or None,
-        host=said.get("host") or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
-        secret=_choose_secret(values, said),
-        insecure=said.get("insecure", False),
+        interface=said.interface or values.get("SYNCLINE_INTERFACE") or None,
+        host=said.host or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
         trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
-        native=said.get("native"),
-        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.get("bind_thread")),
-        congestion=said.get("congestion") or values.get("SYNCLINE_CONGESTION") or None,
-        uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.get("shared_memory")),
+        uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.shared_memory),
         join=join,
         join_port=_choose_join_port(values, said),
         on_preemption=_choose_on_preemption(values, said),
-        authenticates_frames=_switch(
-            values, "SYNCLINE_AUTHENTICATE_FRAMES", said.get("authenticate_frames"), default="off"
-        ),
-        limits=choose_limits(
-            timeout_s=said.get("timeout_s"),
-            connect_timeout_s=said.get("connect_timeout_s"),
-            silence_s=said.get("silence_s"),
-            stall_s=said.get("stall_s"),
-            variables=values,
-        ),
+        fabric=_choose_fabric(values, said),
     )
 
 
 def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> Place:
-    rank, world_size = said.get("rank"), said.get("world_size")
+    rank, world_size = said.rank, said.world_size
     if group is not None:
         check_same(group, values, rank=rank, world_size=world_size)
         return Place(rank=group.rank, world_size=group.world_size, source="the process group's size")
@@ -161,7 +175,7 @@ def _choose_master(
     values: Mapping[str, str], said: Arguments, place: Place, group: GroupPlace | None
 ) -> tuple[str | None, int | None]:
     """Return where rank 0 serves the store; a job of one rank need not say, nor one whose process group has a store."""
-    master = said.get("master")
+    master = said.master
     if master:
         return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
     if group is not None:
@@ -179,8 +193,8 @@ def _choose_master(
 
 def _choose_join(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> tuple[tuple[str, int], ...]:
     """Return the members to ask; a newcomer has no rank yet, whatever a launcher says."""
-    has_place = group is not None or said.get("rank") is not None or said.get("world_size") is not None
-    text = said.get("join") or ("" if has_place else values.get("SYNCLINE_JOIN"))
+    has_place = group is not None or said.rank is not None or said.world_size is not None
+    text = said.join or ("" if has_place else values.get("SYNCLINE_JOIN"))
     if not text:
         return ()
     if has_place:
@@ -192,7 +206,7 @@ def _choose_join(values: Mapping[str, str], said: Arguments, group: GroupPlace |
 
 
 def _choose_join_port(values: Mapping[str, str], said: Arguments) -> int | None:
-    given = said.get("join_port")
+    given = said.join_port
     if given is None and not values.get("SYNCLINE_JOIN_PORT"):
         return None
     port = whole_number(values, "SYNCLINE_JOIN_PORT", 0) if given is None else given
@@ -202,14 +216,34 @@ def _choose_join_port(values: Mapping[str, str], said: Arguments) -> int | None:
 
 
 def _choose_on_preemption(values: Mapping[str, str], said: Arguments) -> OnPreemption | None:
-    given = said.get("on_preemption") or values.get("SYNCLINE_ON_PREEMPTION") or None
+    given = said.on_preemption or values.get("SYNCLINE_ON_PREEMPTION") or None
     if given not in (None, "leave", "checkpoint"):
         raise ConfigurationError(f"on_preemption must be 'leave' or 'checkpoint', not {given!r}")
     return given  # type: ignore[return-value]  # as was checked
 
 
+def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
+    options = FabricOptions(
+        job_id=said.job_id or values.get("TORCHELASTIC_RUN_ID") or "syncline",
+        secret=_choose_secret(values, said),
+        insecure=said.insecure,
+        authenticate_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames, default="off"),
+        native=said.native,
+        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
+        congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
+    )
+    times = choose_times(
+        values,
+        timeout_s=said.timeout_s,
+        connect_timeout_s=said.connect_timeout_s,
+        silence_s=said.silence_s,
+        stall_s=said.stall_s,
+    )
+    return with_times(options, **times)
+
+
 def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:
-    secret = said.get("secret")
+    secret = said.secret
     if secret:
         return secret.encode() if isinstance(secret, str) else secret
     return read_secret(values)

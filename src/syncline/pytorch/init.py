@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 from syncline.observe import Trace
-from syncline.pytorch.connecting import choose_fabric_options, connect, is_exposed
+from syncline.pytorch.connecting import connect, is_exposed, with_address
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
@@ -91,7 +89,7 @@ def init(
     ...     print(fleet.rank, fleet.world_size)
     0 1
     """
-    given = cast("Arguments", dict(locals()))  # by name, as they are
+    given = Arguments(**locals())  # by name, as they are
     check_first()
     return open_fleet(read_environment(given=given, group=find_group()))
 
@@ -101,12 +99,10 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
     if environment.interface is None and environment.master_address is None and environment.world_size > 1:
         # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
         environment = choose_interface(environment, store_of_group(), default_store())
-    options = choose_fabric_options(environment)
     with ExitStack() as stack:
-        ways = Ways.open(environment, options, stack)
-        environment, options = ways.environment, ways.options
-        assert options.address is not None, "resolved when the options were made"
-        communicator = connect(environment, options, partial(open_store, environment, address=options.address))
+        ways = Ways.open(with_address(environment), stack)
+        environment, options = ways.environment, ways.environment.fabric
+        communicator = connect(environment, open_store)
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
         fleet.growth = ways.growth_of(fleet)

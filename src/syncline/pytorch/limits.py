@@ -4,62 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from syncline.errors import ConfigurationError
+from syncline.fabric import FabricOptions
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
-from syncline.variables import process_variables
 
-DEFAULT_CONNECT_TIMEOUT_S = 60.0
-DEFAULT_SILENCE_S = 10.0
+DEFAULTS_S = {"connect_timeout_s": 60.0, "silence_s": 10.0, "timeout_s": DEFAULT_TIMEOUT_S}
 MIN_SILENCE_S = 1.0
 HEARTBEAT_S = 1.0
+HANDSHAKE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Seconds; every rank of a job is given the same."""
+def choose_times(variables: Mapping[str, str], **given: float | None) -> dict[str, float]:
+    """Take each of the four of :func:`with_times` from ``given``, else from its variable, else its default.
 
-    connect_timeout_s: float
-    """From ``init()`` until all ranks are connected."""
-    silence_s: float
-    """From when on a rank of which nothing is heard, not even a heartbeat, is lost."""
-    timeout_s: float
-    """How long a collective may take."""
-    stall_s: float
-    """From when on a rank that lives, and for which others wait, has hung."""
-
-    @property
-    def heartbeat_s(self) -> float:
-        """How often a rank says that it lives."""
-        return min(HEARTBEAT_S, self.silence_s / 10)
-
-
-def choose_limits(
-    *,
-    connect_timeout_s: float | None = None,
-    silence_s: float | None = None,
-    timeout_s: float | None = None,
-    stall_s: float | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> Limits:
-    """Take each limit from its argument, else from its variable (``SYNCLINE_CONNECT_TIMEOUT`` ...), else its default.
-
-    The default of ``stall_s`` is ``timeout_s``.
+    The variables are ``SYNCLINE_CONNECT_TIMEOUT`` and so on. The default of ``stall_s`` is ``timeout_s``.
     """
-    values = process_variables() if variables is None else variables
-    chosen_s = _choose(values, "timeout_s", timeout_s, DEFAULT_TIMEOUT_S)
-    chosen_silence_s = _choose(values, "silence_s", silence_s, DEFAULT_SILENCE_S)
-    if chosen_silence_s < MIN_SILENCE_S:
+    chosen = {name: _choose(variables, name, given.get(name), default) for name, default in DEFAULTS_S.items()}
+    if chosen["silence_s"] < MIN_SILENCE_S:
         raise ConfigurationError(
-            f"silence_s must be at least {MIN_SILENCE_S:g} s, not {chosen_silence_s:g} s: a busy machine is silent for "
-            "as long"
+            f"silence_s must be at least {MIN_SILENCE_S:g} s, not {chosen['silence_s']:g} s: a busy machine is silent "
+            "for as long"
         )
-    return Limits(
-        connect_timeout_s=_choose(values, "connect_timeout_s", connect_timeout_s, DEFAULT_CONNECT_TIMEOUT_S),
-        silence_s=chosen_silence_s,
-        timeout_s=chosen_s,
-        stall_s=_choose(values, "stall_s", stall_s, chosen_s),
+    return chosen | {"stall_s": _choose(variables, "stall_s", given.get("stall_s"), chosen["timeout_s"])}
+
+
+def with_times(
+    options: FabricOptions, *, connect_timeout_s: float, silence_s: float, timeout_s: float, stall_s: float
+) -> FabricOptions:
+    """Return ``options`` with all times that follow from those of a user; every rank of a job is given the same.
+
+    ``connect_timeout_s``: from ``init()`` until all ranks are connected. ``silence_s``: from when on a rank of which
+    nothing is heard, not even a heartbeat, is lost. ``timeout_s``: how long a collective may take. ``stall_s``: from
+    when on a rank that lives, and for which others wait, has hung.
+    """
+    return replace(
+        options,
+        heartbeat_s=min(HEARTBEAT_S, silence_s / 10),
+        suspect_s=0.3 * silence_s,
+        dead_s=silence_s,
+        stall_s=stall_s,
+        held_s=timeout_s,
+        handshake_s=min(HANDSHAKE_S, connect_timeout_s),
+        connect_s=connect_timeout_s,
     )
 
 

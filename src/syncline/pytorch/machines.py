@@ -51,8 +51,8 @@ def choose_interface(environment: Environment, store: Store, torch_store: Any) -
         store,
         rank=environment.rank,
         world_size=environment.world_size,
-        job_id=environment.job_id,
-        timeout_s=environment.limits.connect_timeout_s,
+        job_id=environment.fabric.job_id,
+        timeout_s=environment.fabric.connect_s,
     )
     if environment.interface is not None:
         return environment

@@ -69,11 +69,11 @@ class LocalStore:
         return self._values[key]
 
 
-def open_store(environment: Environment, options: FabricOptions, *, address: str) -> TorchStore | LocalStore:
+def open_store(environment: Environment) -> TorchStore | LocalStore:
     """Open the store of the job: the agent's, that of torch.distributed, or one that rank 0 serves.
 
-    ``address`` is the one on which this rank's fabric listens. Whoever holds the result keeps the store open; dropping
-    it closes it. :class:`RendezvousError` at the latest after ``options.connect_s``.
+    Whoever holds the result keeps the store open; dropping it closes it. :class:`RendezvousError` at the latest after
+    ``environment.fabric.connect_s``.
     """
     if environment.world_size == 1:
         return LocalStore()
@@ -81,10 +81,11 @@ def open_store(environment: Environment, options: FabricOptions, *, address: str
         return store_of_group()
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
-    host, port = environment.master_address, environment.master_port
+    host, port, options = environment.master_address, environment.master_port, environment.fabric
     listening = None
     if environment.rank == 0 and not environment.uses_agent_store:
-        listening = _listen(host, port, options, address=address)
+        assert options.address is not None, "resolved before ranks meet"
+        listening = _listen(host, port, options, address=options.address)
         host = listening.getsockname()[0]  # rank 0 dials itself where it listens, whatever the name means elsewhere
     return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s))
 

@@ -10,11 +10,11 @@ from syncline.elastic.entry import Entry
 from syncline.elastic.growth import Growth
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.connecting import choose_fabric_options, with_secret
+from syncline.pytorch.connecting import with_address, with_secret
 from syncline.pytorch.environment import Environment
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.fleet_growth import FleetGrowth
-from syncline.pytorch.limits import Limits
+from syncline.pytorch.limits import with_times
 from syncline.runtime import CommunicationLoop
 from syncline.topology import Topology
 
@@ -24,29 +24,28 @@ class Ways:
     """What is opened before a rank connects: a newcomer asks first, and takes over how the job behaves."""
 
     environment: Environment
-    options: FabricOptions
     service: Growth | None = None
     entry: Entry | None = None
 
     @classmethod
-    def open(cls, environment: Environment, options: FabricOptions, stack: ExitStack) -> Ways:
+    def open(cls, environment: Environment, stack: ExitStack) -> Ways:
         """Listen, if a port was asked for, and ask to come in, if a member was named; ``stack`` undoes it.
 
         Raises ``HandshakeError`` with the reason where a newcomer is refused.
         """
         if not environment.join and environment.join_port is None:
-            return cls(environment=environment, options=options)
-        service = _listen(environment, options)
+            return cls(environment=environment)
+        service = _listen(environment)
         stack.callback(service.close)
         if not environment.join:
-            return cls(environment=environment, options=options, service=service)
-        loop = CommunicationLoop(native=environment.native)
+            return cls(environment=environment, service=service)
+        loop = CommunicationLoop(native=environment.fabric.native)
         loop.start()
         stack.callback(loop.stop)
         address, _ = service.join_address
         entry = Entry(
             loop=loop,
-            options=options,
+            options=environment.fabric,
             own_address=address,
             machine=environment.host,
             join_address=service.join_address,
@@ -54,18 +53,17 @@ class Ways:
             topology=_text_of(environment.topology),
         )
         terms = entry.ask().terms
-        environment = _adopted(replace(environment, topology=None), terms)
-        options = choose_fabric_options(environment)
-        service.adopt(options, terms)
-        entry.options = options
-        return cls(environment=environment, options=options, service=service, entry=entry)
+        environment = with_address(_adopted(replace(environment, topology=None), terms))
+        service.adopt(environment.fabric, terms)
+        entry.options = environment.fabric
+        return cls(environment=environment, service=service, entry=entry)
 
     def growth_of(self, fleet: Fleet) -> FleetGrowth:
         """Return the fleet's part in growth, which its close ends."""
         growth = FleetGrowth(
             fleet,
             machine=self.environment.host,
-            listen=lambda: _listen(self.environment, self.options),
+            listen=lambda: _listen(self.environment),
             service=self.service,
             entry=self.entry,
         )
@@ -73,27 +71,29 @@ class Ways:
         return growth
 
 
-def _listen(environment: Environment, options: FabricOptions) -> Growth:
+def _listen(environment: Environment) -> Growth:
     return Growth(
-        with_secret(options), machine=environment.host, terms=_terms(environment), port=environment.join_port or 0
+        with_secret(environment.fabric),
+        machine=environment.host,
+        terms=_terms(environment.fabric),
+        port=environment.join_port or 0,
     )
 
 
-def _terms(environment: Environment) -> dict[str, Any]:
-    limits = environment.limits
+def _terms(options: FabricOptions) -> dict[str, Any]:
     return {
-        "authenticates_frames": environment.authenticates_frames,
-        "connect_timeout_s": limits.connect_timeout_s,
-        "silence_s": limits.silence_s,
-        "timeout_s": limits.timeout_s,
-        "stall_s": limits.stall_s,
+        "authenticates_frames": options.authenticate_frames,
+        "connect_timeout_s": options.connect_s,
+        "silence_s": options.dead_s,
+        "timeout_s": options.held_s,
+        "stall_s": options.stall_s,
     }
 
 
 def _adopted(environment: Environment, terms: Any) -> Environment:
     names = ("connect_timeout_s", "silence_s", "timeout_s", "stall_s")
-    limits = Limits(**{name: float(terms[name]) for name in names})
-    return replace(environment, limits=limits, authenticates_frames=bool(terms["authenticates_frames"]))
+    options = replace(environment.fabric, authenticate_frames=bool(terms["authenticates_frames"]))
+    return replace(environment, fabric=with_times(options, **{name: float(terms[name]) for name in names}))
 
 
 def _text_of(topology: Any) -> str | None:
