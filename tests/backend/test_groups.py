@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -116,6 +118,46 @@ def test_calls_that_differ_fail_as_c_plus_plus_expects_on_all_ranks() -> None:
         assert isinstance(work.exception(), MismatchError)
         with pytest.raises(RuntimeError):
             dist._broadcast_coalesced(group, [torch.ones(2)], 100, 0)  # a caller in C++
+
+    run_groups(2, body)
+
+
+def test_a_group_whose_call_failed_is_freed_with_its_future() -> None:
+    """What the group has, a store of torch's with its sockets, would else be there until the process ends."""
+    have_begun = threading.Barrier(2)
+    kept: list[weakref.ref[object]] = []
+
+    def body(group: Group) -> None:
+        if group.rank() == 1:
+            have_begun.wait(60)
+            group.abort()
+            return
+        work = group.allreduce([torch.ones(3)])
+        future = work.get_future()
+        have_begun.wait(60)
+        with pytest.raises(RuntimeError, match="PeerLostError"):
+            future.wait()
+        assert isinstance(work.exception(), PeerLostError)
+        kept.extend([weakref.ref(work), weakref.ref(group.state)])
+
+    run_groups(2, body)
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+def test_a_wait_that_ends_too_early_is_no_failure_of_the_call() -> None:
+    has_waited = threading.Barrier(2)
+
+    def body(group: Group) -> None:
+        if group.rank() == 1:
+            has_waited.wait(60)
+        work = group.allreduce([torch.ones(3)])
+        if group.rank() == 0:
+            with pytest.raises(DeadlineError, match="it is still under way"):
+                work.wait(timedelta(milliseconds=1))
+            has_waited.wait(60)
+        assert work.get_future().wait()[0].tolist() == [2.0] * 3
+        assert work.is_success()
 
     run_groups(2, body)
 

@@ -195,9 +195,6 @@ def judge_what_is_held(record: JobRecord) -> list[str]:
     for rank in record.statuses:
         for event in record.of(rank, "closed"):
             after = without_store(event["after"]) if record.plan.begins_badly else event["after"]
-            if record.plan.rule == "group" and any(fault.kind == "hung" for fault in record.plan.faults):
-                # Known: after a hung peer a process group's sockets stay open until the process ends; threads do not.
-                after = after | {"files": event["before"]["files"]}
             if event["before"] != after:
                 wrong.append(f"rank {rank} held {event['before']} before, and {event['after']} after")
         grown_kib = growth_kib(memory_of(record, rank))

@@ -46,11 +46,7 @@ class CallWork(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when it is over; raise what went wrong, also :class:`DeadlineError` after ``timeout``, if any."""
         limit_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIMEOUT else None
-        try:
-            self._work.wait(limit_s)
-        except BaseException as error:
-            self._error = error
-            raise
+        self._work.wait(limit_s)
         return True
 
     def is_completed(self) -> bool:
@@ -98,7 +94,8 @@ class CallWork(dist.Work):
                 devices = {tensor.device for tensor in self._result if tensor.device.type != "cpu"}
                 root: Future[Any] = Future(devices=sorted(devices, key=str))
                 # A future that is told of an exception in Python is a success to C++; one whose callback raises is not.
-                self._future = root.then(_unwrap)
+                # It never holds the error, whose frames hold the future: no collector sees a cycle that C++ closes.
+                self._future = root.then(self._unwrap)
                 for work in self._work.works:
                     work.wait_elsewhere()
                 self._completions.submit(self._work.works, partial(self._complete, root))
@@ -114,12 +111,10 @@ class CallWork(dist.Work):
     def _complete(self, root: Future[Any]) -> None:
         with self._work.aside():  # a future of a device's tensors follows the stream that is current here
             self._settle()
-            root.set_result((None, self._error) if self._error is not None else (self._result, None))
+            root.set_result(self._result)
 
-
-def _unwrap(root: Future[Any]) -> list[torch.Tensor]:
-    result, error = root.value()
-    if error is not None:
-        raise error
-    assert isinstance(result, list), "a call that went well has its tensors"
-    return result
+    def _unwrap(self, root: Future[Any]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        result: list[torch.Tensor] = root.value()
+        return result
