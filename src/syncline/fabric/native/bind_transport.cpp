@@ -26,8 +26,10 @@ void delete_transport(const NativeTransport* transport) {
     if (PyGILState_Check()) release_dropped();
 }
 
-std::shared_ptr<NativeTransport> make_transport(std::shared_ptr<GrantScheduler> scheduler) {
-    return {new NativeTransport(std::move(scheduler)), &delete_transport};
+std::shared_ptr<NativeTransport> make_transport(std::shared_ptr<GrantScheduler> scheduler,
+                                                std::shared_ptr<Kernel> kernel) {
+    if (!kernel) kernel = std::make_shared<LinuxKernel>();
+    return {new NativeTransport(std::move(scheduler), std::move(kernel)), &delete_transport};
 }
 
 Completion completion_of(const py::object& callback) { return {reference_to(callback), nullptr, 0}; }
@@ -127,7 +129,8 @@ void bind_connections(TransportClass& bound) {
             [](NativeTransport& self, double interval_s, double limit_s) {
                 self.state().heartbeat.start(interval_s, limit_s);
             },
-            py::kw_only(), "interval_s"_a, "limit_s"_a);
+            py::kw_only(), "interval_s"_a, "limit_s"_a)
+        .def("beat_if_late", [](NativeTransport& self) { self.state().heartbeat.beat_if_late(); });
 }
 
 void bind_broken_connections(TransportClass& bound) {
@@ -180,6 +183,13 @@ void bind_counters(TransportClass& bound) {
                                   peer.receiver.num_fetched);
             },
             "peer"_a)
+        .def(
+            "credit_bytes",
+            [](NativeTransport& self, int rank) {
+                const PeerTransport& peer = self.peer(rank);
+                return std::pair(peer.sender.credit_bytes(), peer.receiver.used_credit_bytes());
+            },
+            "peer"_a)
         .def("heard_s", &NativeTransport::heard_s, "peer"_a)
         .def(
             "progress", [](NativeTransport& self, int peer) { return self.peer(peer).progress; }, "peer"_a)
@@ -207,7 +217,7 @@ std::vector<std::pair<int, uint32_t>> wait_unlocked(int epoll_fd, double timeout
 
 void bind_transport(py::module_& module) {
     TransportClass bound(module, "NativeTransport");
-    bound.def(py::init(&make_transport), "scheduler"_a)
+    bound.def(py::init(&make_transport), "scheduler"_a, py::kw_only(), "kernel"_a = py::none(), py::keep_alive<1, 3>())
         .def("fileno", &NativeTransport::fileno)
         .def("close",
              [](NativeTransport& self) {

@@ -15,6 +15,7 @@
 
 namespace syncline {
 
+void bind_kernel(pybind11::module_& module);
 void bind_grants(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_slices(pybind11::module_& module);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "frames.hpp"
+#include "kernel.hpp"
 #include "messages.hpp"
 #include "send_stream.hpp"
 
@@ -39,8 +40,8 @@ class ConnectionOwner {
 
 class Connection {
    public:
-    Connection(ConnectionOwner& owner, int connection_class, size_t block_bytes)
-        : owner(owner), connection_class(connection_class), stream(block_bytes) {}
+    Connection(ConnectionOwner& owner, Kernel& kernel, int connection_class, size_t block_bytes)
+        : owner(owner), kernel(kernel), connection_class(connection_class), stream(block_bytes) {}
     virtual ~Connection() = default;
     Connection(const Connection&) = delete;
     Connection& operator=(const Connection&) = delete;
@@ -55,6 +56,7 @@ class Connection {
     bool is_open() const { return !is_closed && !is_suspended; }
 
     ConnectionOwner& owner;
+    Kernel& kernel;
     int fd = -1;
     const int connection_class;
     bool is_watched = false;  // by the reactor

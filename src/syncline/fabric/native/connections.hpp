@@ -13,7 +13,7 @@ namespace syncline {
 
 struct Connections {
     Connections(ConnectionOwner& owner, Heartbeat& heartbeat, Reactor& reactor)
-        : control(owner, heartbeat), reactor(reactor) {}
+        : control(owner, reactor.kernel, heartbeat), reactor(reactor) {}
 
     ControlConnection control;
     std::vector<std::unique_ptr<DataConnection>> data;

@@ -1,8 +1,6 @@
 // What `control_connection.hpp` declares.
 #include "control_connection.hpp"
 
-#include <sys/socket.h>
-
 #include <cstring>
 
 #include "sockets.hpp"
@@ -27,8 +25,8 @@ Header decode_control(const uint8_t* bytes) {
 
 }  // namespace
 
-ControlConnection::ControlConnection(ConnectionOwner& owner, Heartbeat& heartbeat)
-    : Connection(owner, CONTROL_CLASS, BLOCK_BYTES), heartbeat_(heartbeat) {}
+ControlConnection::ControlConnection(ConnectionOwner& owner, Kernel& kernel, Heartbeat& heartbeat)
+    : Connection(owner, kernel, CONTROL_CLASS, BLOCK_BYTES), heartbeat_(heartbeat) {}
 
 void ControlConnection::attach(int attached_fd) {
     fd = attached_fd;
@@ -40,7 +38,8 @@ void ControlConnection::queue(Header header, const void* payload, uint32_t num_b
 }
 
 void ControlConnection::read() {
-    const ssize_t num_bytes = check_received(::recv(fd, room(), room_bytes(), 0));
+    iovec part{room(), room_bytes()};
+    const ssize_t num_bytes = check_received(kernel.receive(fd, &part, 1));
     if (num_bytes > 0) arrived(static_cast<size_t>(num_bytes));
 }
 
@@ -72,10 +71,7 @@ bool ControlConnection::write() {
     guard.leave(false);
     while (has_unsent()) {
         SendStream::Gathered gathered = gather();
-        msghdr message{};
-        message.msg_iov = gathered.parts.data();
-        message.msg_iovlen = gathered.num_parts;
-        const ssize_t num_bytes = check_sent(::sendmsg(fd, &message, MSG_NOSIGNAL));
+        const ssize_t num_bytes = check_sent(kernel.send(fd, gathered.parts.data(), gathered.num_parts));
         if (num_bytes < 0) return false;
         sent(static_cast<size_t>(num_bytes));
     }

@@ -12,7 +12,7 @@ namespace syncline {
 
 class ControlConnection : public Connection {
    public:
-    ControlConnection(ConnectionOwner& owner, Heartbeat& heartbeat);
+    ControlConnection(ConnectionOwner& owner, Kernel& kernel, Heartbeat& heartbeat);
 
     // Begin to use a socket; it stays the caller's.
     void attach(int fd);

@@ -1,8 +1,6 @@
 // What `data_connection.hpp` declares.
 #include "data_connection.hpp"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 
 #include "sockets.hpp"
@@ -18,8 +16,9 @@ constexpr int64_t MAX_KEPT_BYTES = 64 << 20;  // more than kernels hold for one 
 
 }  // namespace
 
-DataConnection::DataConnection(ConnectionOwner& owner, int connection_class, int attached_fd, int64_t chunk_bytes)
-    : Connection(owner, connection_class, BLOCK_BYTES), chunk_bytes(chunk_bytes) {
+DataConnection::DataConnection(ConnectionOwner& owner, Kernel& kernel, int connection_class, int attached_fd,
+                               int64_t chunk_bytes)
+    : Connection(owner, kernel, connection_class, BLOCK_BYTES), chunk_bytes(chunk_bytes) {
     fd = attached_fd;
 }
 
@@ -39,15 +38,7 @@ void DataConnection::read() {
     int64_t budget = TICK_BYTES;
     while (budget > 0 && !is_closed) {
         Room wanted = room();
-        ssize_t num_bytes = 0;
-        if (wanted.num_parts == 1) {
-            num_bytes = check_received(::recv(fd, wanted.parts[0].iov_base, wanted.parts[0].iov_len, 0));
-        } else {
-            msghdr message{};
-            message.msg_iov = wanted.parts.data();
-            message.msg_iovlen = wanted.num_parts;
-            num_bytes = check_received(::recvmsg(fd, &message, 0));
-        }
+        const ssize_t num_bytes = check_received(kernel.receive(fd, wanted.parts.data(), wanted.num_parts));
         if (num_bytes < 0) break;
         budget -= num_bytes;
         arrived(static_cast<size_t>(num_bytes));
@@ -142,7 +133,7 @@ void DataConnection::choose_wake_up() {
     const int wakes_at_bytes = static_cast<int>(std::max<int64_t>(1, std::min(rest, WAKE_BYTES)));
     if (wakes_at_bytes == wakes_at_bytes_) return;
     wakes_at_bytes_ = wakes_at_bytes;
-    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &wakes_at_bytes, sizeof wakes_at_bytes);
+    kernel.wake_at(fd, wakes_at_bytes);
 }
 
 uint8_t* DataConnection::waste(size_t num_bytes) {
@@ -175,10 +166,7 @@ bool DataConnection::write() {
     while (budget > 0) {
         SendStream::Gathered gathered = gather();
         if (!gathered.num_parts) return true;
-        msghdr message{};
-        message.msg_iov = gathered.parts.data();
-        message.msg_iovlen = gathered.num_parts;
-        const ssize_t num_bytes = check_sent(::sendmsg(fd, &message, MSG_NOSIGNAL));
+        const ssize_t num_bytes = check_sent(kernel.send(fd, gathered.parts.data(), gathered.num_parts));
         if (num_bytes < 0) return false;
         budget -= num_bytes;
         sent(static_cast<size_t>(num_bytes));
@@ -246,7 +234,7 @@ void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
 // How many segments this connection has lost since the last time; not those that came twice.
 uint16_t DataConnection::num_resent() {
     const int64_t before = most_resent_;
-    most_resent_ = std::max(most_resent_, resent_segments(fd));
+    most_resent_ = std::max(most_resent_, kernel.resent_segments(fd));
     return static_cast<uint16_t>(std::min<int64_t>(UINT16_MAX, most_resent_ - before));
 }
 

@@ -16,7 +16,7 @@ namespace syncline {
 
 class DataConnection : public Connection {
    public:
-    DataConnection(ConnectionOwner& owner, int connection_class, int fd, int64_t chunk_bytes);
+    DataConnection(ConnectionOwner& owner, Kernel& kernel, int connection_class, int fd, int64_t chunk_bytes);
 
     int64_t chunk_bytes;     // at most so much of a message is sent at once
     bool wants_end = false;  // END is sent when nothing else is queued

@@ -12,6 +12,7 @@ class EagerCredit {
     explicit EagerCredit(int64_t credit_bytes) : credit_bytes(credit_bytes) {}
 
     int64_t credit_bytes;
+    int64_t used_bytes() const { return used_bytes_; }
 
     bool take(int64_t cost_bytes) {
         used_bytes_ += cost_bytes;

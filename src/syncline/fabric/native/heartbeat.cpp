@@ -1,13 +1,11 @@
 // What `heartbeat.hpp` declares.
 #include "heartbeat.hpp"
 
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <csignal>
 
-#include "clock.hpp"
 #include "sockets.hpp"
 
 namespace syncline {
@@ -30,8 +28,9 @@ void Heartbeat::start(double interval_s, double limit_s) {
     if (thread_.joinable()) return;
     interval_s_ = interval_s;
     limit_s_ = limit_s;
-    renewed_s_ = monotonic_s();
+    renewed_s_ = kernel_.now_s();
     if (frame_.empty()) frame_ = encode(Header{});
+    if (!kernel_.has_threads()) return;
     process_ = getpid();
     // Signals are for Python's threads: a new thread inherits what is blocked.
     sigset_t all, before;
@@ -72,16 +71,25 @@ void Heartbeat::remove(int fd) {
 void Heartbeat::renew(Header frame) {
     const std::lock_guard<std::mutex> guard(mutex_);
     frame_ = encode(frame);
-    renewed_s_ = monotonic_s();
+    renewed_s_ = kernel_.now_s();
 }
 
 void Heartbeat::run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!is_stopping_) {
         changed_.wait_for(lock, std::chrono::duration<double>(interval_s_));
-        const double late_s = monotonic_s() - renewed_s_;
-        if (!is_stopping_ && late_s >= LATE * interval_s_ && late_s <= limit_s_) beat();
+        if (!is_stopping_) judge();
     }
+}
+
+void Heartbeat::beat_if_late() {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    judge();
+}
+
+void Heartbeat::judge() {
+    const double late_s = kernel_.now_s() - renewed_s_;
+    if (late_s >= LATE * interval_s_ && late_s <= limit_s_) beat();
 }
 
 void Heartbeat::beat() {
@@ -89,7 +97,8 @@ void Heartbeat::beat() {
         if (!line.is_whole) continue;
         if (line.rest.empty()) {
             line.rest = frame_;
-            const ssize_t num_bytes = ::send(fd, line.rest.data(), line.rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+            iovec part{line.rest.data(), line.rest.size()};
+            const ssize_t num_bytes = kernel_.send(fd, &part, 1);
             line.rest.erase(0, num_bytes > 0 ? static_cast<size_t>(num_bytes) : line.rest.size());
         } else {
             send_rest(fd, line.rest);
@@ -99,10 +108,11 @@ void Heartbeat::beat() {
 
 bool Heartbeat::send_rest(int fd, std::string& rest) {
     while (!rest.empty()) {
-        const ssize_t num_bytes = ::send(fd, rest.data(), rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        iovec part{rest.data(), rest.size()};
+        const ssize_t num_bytes = kernel_.send(fd, &part, 1);
         if (num_bytes >= 0)
             rest.erase(0, static_cast<size_t>(num_bytes));
-        else if (would_block(errno))
+        else if (would_block(static_cast<int>(-num_bytes)))
             return false;
         else
             return true;  // the loop will find the same error
@@ -110,12 +120,13 @@ bool Heartbeat::send_rest(int fd, std::string& rest) {
     return true;
 }
 
-Heartbeat::WriteGuard::WriteGuard(Heartbeat& heartbeat, int fd) : guard_(heartbeat.mutex_), fd_(fd) {
+Heartbeat::WriteGuard::WriteGuard(Heartbeat& heartbeat, int fd)
+    : heartbeat_(heartbeat), guard_(heartbeat.mutex_), fd_(fd) {
     const auto found = heartbeat.lines_.find(fd);
     line_ = found == heartbeat.lines_.end() ? nullptr : &found->second;
 }
 
-bool Heartbeat::WriteGuard::finish_heartbeat() { return !line_ || send_rest(fd_, line_->rest); }
+bool Heartbeat::WriteGuard::finish_heartbeat() { return !line_ || heartbeat_.send_rest(fd_, line_->rest); }
 
 void Heartbeat::WriteGuard::leave(bool is_whole) {
     if (line_) line_->is_whole = is_whole;

@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "frames.hpp"
+#include "kernel.hpp"
 
 namespace syncline {
 
@@ -29,17 +30,20 @@ class Heartbeat {
     };
 
    public:
-    Heartbeat() = default;
+    explicit Heartbeat(Kernel& kernel) : kernel_(kernel) {}
     ~Heartbeat() { stop(); }
     Heartbeat(const Heartbeat&) = delete;
     Heartbeat& operator=(const Heartbeat&) = delete;
 
+    // Where the kernel has no threads, `beat_if_late` is called instead.
     void start(double interval_s, double limit_s);
     void stop();
     void add(int fd);
     void remove(int fd);
     // The loop runs, and sends `frame` itself.
     void renew(Header frame);
+    // What the thread does each interval.
+    void beat_if_late();
 
     // While it lives, nobody else writes to control connections; `is_whole` says how the loop leaves this one.
     class WriteGuard {
@@ -50,12 +54,14 @@ class Heartbeat {
         void leave(bool is_whole);
 
        private:
+        Heartbeat& heartbeat_;
         std::lock_guard<std::mutex> guard_;
         int fd_;
         Line* line_;
     };
 
    private:
+    Kernel& kernel_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::map<int, Line> lines_;
@@ -67,8 +73,9 @@ class Heartbeat {
 
     bool is_of_parent() const;
     void run();
+    void judge();
     void beat();
-    static bool send_rest(int fd, std::string& rest);
+    bool send_rest(int fd, std::string& rest);
 };
 
 }  // namespace syncline

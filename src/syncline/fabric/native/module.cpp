@@ -17,6 +17,7 @@ PYBIND11_MODULE(_native, module) {
             return syncline::crc32(info.ptr, static_cast<size_t>(info.size * info.itemsize), before);
         },
         "data"_a, "before"_a = 0);
+    syncline::bind_kernel(module);
     syncline::bind_grants(module);
     syncline::bind_transport(module);
     syncline::bind_slices(module);

@@ -25,7 +25,8 @@ PeerTransport::PeerTransport(int rank, TransportState& state, int64_t eager_byte
 
 void PeerTransport::attach_data(int fd, int64_t chunk_bytes) {
     const auto connection_class = static_cast<int>(connections.data.size());
-    connections.data.push_back(std::make_unique<DataConnection>(*this, connection_class, fd, chunk_bytes));
+    connections.data.push_back(
+        std::make_unique<DataConnection>(*this, *state_.kernel, connection_class, fd, chunk_bytes));
 }
 
 void PeerTransport::start(int connection_class) {

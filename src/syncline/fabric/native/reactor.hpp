@@ -4,22 +4,24 @@
 // connection is, and when `wake` was called.
 #pragma once
 
+#include <unordered_map>
 #include <vector>
 
 #include "connection.hpp"
+#include "kernel.hpp"
 
 namespace syncline {
 
 class Reactor {
    public:
-    // Throws std::system_error where no file can be opened.
-    Reactor();
-    ~Reactor() { close(); }
+    explicit Reactor(Kernel& kernel) : kernel(kernel) {}
     Reactor(const Reactor&) = delete;
     Reactor& operator=(const Reactor&) = delete;
     void close();
-    bool is_closed() const { return epoll_fd_ < 0; }
-    int fileno() const { return epoll_fd_; }
+    bool is_closed() const { return is_closed_; }
+    int fileno() const { return kernel.fileno(); }
+
+    Kernel& kernel;
 
     // Tell the connection's owner when it can be read. Throws std::system_error.
     void add(Connection& connection);
@@ -36,11 +38,11 @@ class Reactor {
     // Serve what is ready now; false if nothing is.
     bool poll_once();
     // Make the descriptor readable, for a loop that asks for nothing else.
-    void wake();
+    void wake() { kernel.wake(); }
 
    private:
-    int epoll_fd_, wake_fd_;
-    bool is_awake_ = false;
+    bool is_closed_ = false;
+    std::unordered_map<int, Connection*> watched_;  // by their descriptors
     std::vector<Connection*> to_write_;
 
     void watch_writer(Connection& connection, bool is_watching);

@@ -6,7 +6,6 @@
 #include <map>
 #include <utility>
 
-#include "clock.hpp"
 #include "sender.hpp"
 
 namespace syncline {
@@ -208,7 +207,7 @@ void Receiver::end_granted(const Header& frame) {
     receive.is_landing = false;
     receive.arrived_bytes += frame.chunk_bytes;
     if (frame.flags) state_.scheduler->lost(peer_, frame.flags);
-    state_.scheduler->arrived(peer_, frame.chunk_bytes, receive.urgency, monotonic_s());
+    state_.scheduler->arrived(peer_, frame.chunk_bytes, receive.urgency, state_.kernel->now_s());
     if (state_.scheduler->has_wishes()) state_.must_grant = true;
     if (receive.arrived_bytes != receive.num_bytes) return;
     Receive whole = std::move(receive);
@@ -291,7 +290,7 @@ void Receiver::return_credit(int64_t num_bytes) {
 
 // Whoever is told may receive and send at once: nothing here may point into what that changes.
 void Receiver::received(uint64_t tag, Receive& receive) {
-    if (receive.on_received.listener) heard_s = monotonic_s();
+    if (receive.on_received.listener) heard_s = state_.kernel->now_s();
     receive.destination.drop();
     state_.events.complete(receive.on_received, Event(RECEIVED, peer_, tag));
 }

@@ -25,6 +25,7 @@ class Receiver {
 
     bool is_posted(uint64_t tag) const { return posted_.count(tag) || arriving_.count(tag); }
     int64_t num_pending() const;
+    int64_t used_credit_bytes() const { return credit_.used_bytes(); }
     void receive(const MessageSettings& settings, Memory destination, Completion on_received);
     void cancel(uint64_t tag);
     // Throw away what came early in the streams [first, stop), and whatever comes in them from now on.

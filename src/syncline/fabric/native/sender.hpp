@@ -27,6 +27,7 @@ class Sender {
     int64_t fetched_bytes = 0, num_fetched = 0;
     std::array<int64_t, MAX_CLASSES> queued_bytes{};
 
+    int64_t credit_bytes() const { return credit_bytes_; }
     bool is_announced(uint64_t tag) const { return asked_.count(tag) > 0; }
     void send(const MessageSettings& settings, Memory payload, Completion on_sent);
     // What the peer answers. All throw FrameError where it must not.

@@ -1,14 +1,9 @@
-// What the kernel answers when a socket is read or written.
+// What the answers of a kernel mean when a socket is read or written.
 #pragma once
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
 #include <sys/types.h>
 
 #include <cerrno>
-#include <cstdint>
-#include <cstring>
 #include <exception>
 
 namespace syncline {
@@ -21,31 +16,18 @@ struct SocketError : std::exception {
 
 inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Return how many segments were lost and sent again; see `sockets.resent_segments`.
-inline int64_t resent_segments(int fd) {
-    constexpr size_t TOTAL_RETRANS = 100, DSACK_DUPS = 216, NUM_INFO_BYTES = 220;  // of `struct tcp_info`
-    uint8_t info[NUM_INFO_BYTES];
-    socklen_t size = sizeof info;
-    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) || size < sizeof info) return 0;
-    uint32_t resent = 0, twice = 0;
-    std::memcpy(&resent, info + TOTAL_RETRANS, sizeof resent);
-    std::memcpy(&twice, info + DSACK_DUPS, sizeof twice);
-    return resent > twice ? resent - twice : 0;
+// Return how many bytes the kernel took, or -1 if it takes none now.
+inline ssize_t check_sent(ssize_t num_bytes) {
+    if (num_bytes >= 0) return num_bytes;
+    const auto error = static_cast<int>(-num_bytes);
+    if (would_block(error)) return -1;
+    throw SocketError(error);
 }
 
 // Return how many bytes came, or -1 if none are there yet.
 inline ssize_t check_received(ssize_t num_bytes) {
-    if (num_bytes > 0) return num_bytes;
     if (num_bytes == 0) throw SocketError(0);
-    if (would_block(errno)) return -1;
-    throw SocketError(errno);
-}
-
-// Return how many bytes the kernel took, or -1 if it takes none now.
-inline ssize_t check_sent(ssize_t num_bytes) {
-    if (num_bytes >= 0) return num_bytes;
-    if (would_block(errno)) return -1;
-    throw SocketError(errno);
+    return check_sent(num_bytes);
 }
 
 }  // namespace syncline

@@ -1,14 +1,10 @@
 // What `transport.hpp` declares.
 #include "transport.hpp"
 
-#include <sys/epoll.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <stdexcept>
-
-#include "clock.hpp"
 
 namespace syncline {
 
@@ -69,7 +65,7 @@ void NativeTransport::fetch() {
 
 void NativeTransport::give_grants() {
     state_.must_grant = false;
-    for (const Grant& grant : state_.scheduler->grants(monotonic_s()))
+    for (const Grant& grant : state_.scheduler->grants(state_.kernel->now_s()))
         peer(grant.peer).receiver.grant(grant.tag, grant.limit_bytes);
 }
 
@@ -84,10 +80,10 @@ void NativeTransport::tell_done(PythonReference on_done) {
 namespace {
 
 // How long may be slept: not at all if Python has something to hear of, or messages are to be copied.
-int timeout_ms(bool is_busy, double timeout_s, double deadline_s) {
+int timeout_ms(bool is_busy, double timeout_s, double rest_s) {
     if (is_busy) return 0;
     if (timeout_s < 0) return -1;
-    return static_cast<int>(std::ceil(std::max(deadline_s - monotonic_s(), 0.0) * 1e3));
+    return static_cast<int>(std::ceil(std::max(rest_s, 0.0) * 1e3));
 }
 
 }  // namespace
@@ -95,7 +91,8 @@ int timeout_ms(bool is_busy, double timeout_s, double deadline_s) {
 std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
                                            const std::vector<NativeTransport*>& transports) {
     std::vector<std::pair<int, uint32_t>> found;
-    const double deadline_s = monotonic_s() + timeout_s;
+    Kernel& kernel = *transports.front()->state().kernel;
+    const double deadline_s = kernel.now_s() + timeout_s;
     while (true) {
         bool is_busy = false;
         for (NativeTransport* transport : transports) {
@@ -107,7 +104,8 @@ std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
             is_busy |= transport->has_events() || transport->has_fetches();
         }
         std::array<epoll_event, MAX_READY> ready;
-        const int num_ready = epoll_wait(epoll_fd, ready.data(), MAX_READY, timeout_ms(is_busy, timeout_s, deadline_s));
+        const int sleeps_ms = timeout_ms(is_busy, timeout_s, deadline_s - kernel.now_s());
+        const int num_ready = kernel.wait(epoll_fd, ready.data(), MAX_READY, sleeps_ms);
         for (int place = 0; place < num_ready; ++place) {
             const epoll_event& event = ready[static_cast<size_t>(place)];
             const int fd = event.data.fd;
@@ -121,7 +119,7 @@ std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
         for (const NativeTransport* transport : transports)
             if (transport->has_events()) found.emplace_back(transport->fileno(), EPOLLIN);
         if (!found.empty() || num_ready < 0) return found;  // a signal is for Python too
-        if (timeout_s >= 0 && monotonic_s() >= deadline_s) return found;
+        if (timeout_s >= 0 && kernel.now_s() >= deadline_s) return found;
     }
 }
 

@@ -21,7 +21,9 @@ namespace syncline {
 
 class NativeTransport {
    public:
-    explicit NativeTransport(std::shared_ptr<GrantScheduler> scheduler) : state_(std::move(scheduler)) {}
+    explicit NativeTransport(std::shared_ptr<GrantScheduler> scheduler,
+                             std::shared_ptr<Kernel> kernel = std::make_shared<LinuxKernel>())
+        : state_(std::move(scheduler), std::move(kernel)) {}
     ~NativeTransport() { close(); }
     void close();
     NativeTransport(const NativeTransport&) = delete;
@@ -60,7 +62,8 @@ class NativeTransport {
 };
 
 // Wait for what is ready for Python in an epoll set that holds some transports: descriptors with their events. What the
-// transports can do alone is done. At most `timeout_s` seconds; a negative number waits forever.
+// transports, of which there is at least one, can do alone is done. At most `timeout_s` seconds; a negative number
+// waits forever.
 std::vector<std::pair<int, uint32_t>> wait(int epoll_fd, double timeout_s,
                                            const std::vector<NativeTransport*>& transports);
 

@@ -8,15 +8,21 @@
 #include "fetch_queue.hpp"
 #include "grants.hpp"
 #include "heartbeat.hpp"
+#include "kernel.hpp"
 #include "process_memory.hpp"
 #include "reactor.hpp"
 
 namespace syncline {
 
 struct TransportState {
-    explicit TransportState(std::shared_ptr<GrantScheduler> scheduler) : scheduler(std::move(scheduler)) {}
+    TransportState(std::shared_ptr<GrantScheduler> scheduler, std::shared_ptr<Kernel> kernel)
+        : scheduler(std::move(scheduler)),
+          kernel(std::move(kernel)),
+          reactor(*this->kernel),
+          heartbeat(*this->kernel) {}
 
     const std::shared_ptr<GrantScheduler> scheduler;
+    const std::shared_ptr<Kernel> kernel;
     Reactor reactor;
     Heartbeat heartbeat;
     EventQueue events;
