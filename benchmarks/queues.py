@@ -27,7 +27,7 @@ import psutil
 
 from syncline.bench.orders import in_order
 from syncline.bench.record import collect_facts
-from syncline.bench.stolen import StolenTime
+from syncline.cli.bench import StolenTime
 from syncline.lab import Lab
 from syncline.lab.programs import run_program
 from syncline.lab.queues import QUEUE_KINDS

@@ -9,9 +9,9 @@ from syncline.bench.orders import in_order, interleaved
 from syncline.bench.pace import Pace, Tally
 from syncline.bench.record import collect_facts, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
-from syncline.bench.stolen import StolenTime
 from syncline.bench.table import bench_table
 from syncline.bench.task import TRAINING_PEERS, ModelShape, Task, choose_peers
+from syncline.cli.bench import StolenTime
 from syncline.errors import ConfigurationError
 from syncline.report.bench_plot import has_matplotlib
 from syncline.topology import Topology
@@ -113,7 +113,7 @@ def test_the_table_leaves_out_columns_that_say_nothing():
 
 def test_what_other_machines_took_is_counted(tmp_path, monkeypatch):
     counted = tmp_path / "stat"
-    monkeypatch.setattr("syncline.bench.stolen.COUNTED", counted)
+    monkeypatch.setattr("syncline.cli.bench.COUNTED", counted)
     now_s = [0.0]
     assert StolenTime(lambda: now_s[0]).share == 0.0
     ticks_per_s = os.sysconf("SC_CLK_TCK")

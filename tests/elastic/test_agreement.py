@@ -7,7 +7,7 @@ from agreement_world import World
 
 from syncline.elastic.agreement import Agreement, Go, Interrupt, Loss, Report, Stop
 from syncline.elastic.epoch import Epoch
-from syncline.elastic.messages import decode_report, encode_report
+from syncline.elastic.regroup import decode_report, encode_report
 from syncline.errors import FabricError
 from syncline.updates.membership import QuorumLostError
 

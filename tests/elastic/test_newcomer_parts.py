@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from syncline.elastic.attempt import Attempt
 from syncline.elastic.job_record import JobRecord, Newcomer
-from syncline.elastic.sources import choose_sources
 from syncline.errors import TopologyError
+from syncline.pytorch.fleet_growth import choose_sources
 from syncline.topology import Topology
 
 RACKS = Topology.load("two-racks-5-3")

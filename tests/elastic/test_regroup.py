@@ -2,8 +2,7 @@
 
 from syncline.elastic.agreement import Loss, Report
 from syncline.elastic.epoch import Epoch
-from syncline.elastic.messages import encode_report
-from syncline.elastic.regroup import Regroup
+from syncline.elastic.regroup import Regroup, encode_report
 
 EPOCH = Epoch(number=0, members=tuple(range(20)))
 

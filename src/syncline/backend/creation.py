@@ -18,7 +18,7 @@ from syncline.backend.options import choose_options, read_options
 from syncline.errors import ConfigurationError
 from syncline.pytorch.connecting import connect, with_address
 from syncline.pytorch.environment import BackendOptions, Environment
-from syncline.pytorch.machines import choose_interface
+from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS

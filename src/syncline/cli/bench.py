@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
 from syncline.bench.record import collect_facts, default_folder, write_record
 from syncline.bench.rows import group_rows
 from syncline.bench.running import Place, run_orders
-from syncline.bench.stolen import NOTEWORTHY, StolenTime
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.commands import new_app, spread
@@ -197,3 +197,33 @@ def _without_trailing_blanks(text: str) -> str:
 
 def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr)
+
+
+COUNTED = Path("/proc/stat")
+_STEAL = 8
+"""Where its first line says it: "cpu user nice system idle iowait irq softirq steal"."""
+NOTEWORTHY = 0.02
+
+
+class StolenTime:
+    """What part of a benchmark's time other machines had the processors of this one, where machines share them.
+
+    It begins to count when it is made; where the kernel does not tell, nothing was stolen.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun_s, self._before_s = clock(), _stolen_s()
+
+    @property
+    def share(self) -> float:
+        """What was stolen so far, of the time of all processors."""
+        elapsed_s = (self._clock() - self._begun_s) * (os.cpu_count() or 1)
+        return (_stolen_s() - self._before_s) / elapsed_s if elapsed_s else 0.0
+
+
+def _stolen_s() -> float:
+    if not COUNTED.exists():
+        return 0.0
+    ticks = COUNTED.read_text().split("\n", 1)[0].split()
+    return int(ticks[_STEAL]) / os.sysconf("SC_CLK_TCK")

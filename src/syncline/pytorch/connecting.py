@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
+from types import TracebackType
 from typing import NoReturn
 
 from syncline.endpoints import own_address
-from syncline.errors import ConfigurationError, RendezvousError, TopologyError
+from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit
 from syncline.observe import Trace
 from syncline.pytorch.environment import Environment
-from syncline.pytorch.told_once import tell_once
 from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.runtime.host_names import REFUSAL_S
@@ -156,3 +157,19 @@ def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
     if given is None or isinstance(given, Trace):
         return given
     return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)
+
+
+def tell_once(error: SynclineError, *, rank: int) -> None:
+    """Let the interpreter, if it ends with ``error``, print the error's message on rank 0 alone; the status stays 1.
+
+    Every rank has the error alike, and N tracebacks say no more than one line. Whoever catches it sees it as ever.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is not error:
+            before(kind, value, traceback)
+        elif rank == 0:
+            print(f"{kind.__name__}: {value}", file=sys.stderr)
+
+    sys.excepthook = hook

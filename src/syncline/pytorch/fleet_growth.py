@@ -17,7 +17,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from syncline.elastic.calls import LOSSES
@@ -26,7 +27,6 @@ from syncline.elastic.epoch import Epoch
 from syncline.elastic.growth import Growth, LargerFabric
 from syncline.elastic.job_record import JobRecord
 from syncline.elastic.reports import NO_FLAGS, Flags
-from syncline.elastic.sources import choose_sources
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.last_words import tell_number
@@ -39,6 +39,7 @@ from syncline.pytorch.newcomer_state import Position, give_state, take_state
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
 from syncline.runtime import Communicator
+from syncline.topology import Topology
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
@@ -425,3 +426,30 @@ def _place_of(larger: LargerFabric, fleet: Fleet) -> FabricPlace:
     )
     epoch = Epoch(number=job.epoch, members=tuple(range(job.world_size)))
     return FabricPlace(base=communicator, communicator=communicator, epoch=epoch, numbers=job.numbers)
+
+
+def choose_sources(topology: Topology, holders: Collection[int], lacking: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return whom each source gives to: the holder below the lowest node above both, the first of several.
+
+    Newcomers below one link have the same nearest holders outside, and so the same source: what they need crosses that
+    link in one broadcast.
+
+    >>> choose_sources(Topology.load("two-racks-5-3"), holders=(0, 1, 5), lacking=(4, 6, 7))
+    {0: (4,), 5: (6, 7)}
+    """
+    served: dict[int, list[int]] = defaultdict(list)
+    for rank in lacking:
+        source = min(holders, key=lambda holder: (-_shared(topology, holder, rank), holder))
+        served[source].append(rank)
+    return {source: tuple(ranks) for source, ranks in sorted(served.items())}
+
+
+def _shared(topology: Topology, first: int, second: int) -> int:
+    """Return how many nodes below the root are above both."""
+    above = zip(reversed(topology.path(first)), reversed(topology.path(second)), strict=False)
+    count = 0
+    for one, other in above:
+        if one is not other:
+            break
+        count += 1
+    return count

@@ -10,7 +10,7 @@ from syncline.pytorch.connecting import connect, is_exposed, with_address
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
-from syncline.pytorch.machines import choose_interface
+from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.notices import Notice, OnPreemption, Preemption
 from syncline.pytorch.stores import open_store, store_of_group
 from syncline.pytorch.ways_in import Ways

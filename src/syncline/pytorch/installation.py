@@ -17,7 +17,6 @@ from syncline.elastic.settings import Elastic
 from syncline.errors import UpdateError, name_ranks
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
-from syncline.pytorch.agreement import broadcast_model, check_agreement, describe, describe_model
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
@@ -26,6 +25,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.preemption import check_notice
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
+from syncline.pytorch.same_model import broadcast_model, check_agreement, describe, describe_model
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.shared_storages import check_storages
 from syncline.pytorch.sync_batch_norm import (

@@ -10,12 +10,12 @@ from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.priorities.terms import Priorities
-from syncline.pytorch.agreement import check_agreement
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.packing import pack, unpack
 from syncline.pytorch.phased_resume import begin_versions, find_manifest
 from syncline.pytorch.registry import check_untrained
+from syncline.pytorch.same_model import check_agreement
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives

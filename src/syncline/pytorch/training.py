@@ -13,7 +13,6 @@ from syncline.errors import UpdateError
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
-from syncline.pytorch.compiled import has_compiled_parts
 from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
@@ -30,7 +29,7 @@ from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
-from syncline.updates.private_torch import backward_pass
+from syncline.updates.private_torch import backward_pass, is_compiled
 from syncline.updates.report import PendingReport
 
 
@@ -443,3 +442,8 @@ def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """Say which parameters are in which group."""
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or a module in it is compiled by ``torch.compile`` or ``torch.jit``, as far as it can tell."""
+    return any(isinstance(module, torch.jit.ScriptModule) or is_compiled(module) for module in model.modules())

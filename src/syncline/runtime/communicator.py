@@ -16,7 +16,6 @@ from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveC
 from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
-from syncline.runtime.engine_links import link_engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
@@ -24,7 +23,7 @@ from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
-from syncline.runtime.shared_memory import SharedMemoryCollectives, open_together
+from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
@@ -403,3 +402,14 @@ class Communicator:
         self.trace.flush()
         if self._on_close is not None:
             self._on_close()
+
+
+def link_engine(loop: CommunicationLoop, engine: Engine, fabric: Fabric) -> EngineLinks:
+    """Return the ways to ``engine``, which lives on ``loop``, for any thread."""
+    return EngineLinks(
+        start=partial(loop.call_soon, engine.submit),
+        has_failed=lambda: engine.failure is not None,
+        late=lambda *about: loop.call_soon(engine.late, *about),
+        crash=lambda error: loop.call_soon(engine.crash, error),
+        stalls=fabric.stalls,
+    )

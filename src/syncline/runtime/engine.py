@@ -11,15 +11,14 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from syncline.errors import FabricError, SynclineError
-from syncline.fabric import PeerLeftError, Transport
+from syncline.fabric import PeerLeftError, PeerStalls, Transport
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.active import ActiveCall
-from syncline.runtime.agreement import Agreement, Disagreement
 from syncline.runtime.call import Call, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
@@ -28,10 +27,33 @@ from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
 from syncline.runtime.executions import Executions
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
-from syncline.runtime.stalls import find_overdue
+from syncline.runtime.same_calls import Agreement, Disagreement
 from syncline.runtime.tags import NUMBER_MASK
 from syncline.runtime.work import Work
 from syncline.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """A call that waits for stalled ranks, and in how many seconds it will have waited enough; 0.0 or less: now."""
+
+    active: ActiveCall
+    peers: tuple[int, ...]
+    in_s: float
+
+
+def find_overdue(calls: Iterable[ActiveCall], stalls: PeerStalls, predecessor: int, *, now_s: float) -> Overdue | None:
+    """Return the call that will be, or is, overdue first; None if none waits for a stalled rank.
+
+    A rank may do something else for long before others begin to wait for it, so the waiting counts as well: a call is
+    overdue once it has waited for the limit, for ranks that have been still for the limit.
+    """
+    found = [
+        Overdue(active=active, peers=tuple(sorted(peers)), in_s=active.started_s + stalls.limit_s - now_s)
+        for active in calls
+        if (peers := active.awaited_peers(predecessor) & stalls.stalled)
+    ]
+    return min(found, key=lambda overdue: overdue.in_s, default=None)
 
 
 class Engine:

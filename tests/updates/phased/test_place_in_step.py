@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import PeerLostError
+from syncline.updates.phased.driver import with_place
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.phased.phase_work import CurrentPass
 from syncline.updates.phased.phases import Phases
-from syncline.updates.phased.place_in_step import with_place
 
 
 @pytest.mark.parametrize(

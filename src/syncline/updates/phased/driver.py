@@ -26,7 +26,6 @@ from syncline.updates.phased.messages import Message, decode
 from syncline.updates.phased.micro_batches import MicroBatch
 from syncline.updates.phased.phase_work import CurrentPass
 from syncline.updates.phased.phases import Phases
-from syncline.updates.phased.place_in_step import with_place
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage_driver import StageDriver
 from syncline.updates.phased.statistics import PhasedStatistics
@@ -398,3 +397,17 @@ class PairDriver(Driver):
                 case _:
                     self._stage_driver.obey(instruction)
         self._listen()
+
+
+def with_place(error: PeerLostError, rank: int, current: CurrentPass | None, phases: Phases) -> PeerLostError:
+    """Return the same error, which says besides where ``rank`` was in training.
+
+    ``current``: the pass that is under way there, if any is. Steps are counted as the trainer counts them, those before
+    a restart included.
+    """
+    place = f"after step {phases.step}"
+    if current is not None:
+        call = f"step {current.step}" if current.kind is Pass.TRAIN else f"evaluate() after step {phases.step}"
+        phase = phases.current_phase
+        place = f"in {call}, at the {phase}" if phase is not None else f"at the end of {call}"
+    return PeerLostError(f"{error}; rank {rank} was {place}", rank=error.rank, host=error.host)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from syncline.errors import ConfigurationError
-from syncline.pytorch import machines
+from syncline.pytorch import listening
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.stores import TorchStore
 from thread_fleets import run_threads
@@ -23,26 +23,26 @@ def test_ranks_of_several_machines_listen_where_the_store_is_reached(monkeypatch
     class Named:
         underlying_store = dist.HashStore()
 
-    monkeypatch.setattr(machines.socket, "gethostname", lambda: "127.0.0.1")
+    monkeypatch.setattr(listening.socket, "gethostname", lambda: "127.0.0.1")
     with pytest.raises(ConfigurationError, match=r"several machines.*'127.0.0.1'.*BackendOptions\(interface=\)"):
-        machines.reachable_address(Named())
-    monkeypatch.setattr(machines, "own_address", lambda host: {"10.0.0.9": "10.0.0.2"}[host])
+        listening.reachable_address(Named())
+    monkeypatch.setattr(listening, "own_address", lambda host: {"10.0.0.9": "10.0.0.2"}[host])
     store = dist.HashStore()
-    monkeypatch.setattr(machines.socket, "gethostname", lambda: "10.0.0.9")
-    assert machines.reachable_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "10.0.0.2"
+    monkeypatch.setattr(listening.socket, "gethostname", lambda: "10.0.0.9")
+    assert listening.reachable_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "10.0.0.2"
 
 
 def test_ranks_find_out_in_their_store_whether_they_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = threading.local()
-    monkeypatch.setattr(machines, "machine_name", lambda: place.name)
-    monkeypatch.setattr(machines, "reachable_address", lambda _: f"10.0.0.{place.name}")
+    monkeypatch.setattr(listening, "machine_name", lambda: place.name)
+    monkeypatch.setattr(listening, "reachable_address", lambda _: f"10.0.0.{place.name}")
     store = dist.HashStore()
 
     def interfaces(names: str, given: str | None = None) -> list[str | None]:
         def on_rank(rank: int) -> str | None:
             place.name = names[rank]
             own = environment_of(rank, given if rank else None)
-            return machines.choose_interface(own, TorchStore(store), store).interface
+            return listening.choose_interface(own, TorchStore(store), store).interface
 
         found: list[str | None] = run_threads(2, on_rank)
         return found
