@@ -32,7 +32,7 @@ class ConfigurationError(SynclineError, ValueError):
 
     >>> syncline.Priorities(num_classes=0)
     Traceback (most recent call last):
-    syncline.errors.ConfigurationError: num_classes must be a whole number from 1 to 16, not 0
+    syncline.errors.ConfigurationError: Priorities: num_classes must be a whole number from 1 to 16, not 0
     """
 
 

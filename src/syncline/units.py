@@ -10,9 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from numbers import Integral
 
-from syncline.errors import ConfigurationError, UnitError
+from syncline.errors import UnitError
 
 UNLIMITED = "unlimited"
 """How an infinite rate is written: a link that never limits."""
@@ -133,11 +132,3 @@ def _format_exact(value: float, units: Mapping[str, Fraction], base: str) -> str
         if float(number) >= 1 and "e" not in number and float(Fraction(number) * factor) == value:
             return f"{number} {unit}"
     return f"{value!r} {base}"
-
-
-def check_whole(name: str, value: object, lowest: int, highest: int | None = None) -> None:
-    """Raise :class:`ConfigurationError` unless ``value``, of the argument ``name``, is such a whole number."""
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or value < lowest or (highest is not None and value > highest):  # type: ignore[operator]
-        most = " up" if highest is None else f" to {highest}"
-        raise ConfigurationError(f"{name} must be a whole number from {lowest}{most}, not {value!r}")

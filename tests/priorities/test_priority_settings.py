@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -51,20 +52,20 @@ def test_proportions_add_up_to_one() -> None:
         ({"num_classes": 17}, "not 17"),
         ({"num_classes": True}, "not True"),
         ({"num_classes": 2.0}, "not 2.0"),
-        ({"dscp": (46, 34)}, "one mark for each of the 4 classes"),
+        ({"dscp": (46, 34)}, "one value for each of the 4 classes"),
         ({"dscp": [46, 34, 18, 8]}, "a tuple"),
-        ({"dscp": (46, 34, 18, 64)}, "a DSCP mark must be a whole number from 0 to 63, not 64"),
+        ({"dscp": (46, 34, 18, 64)}, "a whole number from 0 to 63), or None, not (46, 34, 18, 64)"),
         ({"max_message_bytes": 1000}, "from 4096 to 262144, not 1000"),
         ({"max_message_bytes": 1 << 20}, "max_message_bytes"),
         ({"search": "best"}, "not 'best'"),
-        ({"search": (1.0, 2.0)}, "one proportion for each of the 4 classes"),
-        ({"search": (1.0, 0.0, 1.0, 1.0)}, "above 0, not 0.0"),
-        ({"search": (1.0, math.inf, 1.0, 1.0)}, "not inf"),
-        ({"min_gain": -0.1}, "min_gain must be a share of at least 0"),
+        ({"search": (1.0, 2.0)}, "search must have one value for each of the 4 classes"),
+        ({"search": (1.0, 0.0, 1.0, 1.0)}, "a number above 0, finite), not (1.0, 0.0"),
+        ({"search": (1.0, math.inf, 1.0, 1.0)}, "not (1.0, inf"),
+        ({"min_gain": -0.1}, "min_gain must be a number from 0 up, finite, not -0.1"),
         ({"research_at": math.nan}, "not nan"),
-        ({"measure_steps": 0}, "measure_steps must be a whole number"),
+        ({"measure_steps": 0}, "measure_steps must be a whole numbe"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
         Priorities(**settings)  # type: ignore[arg-type]

@@ -21,14 +21,14 @@ CONSTRUCTORS: dict[str, list[tuple[Callable[[], object], str]]] = {
     "Priorities": [(lambda: Priorities(num_classes=WORDS), r"num_classes .* from 1 to 16, not 'three'")],
     "Sharded": [
         (lambda: Sharded(bucket_bytes=WORDS), r"bucket_bytes .*'three'"),
-        (lambda: Sharded(spares=WORDS), r"spares is 0, or 1 .* 'three'"),
+        (lambda: Sharded(spares=WORDS), r"spares must be 0, or 1 .* 'three'"),
         (lambda: Sharded(align=WORDS), r"align must be .* 'three'"),
     ],
     "AllReduce": [(lambda: AllReduce(bucket_bytes=WORDS), r"bucket_bytes .*'three'")],
     "Overlapped": [
         (lambda: Overlapped(period=WORDS), r"period .*'three'"),
         (lambda: Overlapped(quorum=WORDS), r"quorum .*'three'"),
-        (lambda: Overlapped(servers=WORDS), r"servers is .*'three'"),
+        (lambda: Overlapped(servers=WORDS), r"servers .*'three'"),
     ],
     "Clustered": [(lambda: Clustered(period=WORDS), r"period .*'three'")],
 }

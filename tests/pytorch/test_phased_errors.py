@@ -73,7 +73,7 @@ def test_an_odd_number_of_ranks(run_fleets: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages_in_memory": 0}, "stages_in_memory is at least 1, not 0"),
+        ({"stages_in_memory": 0}, "stages_in_memory must be a whole number from 1 up, not 0"),
         ({"align": "row"}, "align must be"),
         ({"bucket_bytes": 0}, "bucket_bytes must be a whole number from 1 up"),
     ],

@@ -163,7 +163,7 @@ def test_statistics_say_where_spares_are(run_fleets: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"spares": 2}, "spares is 0, or 1 for a second owner of each range, not 2"),
+        ({"spares": 2}, "spares must be 0, or 1 for a second owner of each range, not 2"),
         ({"spares": 1, "replicate": 1}, "has an owner in each replica already"),
         ({"spares": 1, "step_in_backward": True}, "leave out one of them"),
     ],

@@ -46,11 +46,14 @@ def test_priorities_do_not_change_what_network_it_is() -> None:
     ("section", "message"),
     [
         ("priorities:\n  num_clases: 4", "line 4: unknown key 'num_clases'; did you mean 'num_classes'"),
-        ("priorities:\n  num_classes: 40", "line 3: num_classes must be a whole number from 1 to 16, not 40"),
+        (
+            "priorities:\n  num_classes: 40",
+            "line 3: Priorities: num_classes must be a whole number from 1 to 16, not 40",
+        ),
         ("priorities:\n  num_classes: '2'", "line 4: 'num_classes' cannot be '2'"),
-        ("priorities:\n  dscp: [1, 2]", "one mark for each of the 4 classes"),
+        ("priorities:\n  dscp: [1, 2]", "one value for each of the 4 classes"),
         ("priorities:\n  max_message_bytes: 3", "line 4: size 3 is not a size"),
-        ("priorities: {search: best}", "line 3: search must be"),
+        ("priorities: {search: best}", "line 3: Priorities: search must be"),
         ("priorities: maybe", "line 3: 'priorities' cannot be 'maybe'"),
     ],
 )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.arguments import Count, check_fields
 from syncline.errors import ConfigurationError
-from syncline.units import check_whole
 from syncline.variables import process_variables
 
 
@@ -29,11 +29,11 @@ class Elastic:
     ... )
     """
 
-    min_ranks: int = 1
+    min_ranks: Count = 1
     checkpoint: str | Path | None = None
 
     def __post_init__(self) -> None:
-        check_whole("min_ranks", self.min_ranks, 1)
+        check_fields(self)
 
     @classmethod
     def choose(cls, value: Elastic | bool | None) -> Elastic | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from syncline.arguments import Bounds, check_fields
 from syncline.errors import ConfigurationError
-from syncline.units import check_whole
 
 MAX_CLASSES = 16
 MAX_DSCP = 63
@@ -25,7 +25,7 @@ _LADDER = (46, 40, 34, 36, 38, 26, 28, 30, 18, 20, 22, 10, 12, 14, 8)
 """Standard marks from the most urgent to the least: EF, CS5, AF41 to AF13, CS1; what goes below them is LE, 1."""
 _LOWEST_EFFORT = 1
 
-Search = Literal["auto", "equal", "geometric"] | tuple[float, ...]
+Search = Literal["auto", "equal", "geometric"] | tuple[Annotated[float, Bounds(above=0, below=math.inf)], ...]
 """How the proportions of bytes come about: searched, equal, each class twice the one before, or as given."""
 
 
@@ -40,33 +40,30 @@ class Priorities:
     (0.3333333333333333, 0.6666666666666666)
     """
 
-    num_classes: int = 4
+    num_classes: Annotated[int, Bounds(1, MAX_CLASSES)] = 4
     """Data connections to each peer, 1 to 16; small control messages have one of their own beside them."""
-    dscp: tuple[int, ...] | None = DEFAULT_DSCP
+    dscp: tuple[Annotated[int, Bounds(0, MAX_DSCP)], ...] | None = DEFAULT_DSCP
     """The mark (0 to 63) of each class; None leaves marks alone. The default is fitted to ``num_classes``."""
-    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_message_bytes: Annotated[int, Bounds(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)] = MAX_MESSAGE_BYTES
     """Sends are cut into messages of at most this size: an urgent one waits for at most one of them."""
     search: Search = "auto"
     """``"auto"`` measures and searches; ``"equal"``, ``"geometric"`` or one share of bytes for each class do not."""
-    min_gain: float = 0.02
+    min_gain: Annotated[float, Bounds(0, below=math.inf)] = 0.02
     """Several classes must make a forward pass faster by this share, or all buckets go in one (``search="auto"``)."""
-    research_at: float = 0.10
+    research_at: Annotated[float, Bounds(0, below=math.inf)] = 0.10
     """Search again when forward passes differ from the model by more than this share."""
-    measure_steps: int = 8
+    measure_steps: Annotated[int, Bounds(1, 1_000_000)] = 8
     """How many steps are measured before a search, and between two comparisons with the model."""
 
     def __post_init__(self) -> None:
-        check_whole("num_classes", self.num_classes, 1, MAX_CLASSES)
-        check_whole("max_message_bytes", self.max_message_bytes, MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)
-        check_whole("measure_steps", self.measure_steps, 1, 1_000_000)
-        for name in ("min_gain", "research_at"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigurationError(f"{name} must be a share of at least 0, such as 0.1, not {value!r}")
+        check_fields(self)
         if self.dscp == DEFAULT_DSCP:
             object.__setattr__(self, "dscp", _standard_marks(self.num_classes))
-        self._check_marks()
-        self._check_search()
+        for name, given in (("dscp", self.dscp), ("search", self.search)):
+            if isinstance(given, tuple) and len(given) != self.num_classes:
+                raise ConfigurationError(
+                    f"Priorities: {name} must have one value for each of the {self.num_classes} classes, not {given!r}"
+                )
 
     @classmethod
     def off(cls) -> Priorities:
@@ -101,29 +98,6 @@ class Priorities:
             weights = [1.0] * self.num_classes
         total = math.fsum(weights)
         return tuple(weight / total for weight in weights)
-
-    def _check_marks(self) -> None:
-        if self.dscp is None:
-            return
-        if not isinstance(self.dscp, tuple) or len(self.dscp) != self.num_classes:
-            raise ConfigurationError(
-                f"dscp must be None or a tuple with one mark for each of the {self.num_classes} classes, "
-                f"not {self.dscp!r}"
-            )
-        for mark in self.dscp:
-            check_whole("a DSCP mark", mark, 0, MAX_DSCP)
-
-    def _check_search(self) -> None:
-        if self.search in ("auto", "equal", "geometric"):
-            return
-        if not isinstance(self.search, tuple) or len(self.search) != self.num_classes:
-            raise ConfigurationError(
-                f'search must be "auto", "equal", "geometric" or a tuple with one proportion for each of the '
-                f"{self.num_classes} classes, not {self.search!r}"
-            )
-        for share in self.search:
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-                raise ConfigurationError(f"a proportion of search must be a number above 0, not {share!r}")
 
 
 def _standard_marks(num_classes: int) -> tuple[int, ...]:

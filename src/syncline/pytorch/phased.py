@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
+from syncline.arguments import Bounds, Count, Whole, checked
 from syncline.elastic.settings import Elastic
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.fleet import Fleet, current_fleet
@@ -17,7 +18,7 @@ from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_st
 from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.driver import PairDriver
 from syncline.updates.phased.instructions import Pass
@@ -28,20 +29,21 @@ from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 from syncline.updates.private_torch import note_step
 
 
+@checked
 def phase(
     stages: Iterable[nn.Module | MakeStage],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     loss: Loss,
     storage: str | Path | Storage | None = None,
-    micro_batches: int = 1,
-    stages_in_memory: int = 2,
-    input_budget_bytes: int | None = None,
-    max_grad_norm: float | None = None,
+    micro_batches: Count = 1,
+    stages_in_memory: Count = 2,
+    input_budget_bytes: Whole | None = None,
+    max_grad_norm: Annotated[float, Bounds(above=0)] | None = None,
     resume: bool = False,
     align: Literal["element", "parameter"] = "element",
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    slice_bytes: int | None = None,
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES,
+    slice_bytes: Count | None = None,
     samples: CountSamples | None = None,
     fleet: Fleet | None = None,
 ) -> PhasedTrainer:
@@ -83,7 +85,9 @@ def phase(
     refuse_scaled_loss(loss)
     _refuse_elastic_job()
     fleet = fleet or current_fleet()
-    schedule_options = _schedule_options(align, bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
+    schedule_options = BucketScheduleOptions(
+        is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes
+    )
     options = PhaseOptions(
         num_micros=micro_batches,
         max_stages=stages_in_memory,
@@ -272,13 +276,6 @@ class PhasedTrainer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and phase() again")
-
-
-def _schedule_options(align: str, *, bucket_bytes: int, slice_bytes: int | None) -> BucketScheduleOptions:
-    check_sizes(bucket_bytes=bucket_bytes, slice_bytes=slice_bytes)
-    if align not in {"element", "parameter"}:
-        raise ConfigurationError(f'align must be "element" or "parameter", not {align!r}')
-    return BucketScheduleOptions(is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes)
 
 
 def _refuse_elastic_job() -> None:

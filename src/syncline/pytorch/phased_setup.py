@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import UpdateError
 from syncline.priorities.terms import Priorities
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
@@ -45,16 +45,6 @@ class PhaseOptions:
     max_grad_norm: float | None
     resumes: bool
     bucket_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.max_stages < 1:
-            raise ConfigurationError(f"stages_in_memory is at least 1, not {self.max_stages}; 2 hides loading")
-        if self.num_micros < 1:
-            raise ConfigurationError(f"micro_batches is at least 1, not {self.num_micros}")
-        if self.input_budget_bytes is not None and self.input_budget_bytes < 0:
-            raise ConfigurationError(f"input_budget_bytes is at least 0, or None, not {self.input_budget_bytes}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigurationError(f"max_grad_norm is above 0, or None, not {self.max_grad_norm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from syncline.arguments import Count, check_fields
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
@@ -39,11 +40,11 @@ class AllReduce:
     tensor([8., 8.])
     """
 
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    slice_bytes: int | None = None
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    slice_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
+        check_fields(self)
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:

@@ -26,7 +26,6 @@ from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut
 from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
-from syncline.units import check_whole
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
 from syncline.updates.parameter_owners import Cost, Owners, assign_parameters
@@ -60,13 +59,6 @@ class BucketScheduleOptions:
     num_copies: int = 1
     replicate: Replicate | None = None
     spares: int = 0
-
-
-def check_sizes(*, bucket_bytes: int, slice_bytes: int | None) -> None:
-    """Raise :class:`ConfigurationError` unless buckets, and slices if their size is given, can hold something."""
-    check_whole("bucket_bytes", bucket_bytes, 1)
-    if slice_bytes is not None:
-        check_whole("slice_bytes", slice_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from syncline.arguments import Bounds
 from syncline.errors import ConfigurationError
 from syncline.topology import Host, Topology
 from syncline.units import format_size
@@ -18,23 +19,9 @@ from syncline.updates.inner import ELEMENTWISE, make_inner, step_without_hooks
 
 _log = logging.getLogger(__name__)
 
-Portions = Literal["balanced", "fastest"] | Mapping[str, float]
+Weights = Mapping[str, Annotated[float, Bounds(0, below=math.inf)]]
+Portions = Literal["balanced", "fastest"] | Weights
 _NUM_PROBED = 16
-
-
-def check_portions(portions: object) -> None:
-    """Raise :class:`ConfigurationError` unless these are words that are known, or weights of hosts."""
-    if isinstance(portions, str):
-        if portions not in {"balanced", "fastest"}:
-            raise ConfigurationError(
-                f'portions must be "balanced", "fastest", or say of each host how much it takes: {{"h0": 2.0, '
-                f'"h1": 1.0}}; not {portions!r}'
-            )
-        return
-    if not isinstance(portions, Mapping) or not all(map(_is_weight, portions.values())) or not any(portions.values()):
-        raise ConfigurationError(
-            f"portions give each host a number of 0 or more, not all of them 0, and not {portions!r}"
-        )
 
 
 def rank_shares(topology: Topology, portions: Mapping[str, float]) -> tuple[float, ...]:
@@ -141,7 +128,3 @@ def state_bytes_per_element(
     step_without_hooks(inner)
     kept = [value for value in inner.state[probe].values() if isinstance(value, torch.Tensor)]
     return sum(value.element_size() for value in kept if value.shape == probe.shape)
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 
+from syncline.arguments import Bounds, Count, check_fields
 from syncline.errors import ConfigurationError
 from syncline.schedule.replicas import Replicate
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.bucket_schedule import BucketScheduleOptions, check_sizes
+from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
-from syncline.updates.host_portions import Portions, check_portions
+from syncline.updates.host_portions import Portions
 from syncline.updates.in_backward import InBackwardUpdater
 from syncline.updates.inner import check_divisible
 from syncline.updates.parameter_owners import Cost
@@ -76,34 +77,31 @@ class Sharded:
     align: Literal["element", "parameter"] = "element"
     portions: Portions = field(default="balanced", hash=False)
     cost: Cost | None = field(default=None, repr=False)
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    slice_bytes: int | None = None
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    slice_bytes: Count | None = None
     overlap_forward: bool = False
     step_in_backward: bool = False
     replicate: Replicate | DeviceMesh | None = None
-    spares: int = 0
+    spares: Annotated[int, Bounds(0, 1), "0, or 1 for a second owner of each range"] = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self._check_spares()
         object.__setattr__(self, "replicate", _named_replicas(self.replicate))
         if self.replicate is not None and (self.portions != "balanced" or self.cost is not None):
             raise ConfigurationError(
                 "replicate divides each replica as the topology's tree does; leave out portions and cost, or replicate"
             )
-        if self.align not in {"element", "parameter"}:
-            raise ConfigurationError(f'align must be "element" or "parameter", not {self.align!r}')
         if self.cost is not None and not self.whole_parameters:
             raise ConfigurationError(
                 'cost weighs whole parameters, and align="element" divides them; use align="parameter", or no cost'
             )
-        check_portions(self.portions)
         if not isinstance(self.portions, str):
+            if not any(self.portions.values()):
+                raise ConfigurationError(f"portions give at least one host more than 0, unlike {self.portions!r}")
             object.__setattr__(self, "portions", dict(sorted(self.portions.items())))
-        check_sizes(bucket_bytes=self.bucket_bytes, slice_bytes=self.slice_bytes)
 
     def _check_spares(self) -> None:
-        if self.spares not in {0, 1} or isinstance(self.spares, bool):
-            raise ConfigurationError(f"spares is 0, or 1 for a second owner of each range, not {self.spares!r}")
         if self.spares and self.replicate is not None:
             raise ConfigurationError(
                 "With replicate each range has an owner in each replica already, which is its spare; leave out spares, "

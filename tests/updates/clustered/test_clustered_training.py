@@ -297,13 +297,13 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
     ("arguments", "message"),
     [
         ({"period": 0}, "period must be a whole number from 1 up"),
-        ({"contribution": "best"}, "contribution is one of"),
-        ({"outer": "first"}, "outer is one of"),
-        ({"clusters": "some"}, "clusters is"),
-        ({"forecast": 1.5}, "forecast must be from 0 to 1"),
+        ({"contribution": "best"}, "contribution must be"),
+        ({"outer": "first"}, "outer must be"),
+        ({"clusters": "some"}, "clusters must be"),
+        ({"forecast": 1.5}, "forecast must be a number from 0 to 1"),
         ({"forecast": 1.0, "outer": "last"}, "forecast needs"),
         ({"forecast": 1.0, "period": 1}, "forecast needs"),
-        ({"quorum": 1.5}, "quorum must be from 0 to 1"),
+        ({"quorum": 1.5}, "quorum must be a number from 0 to 1"),
     ],
 )
 def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:

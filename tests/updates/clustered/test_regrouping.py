@@ -83,7 +83,7 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recluster_every": -1}, "recluster_every is a number of terms"),
+        ({"recluster_every": -1}, "recluster_every must be a whole number from 0 up"),
         ({"recluster_every": 1, "clusters": ((0,), (1,))}, "not written down"),
         ({"recluster_every": 1, "averages": False}, "averages=True"),
         ({"recluster_every": 1, "period": 1}, "averages=True"),

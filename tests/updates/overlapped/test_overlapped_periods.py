@@ -288,11 +288,11 @@ def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "both"}, "rule is one of"),
+        ({"rule": "both"}, 'rule must be "swap", '),
         ({"period": 0}, "period must be a whole number from 1 up"),
         ({"quorum": 0}, "quorum must be a whole number from 1 up"),
         ({"push": "previous", "max_staleness": 0}, "max_staleness must be at least 1"),
-        ({"servers": "elsewhere"}, "servers is"),
+        ({"servers": "elsewhere"}, "servers must be"),
     ],
 )
 def test_a_rule_is_checked_when_it_is_made(options: dict, message: str) -> None:

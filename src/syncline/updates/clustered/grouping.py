@@ -10,8 +10,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
 from syncline.machines.features import LATENCY, UPLINK
 from syncline.machines.inventory import Inventory
@@ -24,7 +25,9 @@ from syncline.updates.control import ControlStream
 _log = logging.getLogger(__name__)
 
 Clusters = tuple[tuple[int, ...], ...]
-ClusterChoice = Literal["auto"] | int | Sequence[Sequence[int]]
+ClusterChoice = Annotated[
+    Literal["auto"] | Count | Sequence[Sequence[Whole]], '"auto", how many, or the ranks of each cluster'
+]
 
 
 def measure_hosts(

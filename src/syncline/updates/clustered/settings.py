@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
-from syncline.units import check_whole
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.grouping import ClusterChoice
 from syncline.updates.clustered.outer_rounds import Mixing
 from syncline.updates.clustered.record_schedule import RecordSchedule
+from syncline.updates.host_portions import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredSettings:
     """The choices, as :class:`~syncline.updates.clustered.rule.Clustered` explains them, and what follows from them."""
 
-    period: int = 16
-    reelect_every: int = 1
+    period: Count = 16
+    reelect_every: Count = 1
     clusters: ClusterChoice = "auto"
-    recluster_every: int = 0
+    recluster_every: Whole = 0
     contribution: Literal["uniform", "cosine"] = "uniform"
     outer: Literal["period", "last"] = "period"
-    forecast: float = 0.0
+    forecast: Share = 0.0
     features: Sequence[str] | None = None
-    weights: Mapping[str, float] | None = field(default=None, hash=False)
+    weights: Weights | None = field(default=None, hash=False)
     measures: bool = True
     probe_folder: str | None = None
     averages: bool | None = None
-    decay: float = DECAY
-    min_weight: float = MIN_WEIGHT
-    quorum: float = 0.5
+    decay: Share = DECAY
+    min_weight: Share = MIN_WEIGHT
+    quorum: Share = 0.5
     seed: int = 0
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        for name, allowed in {"contribution": ("uniform", "cosine"), "outer": ("period", "last")}.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"Clustered: {name} is one of {allowed}, not {getattr(self, name)!r}")
-        for name in ("period", "reelect_every", "bucket_bytes"):
-            check_whole(f"Clustered: {name}", getattr(self, name), 1)
-        if self.recluster_every < 0:
-            raise ConfigurationError(
-                f"Clustered: recluster_every is a number of terms, or 0 for never, not {self.recluster_every}"
-            )
-        for name in ("decay", "min_weight", "quorum", "forecast"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(f"Clustered: {name} must be from 0 to 1, not {getattr(self, name)}")
-        if isinstance(self.clusters, str) and self.clusters != "auto":
-            raise ConfigurationError(
-                f'Clustered: clusters is "auto", a number, or the ranks of each cluster, not {self.clusters!r}'
-            )
-        self._check_together()
-
-    def _check_together(self) -> None:
+        check_fields(self)
         if self.recluster_every and (not self.will_average or not isinstance(self.clusters, str | int)):
             raise ConfigurationError(
                 "Clustered: recluster_every needs clusters that are not written down, and parameters that are averaged "

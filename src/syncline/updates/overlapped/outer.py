@@ -10,11 +10,13 @@ parameters are the average. The velocity is kept in the optimizer's state, for c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from syncline.errors import ConfigurationError
+from syncline.arguments import Bounds, check_fields
 from syncline.updates.bucket import Bucket
 
 VELOCITY = "outer_velocity"
@@ -34,14 +36,11 @@ class Nesterov:
     >>> model, optimizer = syncline.distribute(model, optimizer, rule)
     """
 
-    learning_rate: float = 0.7
-    momentum: float = 0.9
+    learning_rate: Annotated[float, Bounds(above=0, below=math.inf)] = 0.7
+    momentum: Annotated[float, Bounds(0, below=1)] = 0.9
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0 or not 0 <= self.momentum < 1:
-            raise ConfigurationError(
-                f"Nesterov needs learning_rate > 0 and 0 <= momentum < 1, not {self.learning_rate} and {self.momentum}"
-            )
+        check_fields(self)
 
 
 class OuterStep:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
+from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
-from syncline.units import check_whole
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.inner import check_is_served
@@ -78,37 +78,26 @@ class Overlapped:
     >>> optimizer.end_period()
     """
 
-    period: int = 64
-    quorum: int | None = None
-    servers: str = "shared"
+    period: Count = 64
+    quorum: Count | None = None
+    servers: Annotated[str, '"shared" or "dedicated:k"'] = "shared"
     rule: Kind | None = None
     push: PushOf = "current"
-    max_staleness: int | None = 8
+    max_staleness: Whole | None = 8
     spread: bool = True
     average_state: bool = False
     outer: Nesterov | None = None
-    bucket_bytes: int = 512 * 1024
+    bucket_bytes: Count = 512 * 1024
     """Smaller than with collectives, so that a small model is spread over several servers too."""
-    num_classes: int = 1
+    num_classes: Count = 1
     """Connection classes that the buckets are divided among, in forward order."""
 
     def __post_init__(self) -> None:
-        choices = {"rule": (None, "swap", "additive", "rebase"), "push": ("current", "previous")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"Overlapped: {name} is one of {allowed}, not {getattr(self, name)!r}")
-        lowest = {"period": 1, "bucket_bytes": 1, "num_classes": 1}
-        for name, least in lowest.items():
-            check_whole(f"Overlapped: {name}", getattr(self, name), least)
-        if self.quorum is not None:
-            check_whole("Overlapped: quorum", self.quorum, 1)
-        least = 1 if self.push == "previous" else 0
-        if self.max_staleness is not None and self.max_staleness < least:
-            raise ConfigurationError(
-                f'Overlapped: max_staleness must be at least {least} with push="{self.push}", not {self.max_staleness}'
-            )
+        check_fields(self)
+        if self.push == "previous" and self.max_staleness == 0:
+            raise ConfigurationError('Overlapped: max_staleness must be at least 1 with push="previous", not 0')
         if self.servers != "shared" and not self.servers.startswith(DEDICATED):
-            raise ConfigurationError(f'Overlapped: servers is "shared" or "dedicated:k", not {self.servers!r}')
+            raise ConfigurationError(f'Overlapped: servers must be "shared" or "dedicated:k", not {self.servers!r}')
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:
