@@ -14,7 +14,8 @@ import builtins
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import abc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import chain
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from syncline.errors import ConfigurationError, escape_text
+from syncline.errors import ConfigurationError, SynclineError, escape_text
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -90,13 +91,13 @@ def checked(call: Call) -> Call:
         for name, value in chain(zip(positional, args, strict=False), keywords.items()):
             kind = kinds.get(name, others)
             if not kind.accepts(value):
-                raise ConfigurationError(_refusal(function.__qualname__, name, kind, value))
+                raise ConfigurationError(_refusal(function.__qualname__.removesuffix(".__init__"), name, kind, value))
         return call(*args, **keywords)
 
     return cast("Call", check_and_call)
 
 
-def check_fields(settings: Any, error: type[ConfigurationError] = ConfigurationError) -> None:
+def check_fields(settings: Any, error: type[SynclineError] = ConfigurationError) -> None:
     """Raise ``error`` for a field of a dataclass that its annotation does not allow, first in ``__post_init__``."""
     owner: Any = type(settings)
     for name, kind in _kinds_of(owner).items():
@@ -125,7 +126,7 @@ def _kinds_of(owner: Any) -> Mapping[str, _Kind]:
     for base in reversed(inspect.getmro(owner) if isinstance(owner, type) else [owner]):
         names |= vars(sys.modules[base.__module__])
     hints = get_type_hints(owner, localns=names, include_extras=True)
-    return {name: _kind(hint) for name, hint in hints.items() if name != "return"}
+    return {name: _kind(hints.get(name, Any)) for name in inspect.signature(owner).parameters}
 
 
 def _kind(hint: Any) -> _Kind:
@@ -140,14 +141,14 @@ def _kind(hint: Any) -> _Kind:
         kind = _Kind(lambda value: type(value) in types and value in inner, _choices(inner))
     elif isinstance(hint, TypeVar):
         kind = _kind(hint.__bound__ or Any)
-    elif isinstance(origin, type) and issubclass(origin, Mapping):
-        kind = _mapping(_kind(inner[0]), _kind(inner[1]))
-    elif isinstance(origin, type) and issubclass(origin, Iterable):
-        kind = _collection(origin, _kind(inner[0]))
-    elif origin is not None or hint is Callable:
+    elif origin is abc.Callable:
         kind = _Kind(callable, "a function")
+    elif origin is not None and issubclass(origin, abc.Mapping):
+        kind = _mapping(_kind(inner[0]), _kind(inner[1]))
+    elif origin is not None and origin.__module__ in {"builtins", abc.__name__}:
+        kind = _collection(origin, _union([_kind(one) for one in inner if one is not ...]))
     else:
-        kind = _PLAIN[hint] if hint in _PLAIN else _class(hint)
+        kind = _PLAIN.get(hint) or _class(origin or hint)
     return kind
 
 
@@ -166,6 +167,8 @@ def _within(kind: _Kind, bounds: Bounds) -> _Kind:
 
 
 def _union(kinds: list[_Kind]) -> _Kind:
+    if len(kinds) == 1:
+        return kinds[0]
     if _ANYTHING in kinds:
         return _ANYTHING
     tests = [kind.accepts for kind in kinds]
@@ -175,7 +178,7 @@ def _union(kinds: list[_Kind]) -> _Kind:
 
 def _mapping(keys: _Kind, values: _Kind) -> _Kind:
     def accepts(value: Any) -> bool:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, abc.Mapping):
             return False
         return all(map(keys.accepts, value)) and all(map(values.accepts, value.values()))
 
@@ -184,7 +187,7 @@ def _mapping(keys: _Kind, values: _Kind) -> _Kind:
 
 def _collection(origin: type, each: _Kind) -> _Kind:
     """Return the kind of what has items; iterators are not looked into, and a text is no collection of texts."""
-    is_known = issubclass(origin, Collection)
+    is_known = issubclass(origin, abc.Collection)
 
     def accepts(value: Any) -> bool:
         is_it = isinstance(value, origin) and not isinstance(value, str | bytes)
@@ -214,7 +217,7 @@ def _article(name: str) -> str:
     return f"an {name}" if name[:1] in "AEIOUaeiou" else f"a {name}"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a real number, as numpy's and tensors of one element are too, and not NaN."""
     if isinstance(value, bool | str | bytes):
         return False
@@ -228,7 +231,7 @@ _PLAIN: dict[Any, _Kind] = {
     Any: _ANYTHING,
     object: _ANYTHING,
     int: _Kind(lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
-    float: _Kind(_is_number, "a number"),
+    float: _Kind(is_number, "a number"),
     bool: _Kind(
         lambda value: type(value) is bool or (isinstance(value, Integral) and value in (0, 1)), "True or False"
     ),

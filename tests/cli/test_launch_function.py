@@ -78,7 +78,7 @@ def test_the_error_names_the_rank_with_its_traceback_and_no_process_is_left(tmp_
 
 
 def test_what_cannot_be_done_is_said_before_anything_starts():
-    with pytest.raises(ConfigurationError, match="ranks must be at least 1, got 0"):
+    with pytest.raises(ConfigurationError, match="ranks must be a whole number from 1 up, or None, not 0"):
         syncline.launch(place, ranks=0)
     with pytest.raises(ConfigurationError, match=r"cannot be pickled.*inside the function"):
         syncline.launch(print, (threading.Lock(),))

@@ -199,7 +199,7 @@ def test_ranks_check_at_the_same_passes(run_fleets: Any) -> None:
 def test_a_negative_period_is_refused(run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         model = CASE.make()
-        with pytest.raises(ConfigurationError, match="check_every is a number of steps, not -1"):
+        with pytest.raises(ConfigurationError, match="check_every must be a whole number from 0 up, or None, not -1"):
             distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet=fleet, check_every=-1)
 
     run_fleets(1, body)

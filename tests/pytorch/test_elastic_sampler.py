@@ -18,6 +18,7 @@ from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.elastic_sampler import ElasticSampler
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.sample_division import SampleDivision, apportion
 from syncline.updates import AllReduce
 
@@ -26,6 +27,8 @@ NUM_EPOCHS = 3
 
 class FakeOptimizer:
     """Counts steps as the real one does."""
+
+    __class__ = DistributedOptimizer  # type: ignore[assignment]  # what the sampler takes it for
 
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
@@ -59,6 +62,8 @@ class FakeOptimizer:
 class Loader:
     """Asks a batch sampler as torch's loader does: some batches ahead, and one more with each that it delivers."""
 
+    __class__ = DataLoader  # type: ignore[assignment]  # as above
+
     def __init__(self, sampler: ElasticSampler, num_workers: int) -> None:
         self.batch_sampler, self.num_workers, self.in_order = sampler, num_workers, True
         self.prefetch_factor = 2 if num_workers else None
@@ -79,6 +84,7 @@ class Loader:
 class Rank:
     """One rank of a simulated job, which is the fleet as the sampler sees it."""
 
+    __class__ = Fleet  # type: ignore[assignment]  # what the sampler takes it for
     topology = SimpleNamespace(helpers=())
     recovery = "is there"
 
@@ -229,10 +235,16 @@ def test_each_sample_is_taken_once_an_epoch_but_for_less_than_a_batch_whatever_h
     assert len(events) == 3
 
 
+class Alone:
+    """A fleet of one rank."""
+
+    __class__ = Fleet  # type: ignore[assignment]  # as above
+    members, rank, recovery = (0,), 0, None
+    topology, epoch = SimpleNamespace(helpers=()), SimpleNamespace(number=0)
+
+
 def one_rank(size: int, **settings: Any) -> tuple[ElasticSampler, FakeOptimizer]:
-    fleet = SimpleNamespace(members=(0,), rank=0, recovery=None, topology=SimpleNamespace(helpers=()))
-    fleet.epoch = SimpleNamespace(number=0)
-    return ElasticSampler(range(size), fleet=cast("Fleet", fleet), **settings), FakeOptimizer()
+    return ElasticSampler(range(size), fleet=cast("Fleet", Alone()), **settings), FakeOptimizer()
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")  # on a machine of one core
@@ -255,9 +267,9 @@ def test_what_workers_have_loaded_and_no_step_has_used_is_not_done() -> None:
 def test_a_sampler_refuses_what_it_cannot_divide_or_count() -> None:
     with pytest.raises(ConfigurationError, match="range has none"):
         one_rank(0, batch_size=1)
-    with pytest.raises(ConfigurationError, match="batch_size must be 1 or more, not 0"):
+    with pytest.raises(ConfigurationError, match="batch_size must be a whole number from 1 up, not 0"):
         one_rank(1, batch_size=0)
-    with pytest.raises(ConfigurationError, match="paces must be samples per second above 0"):
+    with pytest.raises(ConfigurationError, match=r"paces must be .* a number above 0"):
         one_rank(1, batch_size=1, paces={0: 0.0})
     sampler, optimizer = one_rank(2, batch_size=2)
     with pytest.raises(ConfigurationError, match=r"call sampler\.follow"):

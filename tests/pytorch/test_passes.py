@@ -11,7 +11,7 @@ import torch
 from oracle_models import CASES, copies, loss_of
 from torch import nn
 
-from syncline.errors import UpdateError
+from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
@@ -300,12 +300,12 @@ def test_state_by_parameter(rule: UpdateRule, run_fleets: Any) -> None:
 
 @pytest.mark.parametrize(
     ("update", "text"),
-    [(Sharded, r"write update=Sharded\(\)"), ("sharded", "is not an update rule"), (3, "is not an update rule")],
+    [(Sharded, "not the class Sharded; give an object"), ("sharded", "must be an update rule, such as"), (3, "not 3")],
 )
 def test_what_is_no_rule_is_refused(update: Any, text: str, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         model = nn.Linear(2, 2)
-        with pytest.raises(UpdateError, match=text):
+        with pytest.raises(ConfigurationError, match=text):
             distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), update, fleet=fleet)
 
     run_fleets(1, body)

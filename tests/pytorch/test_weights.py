@@ -144,5 +144,5 @@ def test_a_rank_without_a_backward_pass_counts_nothing(rule: UpdateRule, run_fle
 
 
 def test_what_is_no_count_is_refused(run_fleets: Any) -> None:
-    with pytest.raises(ConfigurationError, match="samples must be None"):
+    with pytest.raises(ConfigurationError, match='samples must be a function, "batch", or None, not'):
         run(run_fleets, Sharded(), one_pass, samples="tokens")

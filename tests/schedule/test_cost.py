@@ -104,11 +104,11 @@ def test_impossible_arguments_are_refused():
         predict(schedule, Topology.flat(3), 10)
     with pytest.raises(ScheduleError, match="slices of 1 or more"):
         predict(schedule, Topology.flat(2), 10, 0)
-    with pytest.raises(ScheduleError, match="a payload share in"):
+    with pytest.raises(ScheduleError, match="payload_share must be"):
         CostModel(payload_share=0)
-    with pytest.raises(ScheduleError, match="above 0, and a share"):
+    with pytest.raises(ScheduleError, match="num_processors must be"):
         CostModel(num_processors=0)
-    with pytest.raises(ScheduleError, match="calls are at least 0 s"):
+    with pytest.raises(ScheduleError, match="call_overhead_s must be"):
         CostModel(call_overhead_s=-1e-3)
 
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from syncline.arguments import Whole, checked
 from syncline.backend.creation import TOKEN_BYTES, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.name import NAME
-from syncline.backend.options import choose_options
 from syncline.elastic import Elastic
 from syncline.elastic.calls import LOSSES
 from syncline.elastic.reports import NO_FLAGS, Flags
@@ -299,8 +299,9 @@ class WorldGrowth:
         self._hooks = before, sys.excepthook
 
 
+@checked
 def reconfigure(
-    *, step: int | None = None, options: BackendOptions | None = None, elastic: Elastic | None = None
+    *, step: Whole | None = None, options: BackendOptions | None = None, elastic: Elastic | None = None
 ) -> Reconfiguration:
     """Make the default process group of whoever is there, in the same processes; every rank calls it.
 
@@ -325,7 +326,7 @@ def reconfigure(
     """
     if dist.is_initialized():
         return _current_world("reconfigure()").reconfigure(step)
-    return _begin(choose_options(options), elastic).reconfigure(step)
+    return _begin(options or BackendOptions(), elastic).reconfigure(step)
 
 
 def commit() -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from syncline.arguments import Count, check_fields
+from syncline.arguments import Count, check_fields, checked
 from syncline.errors import ConfigurationError
 from syncline.variables import process_variables
 
@@ -36,6 +36,7 @@ class Elastic:
         check_fields(self)
 
     @classmethod
+    @checked
     def choose(cls, value: Elastic | bool | None) -> Elastic | None:
         """Return what ``distribute(elastic=...)`` was given as settings; None if the job is not elastic.
 
@@ -45,9 +46,7 @@ class Elastic:
             return cls._of_variables(process_variables())
         if isinstance(value, Elastic):
             return value
-        if isinstance(value, bool):
-            return cls() if value else None
-        raise ConfigurationError(f"elastic is True, False, or syncline.Elastic(...), not {value!r}")
+        return cls() if value else None
 
     @classmethod
     def _of_variables(cls, values: Mapping[str, str]) -> Elastic | None:

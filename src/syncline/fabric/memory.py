@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from syncline.arguments import Count, Seconds, Whole, checked
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.callbacks import call_back
 from syncline.fabric.dropped_streams import DroppedStreams
@@ -29,8 +30,9 @@ CONTROL_URGENCY = -(1 << 62)
 """Control messages go ahead of all data."""
 
 
+@checked
 def memory_fabrics(
-    world_size: int, *, seed: int | None = None, eager_bytes: int = 16384, close_s: float = 10.0
+    world_size: Count, *, seed: int | None = None, eager_bytes: Whole = 16384, close_s: Seconds = 10.0
 ) -> tuple[MemoryFabric, ...]:
     """Connect ``world_size`` ranks in memory, on the running loop, whose thread alone may use them.
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.errors import CheckpointError, ConfigurationError
+from syncline.arguments import Count, Whole, checked
+from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_folder as place
 from syncline.pytorch import checkpoint_history as history
 from syncline.pytorch.checkpoint_background import CheckpointWork, writer_of
@@ -34,6 +35,7 @@ from syncline.updates.state_values import describe_state
 _SAVE = "save_checkpoint()"
 
 
+@checked
 @again_if_members_change
 def save_checkpoint(
     path: str | Path,
@@ -41,8 +43,8 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Any = None,
-    iteration: int | None = None,
-    keep: int | None = None,
+    iteration: Whole | None = None,
+    keep: Count | None = None,
     wait: bool = True,
     **parts: Stateful,
 ) -> CheckpointWork | None:
@@ -66,14 +68,13 @@ def save_checkpoint(
     >>> syncline.load_checkpoint("run1", model, optimizer)
     {'epoch': 3}
     """
-    _check_number("keep", keep, least=1)
-    _check_number("iteration", iteration, least=0)
     group = checkpoint_group_of(model, optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.last_save = {"path": path, "extra": extra, "keep": keep, **parts}
     return _save(Path(path).absolute(), model, group, _Ask(extra, iteration, keep, parts), wait=wait)
 
 
+@checked
 def prepare_save(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Make the memory ready that ``save_checkpoint(..., wait=False)`` copies into; call it after the first step.
 
@@ -111,6 +112,7 @@ def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
     return path
 
 
+@checked
 @again_if_members_change
 def load_checkpoint(
     path: str | Path,
@@ -238,9 +240,19 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
         told |= {
             "world_size": group.world_size,
             "iteration": iteration or 0,
-            "extra": json.loads(json.dumps(ask.extra)),
+            "extra": _plain(ask.extra),
         }
     return _Snapshot(target=target, keep=ask.keep, chunks=chunks, values=values, told=told)
+
+
+def _plain(extra: Any) -> Any:
+    """Return ``extra`` as it will be loaded; raises :class:`CheckpointError` for what JSON cannot say."""
+    try:
+        return json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra must be what JSON can say, but {error}; give objects by a name of their own"
+        ) from error
 
 
 def _contents(
@@ -324,8 +336,3 @@ def model_chunks(model: nn.Module) -> list[Chunk]:
             )
         chunks.append(Chunk.whole(f"{MODEL_PREFIX}{name}", value))
     return chunks
-
-
-def _check_number(name: str, value: int | None, *, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigurationError(f"{name} of save_checkpoint() is a whole number of at least {least}, not {value!r}")

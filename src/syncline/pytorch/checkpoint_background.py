@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from syncline.arguments import Bounds, checked
 from syncline.errors import CheckpointError, DeadlineError, PeerLostError
 from syncline.pytorch.checkpoint_chunk import Chunk
 from syncline.pytorch.fleet import Fleet
@@ -59,7 +60,8 @@ class CheckpointWork:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    @checked
+    def wait(self, timeout_s: Annotated[float, Bounds(0)] | None = None) -> None:
         """Wait until the checkpoint is on the disk, whole; raises :class:`CheckpointError` if it could not be written.
 
         Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (default: that of the fleet's collectives);

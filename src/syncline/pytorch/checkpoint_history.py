@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from syncline.arguments import checked
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_folder as place
 
@@ -63,6 +64,7 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
+@checked
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the newest whole checkpoint at ``folder``, an absolute path; None if there is none.
 

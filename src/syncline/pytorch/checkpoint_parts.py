@@ -48,11 +48,6 @@ def _decode(text: str) -> Any:
 
 
 def _encode(name: str, part: Stateful) -> str:
-    if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
-        raise CheckpointError(
-            f"{name}= is a {type(part).__name__}, which has no state_dict() and load_state_dict(); give such objects, "
-            "and what JSON can say as extra="
-        )
     data = io.BytesIO()
     try:
         torch.save(part.state_dict(), data)

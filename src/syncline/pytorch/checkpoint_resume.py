@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncline.arguments import checked
 from syncline.errors import CheckpointError
 from syncline.pytorch import checkpoint_history as history
 from syncline.pytorch.checkpoint_group import CheckpointGroup, checkpoint_group_of
@@ -40,6 +41,7 @@ class Resumption:
     """The checkpoint that was loaded; None at the first start, and where this rank came into a running job."""
 
 
+@checked
 def resume(
     path: str | Path,
     model: nn.Module,

@@ -28,7 +28,7 @@ import torch
 from isal import isal_zlib
 from torch import nn
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import UpdateError
 from syncline.pytorch import trained_parameters
 from syncline.pytorch.packing import pack
 from syncline.updates.bucket import Bucket
@@ -46,14 +46,6 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer) -> list[str]:
         for name, value in group.items()
         if name not in {"params", "param_names"}
     ]
-
-
-def check_period(every: int | None) -> None:
-    """Raise :class:`ConfigurationError` if ``every`` is no number of steps."""
-    if every is not None and every < 0:
-        raise ConfigurationError(
-            f"check_every is a number of steps, not {every}; the default is {DEFAULT_EVERY}, and None is never"
-        )
 
 
 class Consistency:

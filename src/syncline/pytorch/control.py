@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Annotated
 
 import torch
 from torch import nn
 
+from syncline.arguments import Bounds, checked
 from syncline.errors import UpdateError
 from syncline.pytorch.detachable import ContextMethod
 from syncline.pytorch.registry import is_in_training, trainings_of
 
 
+@checked
 def synchronize(model: nn.Module | None = None) -> None:
     """Wait until the parameters of ``model`` (default: of all models) are final; raises what went wrong meanwhile.
 
@@ -30,6 +33,7 @@ def synchronize(model: nn.Module | None = None) -> None:
         training.synchronize()
 
 
+@checked
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Within this context, backward passes add to ``p.grad`` on this rank alone (gradient accumulation).
@@ -59,6 +63,7 @@ def withdraw_no_sync(model: nn.Module) -> None:
         del model.no_sync
 
 
+@checked
 @contextmanager
 def join(model: nn.Module) -> Iterator[None]:
     """Within this context ranks may make different numbers of steps, since their loaders end at different times.
@@ -78,6 +83,7 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@checked
 def batch_size(num_samples: float, model: nn.Module | None = None) -> None:
     """Weight this rank's gradient of the current step by ``num_samples``, in place of the counted samples.
 
@@ -92,7 +98,8 @@ def batch_size(num_samples: float, model: nn.Module | None = None) -> None:
         training.batch_size(num_samples)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+@checked
+def clip_grad_norm_(model: nn.Module, max_norm: Annotated[float, Bounds(0)], norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of ``model`` so that their total norm is at most ``max_norm``; return what it was, a scalar.
 
     Every rank calls it, between ``backward()`` and ``step()``. ``norm_type`` is the p of the norm. Raises

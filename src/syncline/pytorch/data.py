@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from syncline.arguments import checked
 from syncline.errors import ConfigurationError
-from syncline.pytorch.elastic_sampler import ElasticSampler, checked_size
+from syncline.pytorch.elastic_sampler import DataSet, ElasticSampler, checked_size
 from syncline.pytorch.fleet import Fleet, current_fleet
 
 __all__ = ["ElasticSampler", "sampler"]
 
 
+@checked
 def sampler(
-    dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None
+    dataset: DataSet, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, fleet: Fleet | None = None
 ) -> DistributedSampler[Any]:
     """Return a sampler that gives each rank its own part of ``dataset``, for ``DataLoader(dataset, sampler=...)``.
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from syncline.arguments import Whole, checked
 from syncline.elastic.settings import Elastic
 from syncline.errors import CheckpointError, UpdateError
 from syncline.priorities.terms import Priorities
-from syncline.pytorch.consistency import DEFAULT_EVERY, check_period
+from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.failure_saving import FailureSaving, WholeState
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.fleet_growth import GrowingTraining
@@ -26,14 +27,15 @@ from syncline.updates import Sharded, UpdateRule
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@checked
 def distribute(
     model: Model,
     optimizer: torch.optim.Optimizer,
-    update: UpdateRule | None = None,
+    update: Annotated[UpdateRule, "an update rule, such as syncline.Sharded()"] | None = None,
     *,
     samples: CountSamples | Literal["batch"] | None = None,
     broadcast_buffers: bool = True,
-    check_every: int | None = DEFAULT_EVERY,
+    check_every: Whole | None = DEFAULT_EVERY,
     priorities: Priorities | bool | None = True,
     elastic: Elastic | bool | None = None,
     save_on_failure: str | Path | None = None,
@@ -65,7 +67,6 @@ def distribute(
     """
     fleet = fleet or current_fleet()
     rule = _checked_rule(update, optimizer)
-    check_period(check_every)
     installation = Installation(
         fleet=fleet,
         model=model,
@@ -149,19 +150,10 @@ def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> N
     save_checkpoint(told["path"], optimizer.training.model, given, **options)
 
 
-def _checked_rule(update: object, optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """Return the rule that was given, or the default, if it serves the optimizer; a rule is no class and no name."""
+def _checked_rule(update: UpdateRule | None, optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """Return the rule that was given, or the default, if it serves the optimizer."""
     if isinstance(optimizer, DistributedOptimizer):
         raise UpdateError("This optimizer was distributed already; give distribute() the plain optimizer, once")
-    if update is None:
-        update = Sharded()
-    if isinstance(update, type) and hasattr(update, "schedule_options"):
-        raise UpdateError(f"update={update.__name__} is the rule's class; write update={update.__name__}()")
-    if not hasattr(update, "schedule_options"):
-        raise UpdateError(
-            f"update={update!r} is not an update rule; write update=syncline.Sharded(), AllReduce(), Overlapped() or "
-            "Clustered()"
-        )
-    rule: UpdateRule = update  # type: ignore[assignment]  # a protocol that users may implement
+    rule = Sharded() if update is None else update
     rule.check(optimizer)
     return rule

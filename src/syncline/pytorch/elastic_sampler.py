@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from syncline.arguments import Bounds, Count, Whole, checked
 from syncline.elastic import MembershipChange
 from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet, current_fleet
+from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.sample_division import Places, SampleDivision, apportion
 
-if TYPE_CHECKING:
-    from syncline.pytorch.optimizer import DistributedOptimizer
+DataSet = Annotated[
+    Sized,
+    "a data set with a length (of a stream let each rank read its own part: every fleet.world_size-th sample, from the "
+    "fleet.rank-th on)",
+]
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -48,24 +54,21 @@ class ElasticSampler(Sampler[list[int]]):
     (3, [])
     """
 
+    @checked
     def __init__(
         self,
-        dataset: Sized,
-        batch_size: int,
+        dataset: DataSet,
+        batch_size: Count,
         *,
         shuffle: bool = True,
         seed: int = 0,
         uneven: bool = False,
-        paces: Mapping[int, float] | None = None,
+        paces: Mapping[int, Annotated[float, Bounds(above=0, below=math.inf)]] | None = None,
         fleet: Fleet | None = None,
     ) -> None:
         self.epoch = 0
         """The epoch that is under way, or comes next."""
         self._num_samples = checked_size(dataset)
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be 1 or more, not {batch_size}")
-        if paces is not None and not all(pace > 0 for pace in paces.values()):
-            raise ConfigurationError(f"paces must be samples per second above 0, not {dict(paces)}")
         self._batch_size = batch_size
         self._shuffle, self._seed = shuffle, seed
         self._is_uneven = uneven
@@ -86,6 +89,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._fleet_epoch = 0
         """That of the members among whom batches are divided."""
 
+    @checked
     def follow(self, optimizer: DistributedOptimizer, loader: DataLoader[Any]) -> None:
         """Count the steps of ``optimizer``, as ``distribute()`` returned it, for the batches that ``loader`` loads.
 
@@ -109,7 +113,8 @@ class ElasticSampler(Sampler[list[int]]):
             optimizer.on_membership_change(self._note_change)
         self._take_over()
 
-    def set_epoch(self, epoch: int) -> None:
+    @checked
+    def set_epoch(self, epoch: Whole) -> None:
         """Begin another epoch, in another order; one that is under way, or was loaded, goes on where it is."""
         if epoch != self.epoch:
             self.epoch = epoch
@@ -150,6 +155,7 @@ class ElasticSampler(Sampler[list[int]]):
             }
         return state
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, with any number of ranks; :class:`ConfigurationError` for another order.
 
@@ -157,6 +163,10 @@ class ElasticSampler(Sampler[list[int]]):
         followed by the next: begin with ``range(sampler.epoch, ...)``.
         """
         order = [self._num_samples, self._shuffle, self._seed]
+        if not {"order", "epoch", "left"} <= state.keys():
+            raise ConfigurationError(
+                f"state must be what state_dict() of an ElasticSampler returned, not {dict(state)}"
+            )
         if list(state["order"]) != order:
             raise ConfigurationError(
                 f"the sampler's state is of {state['order']} (samples, shuffle, seed), but this one has {order}; give "
@@ -285,11 +295,9 @@ class _Pass:
 
 
 def checked_size(dataset: Sized) -> int:
-    """Return the number of samples; :class:`ConfigurationError` if there are none, or it is not known."""
-    if not isinstance(dataset, Sized) or not len(dataset):
+    """Return the number of samples; :class:`ConfigurationError` if there are none."""
+    if not len(dataset):
         raise ConfigurationError(
-            f"A sampler divides the samples of a data set, so it needs their number, and this {type(dataset).__name__} "
-            f"has {'none' if isinstance(dataset, Sized) else 'no length'}; let each rank read its own part of a stream "
-            "(every fleet.world_size-th sample, from the fleet.rank-th on)"
+            f"A sampler divides the samples of a dataset, but this {type(dataset).__name__} has none; give one that has"
         )
     return len(dataset)

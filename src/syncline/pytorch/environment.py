@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from syncline.arguments import Seconds, check_fields
 from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
@@ -49,11 +50,11 @@ class BackendOptions:
     """Let every frame carry a code keyed by the secret."""
     interface: str | None = None
     """The address, or the interface's name, that the other ranks reach."""
-    connect_timeout_s: float | None = None
+    connect_timeout_s: Seconds | None = None
     """How long a new group waits for its ranks to connect, in seconds."""
-    silence_s: float | None = None
+    silence_s: Seconds | None = None
     """From when on a rank without a sign of life is lost, in seconds."""
-    stall_s: float | None = None
+    stall_s: Seconds | None = None
     """From when on a rank that lives, but makes no call, is not waited for any more; default: the group's timeout."""
     trace: str | Path | Trace | None = None
     """Where this rank writes its trace."""
@@ -65,6 +66,9 @@ class BackendOptions:
     """Whether the communication thread may be bound to cores."""
     congestion: str | None = None
     """TCP's congestion control, as ``"bbr"``; cubic where the topology has rates, if nobody says."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

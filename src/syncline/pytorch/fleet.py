@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from syncline.arguments import Whole, checked
 from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
@@ -141,6 +142,7 @@ class Fleet:
         """How long a collective may take, in seconds (``init(timeout_s=)``)."""
         return self.communicator.timeout_s
 
+    @checked
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Operation = "sum", weight: float | None = None, async_op: bool = False
     ) -> TensorWork | None:
@@ -158,6 +160,7 @@ class Fleet:
             self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
         )
 
+    @checked
     def reduce(
         self,
         tensor: torch.Tensor,
@@ -178,6 +181,7 @@ class Fleet:
         work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
         return self._end(work, async_op=async_op)
 
+    @checked
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -199,6 +203,7 @@ class Fleet:
         work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
         return self._end(work, async_op=async_op)
 
+    @checked
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> TensorWork | None:
         """Let ``output`` be the ``source`` of all ranks, one after another, in rank order.
 
@@ -211,6 +216,7 @@ class Fleet:
         """
         return self._end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
 
+    @checked
     def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
         """Return every rank's ``tensor`` in rank order on rank ``dst``, and None on the others.
 
@@ -221,6 +227,7 @@ class Fleet:
         """
         return self._collectives.gather(tensor, dst=dst)
 
+    @checked
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
         """Replace ``tensor``, of the same shape and type on all ranks, by that of rank ``root``.
 
@@ -240,6 +247,7 @@ class Fleet:
         """
         return self._objects.all_gather(value)
 
+    @checked
     def gather_object(self, value: Any, *, dst: int = 0) -> list[Any] | None:
         """Return every rank's ``value`` in rank order on rank ``dst``, which alone unpickles them, else None.
 
@@ -248,6 +256,7 @@ class Fleet:
         """
         return self._objects.gather(value, dst=dst)
 
+    @checked
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
         """Return the ``value`` of rank ``root``; what the others give is ignored.
 
@@ -279,6 +288,7 @@ class Fleet:
         updates = tuple(one for one in counted if one is not None)
         return replace(self.communicator.statistics(), epoch=self.epoch.number, updates=updates)
 
+    @checked
     def add_update(self, count: Callable[[], object | None], *, steps: Callable[[], int] | None = None) -> None:
         """Let :meth:`statistics` also tell what ``count`` returns, unless it is None.
 
@@ -288,7 +298,8 @@ class Fleet:
         if steps is not None:
             self._count_steps.append(steps)
 
-    def reserve_streams(self, number: int) -> range:
+    @checked
+    def reserve_streams(self, number: Whole) -> range:
         """Take streams for the calls of a model; every rank takes as many, in the same order."""
         with self._lock:
             first = self.next_stream
@@ -338,6 +349,7 @@ class Fleet:
         counts = [count() for count in self._count_steps]
         return Tally(count=sum(counts), unit=STEP) if counts else None
 
+    @checked
     def on_close(self, function: Callable[[bool], None]) -> None:
         """Call ``function`` before the connections end; it is told whether something has failed already."""
         self._on_close.append(function)

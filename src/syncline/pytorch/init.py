@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from syncline.arguments import Seconds, checked
 from syncline.observe import Trace
 from syncline.pytorch.connecting import connect, is_exposed, with_address
 from syncline.pytorch.environment import Arguments, Environment, read_environment
@@ -18,6 +19,7 @@ from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
 
 
+@checked
 def init(
     topology: str | Path | Topology | None = None,
     *,
@@ -30,10 +32,10 @@ def init(
     authenticate_frames: bool | None = None,
     interface: str | None = None,
     host: str | None = None,
-    timeout_s: float | None = None,
-    connect_timeout_s: float | None = None,
-    silence_s: float | None = None,
-    stall_s: float | None = None,
+    timeout_s: Seconds | None = None,
+    connect_timeout_s: Seconds | None = None,
+    silence_s: Seconds | None = None,
+    stall_s: Seconds | None = None,
     trace: str | Path | Trace | None = None,
     native: bool | None = None,
     shared_memory: bool | None = None,

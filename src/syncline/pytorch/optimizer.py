@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 
+from syncline.arguments import Bounds, checked
 from syncline.elastic.epoch import MembershipChange
 from syncline.errors import UpdateError
 from syncline.priorities.tuner import TunerStatistics
@@ -132,6 +133,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises :class:`UpdateError`, and what went wrong since the last step.
         """
+        if closure is not None and not callable(closure):
+            raise UpdateError(f"closure must be a function that returns the loss, or None, not {closure!r}")
         return call_with_step_hooks(self, DistributedOptimizer._step, (self,) if closure is None else (self, closure))
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's hooks on all optimizers are called with the inner one
@@ -180,6 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return None if self._growing is None else self._growing.extra
 
+    @checked
     def offer_extra(self, function: Callable[[], Any]) -> None:
         """Give newcomers what ``function`` returns, which JSON can say: the state of scheduler, scaler, sampler ...
 
@@ -204,6 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._growing is not None:
             self._growing.offer = function
 
+    @checked
     def on_membership_change(self, function: Callable[[MembershipChange], None]) -> None:
         """Call ``function`` with a :class:`MembershipChange` when ranks have been lost, or have joined.
 
@@ -229,12 +234,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return self.training.no_sync()
 
+    @checked
     def batch_size(self, num_samples: float) -> None:
         """Weight this rank's gradient of this step by ``num_samples``, 0 or more; call it before ``backward()``."""
         self.training.batch_size(num_samples)
 
+    @checked
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self, max_norm: Annotated[float, Bounds(0)], norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; return what it was, a scalar tensor.
 
@@ -283,6 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self.training.follow(partial(self._save_as_told, self))
 
+    @checked
     def contribute(self, gradients: Gradients, samples: float) -> None:
         """Feed gradients that this rank was sent, by processing units behind it for example, into the coming step.
 
@@ -373,6 +381,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             whole = whole if changed is None else changed
         return whole
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a whole state in torch's own form, from one process or any number of ranks; keep what is owned.
 
@@ -388,6 +397,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for hook in state_hooks(self, "load_state_dict_pre"):
             changed = hook(self, given)
             given = given if changed is None else changed
+        if not {"state", "param_groups"} <= given.keys():
+            raise UpdateError(
+                f"state_dict must have state and param_groups, as optimizer.state_dict() returns them, not {given!r}"
+            )
         self.training.calls.load_state_dict(given)
         for hook in state_hooks(self, "load_state_dict_post"):
             hook(self)

@@ -220,6 +220,7 @@ class PhasedTrainer:
             keys = stage.module.state_dict(keep_vars=True)
             yield number, {key: value for key, value in (stored | buffers).items() if key in keys}
 
+    @checked
     def export(self, folder: str | Path) -> None:
         """Write each stage to ``folder`` as ``stage-0000.safetensors``, ...; every rank calls it.
 

@@ -7,12 +7,14 @@ returned, so one whose output is thrown away counts nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.arguments import is_number
+from syncline.errors import UpdateError
 from syncline.updates.private_torch import tree_leaves
 
 CountSamples = Callable[..., float]
@@ -34,11 +36,6 @@ class SampleCount:
     """Counts the weight of one step after another. ``how``: None (each rank counts 1), ``"batch"``, or a function."""
 
     def __init__(self, how: CountSamples | Literal["batch"] | None) -> None:
-        if not (how is None or how == "batch" or callable(how)):
-            raise ConfigurationError(
-                f'samples must be None (each rank counts the same), "batch" (the first dimension of what the model is '
-                f"called with) or a function of what the model is called with, not {how!r}"
-            )
         self._count = how if callable(how) else first_dimension
         self.is_counting = how is not None
         self._reached = 0.0
@@ -125,6 +122,6 @@ def first_dimension(*args: Any, **kwargs: Any) -> float:
 
 def checked_number(number: float) -> float:
     """Return a number of samples; :class:`UpdateError` unless it is 0 or more, and finite."""
-    if not 0 <= number < float("inf"):
-        raise UpdateError(f"A number of samples is at least 0 and finite, not {number}")
+    if not is_number(number) or not 0 <= number < math.inf:
+        raise UpdateError(f"A number of samples is at least 0 and finite, not {number!r}")
     return float(number)

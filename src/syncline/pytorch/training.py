@@ -338,7 +338,10 @@ class Training:
                 loss = closure()
             self._stand_ins.begin_step()
             weight = self._collector.last_weight
-            own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            try:
+                own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UpdateError(f"closure must return the loss, one number, not {loss!r}") from error
             pair = torch.tensor([own * weight if weight else 0.0, weight], dtype=torch.float64)
             total, weights = control.sum(pair, "loss of a closure").tolist()
             mean = total / weights if weights else own

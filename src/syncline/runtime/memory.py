@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from syncline.arguments import Count, checked
 from syncline.fabric import MemoryFabric, memory_fabrics
 from syncline.runtime.communicator import CLOSE_S, Communicator
 from syncline.runtime.loop import CommunicationLoop
 from syncline.topology import Topology
 
 
+@checked
 def communicators_in_memory(
-    num_ranks: int, topology: Topology | None = None, *, seed: int | None = None, **options: Any
+    num_ranks: Count, topology: Topology | None = None, *, seed: int | None = None, **options: Any
 ) -> tuple[Communicator, ...]:
     """Return ``num_ranks`` communicators on one loop; the thread ends when the last of them is closed.
 

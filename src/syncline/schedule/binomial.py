@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import UNOWNED, Draft
@@ -20,6 +21,7 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 
+@checked
 def plan_binomial(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.ownership import Target
@@ -81,6 +82,7 @@ def with_finite_rates(tree: Branch) -> Branch:
     return bounded(tree)
 
 
+@checked
 def lower_bound(
     topology: Topology, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
 ) -> float:

@@ -33,10 +33,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import numpy as np
 
+from syncline.arguments import Bounds, Count, Share, check_fields, checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft
@@ -64,23 +65,17 @@ class CostModel:
     1.0
     """
 
-    message_overhead_s: float = 30e-6
-    payload_share: float = 1448 / 1514
-    rank_bytes_per_s: float = 3e9
-    num_processors: float = math.inf
+    message_overhead_s: Annotated[float, Bounds(0)] = 30e-6
+    payload_share: Annotated[float, Bounds(above=0, most=1)] = 1448 / 1514
+    rank_bytes_per_s: Annotated[float, Bounds(above=0)] = 3e9
+    num_processors: Annotated[float, Bounds(above=0)] = math.inf
     """That all ranks share; without limit where each has its own."""
-    unhidden_share: float = 0.0
-    call_overhead_s: float = 0.0
+    unhidden_share: Share = 0.0
+    call_overhead_s: Annotated[float, Bounds(0)] = 0.0
     """What each rank does before its first message; nothing where a rank has a processor, beside what follows."""
 
     def __post_init__(self) -> None:
-        has_overheads = min(self.message_overhead_s, self.call_overhead_s) >= 0
-        is_possible = has_overheads and 0 < self.payload_share <= 1 and self.rank_bytes_per_s > 0
-        if not (is_possible and self.num_processors > 0 and 0 <= self.unhidden_share <= 1):
-            raise ScheduleError(
-                "overheads of messages and calls are at least 0 s, a payload share in (0, 1], a rank's rate above 0, "
-                f"processors above 0, and a share between 0 and 1 is not hidden; not {self}"
-            )
+        check_fields(self, ScheduleError)
 
     @classmethod
     def of_links_alone(cls) -> CostModel:
@@ -88,7 +83,8 @@ class CostModel:
         return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf)
 
     @classmethod
-    def of_emulated_network(cls, num_processors: int) -> CostModel:
+    @checked
+    def of_emulated_network(cls, num_processors: Count) -> CostModel:
         """Return a model of ranks that share one machine's processors with each other and with the network itself.
 
         The kernel's forwarding counts as the ranks' own work. The constants were measured (docs/decisions/0007).
@@ -158,6 +154,7 @@ def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
     return min(near, key=lambda one: (one[1].num_full_links, one[1].time_s))[0]
 
 
+@checked
 def predict(
     schedule: Schedule | Draft,
     topology: Topology,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from syncline.arguments import checked
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import predict
 from syncline.schedule.planners import choose
@@ -13,6 +14,7 @@ BUCKET_BYTES = 4 << 20
 """A training bucket of the usual size."""
 
 
+@checked
 def with_gateways_chosen(topology: Topology, num_bytes: int = BUCKET_BYTES) -> Topology:
     """Return the topology with ``every`` or ``one`` in place of ``auto``: one answer for all hosts that leave it open.
 

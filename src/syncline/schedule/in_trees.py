@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.bound import branch_of
 from syncline.schedule.collective import Collective
@@ -50,6 +51,7 @@ _FINENESS = 1 << 6
 """An owner's range is cut into atoms at multiples of its weight divided by this."""
 
 
+@checked
 def draft_with_owners(
     topology: Topology,
     collective: Collective,

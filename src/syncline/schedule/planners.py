@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.binomial import draft_binomial
 from syncline.schedule.collective import Collective
@@ -88,6 +89,7 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
 """Planners by name; of two that are equally fast, the first is taken."""
 
 
+@checked
 def choose(
     topology: Topology,
     collective: Collective,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import UNOWNED, Draft
@@ -25,6 +26,7 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 
+@checked
 def plan_recursive_doubling(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:

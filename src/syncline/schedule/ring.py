@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from syncline.arguments import checked
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import UNOWNED, Draft
 from syncline.schedule.leaves import leaves, leaves_from
@@ -23,6 +24,7 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 
+@checked
 def plan_ring(topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0) -> Schedule:
     """Plan a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``.
 

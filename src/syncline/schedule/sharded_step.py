@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
@@ -65,6 +66,7 @@ class ShardedStep:
         return spare_shares(self.reduce_scatter.draft)
 
 
+@checked
 def plan_sharded_step(
     topology: Topology,
     num_bytes: int,
@@ -106,6 +108,7 @@ def plan_sharded_step(
     return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]), apart=apart)
 
 
+@checked
 def predict_sharded_step(
     step: ShardedStep,
     topology: Topology,
@@ -126,6 +129,7 @@ def predict_sharded_step(
     return predict_pair((step.reduce_scatter.draft, step.all_gather.draft), topology, num_bytes, slice_bytes, cost)
 
 
+@checked
 def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[float] | None = None) -> float:
     """Return the seconds below which no reduce-scatter and all-gather with the same owners can be, one after another.
 
@@ -142,6 +146,7 @@ def sharded_step_bound(topology: Topology, num_bytes: int, *, most: Sequence[flo
     return solve_step_flow(topology, upto(limits), is_bound=True).seconds * num_bytes if topology.num_ranks > 1 else 0.0
 
 
+@checked
 def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) -> Layout:
     """Return how both halves of a step are laid over a buffer: in windows if these take far fewer messages, or slices.
 

@@ -12,6 +12,7 @@ path, twice for an all-reduce. Complexity: O(transfers).
 
 from __future__ import annotations
 
+from syncline.arguments import checked
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.exchange import draw_exchanges
@@ -24,6 +25,7 @@ from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 
+@checked
 def plan_tree(
     topology: Topology,
     collective: Collective,

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.bits import find_differing_rank
 from syncline.schedule.blame import describe_atom, explain
@@ -26,6 +27,7 @@ from syncline.schedule.replay import find_suspect
 from syncline.schedule.schedule import Schedule, prove
 
 
+@checked
 def verify(draft: Draft) -> Schedule:
     """Prove that the draft does what its collective promises, and return it as a schedule that can be run.
 

@@ -10,6 +10,7 @@ tree planner's, with up to twice as many steps where sums meet on their way.
 
 from __future__ import annotations
 
+from syncline.arguments import checked
 from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
 from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
@@ -29,6 +30,7 @@ _CLOSE_ENOUGH = 1e-6
 _NAME = "weighted_tree"
 
 
+@checked
 def plan_weighted_tree(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Schedule:

@@ -6,9 +6,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 
+from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
 from syncline.priorities.terms import Priorities
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Socket, Switch, walk
@@ -49,9 +51,11 @@ class Topology:
     _index: _Index = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
         object.__setattr__(self, "_index", _build_index(self.root, self._label()))
 
     @classmethod
+    @checked
     def flat(cls, num_hosts: int, *, rate: float = math.inf, latency_s: float = 0.0) -> Topology:
         """Build one switch with ``num_hosts`` hosts h0, h1 ... of one rank each; ``rate`` in bytes per second.
 
@@ -59,12 +63,13 @@ class Topology:
         4
         """
         if num_hosts < 1:
-            raise TopologyError(f"a flat topology needs at least 1 host, not {num_hosts}")
+            raise TopologyError(f"a flat topology needs at least 1 host, not num_hosts={num_hosts}")
         link = Link.symmetric(rate, latency_s=latency_s)
         hosts = tuple(Host(name=f"h{k}", link=link, ranks=(Rank(rank=k),)) for k in range(num_hosts))
         return cls(name=f"flat-{num_hosts}", root=Switch(name="switch", link=None, children=hosts))
 
     @classmethod
+    @checked
     def flat_on(cls, hosts: Sequence[str]) -> Topology:
         """Build one switch, without rates, with the hosts of a job; ``hosts[k]`` is the name of rank k's.
 
@@ -73,9 +78,12 @@ class Topology:
         """
         from syncline.topology.host_matching import flat_root
 
+        if not hosts:
+            raise TopologyError(f"hosts must name the host of at least 1 rank, not {hosts!r}")
         return cls(name=f"flat-{len(hosts)}", root=flat_root(hosts))
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Topology:
         """Read a topology file, or a shipped topology by its name (``"two-racks-5-3"``).
 
@@ -90,6 +98,7 @@ class Topology:
         return cls.parse(text, source=source)
 
     @classmethod
+    @checked
     def parse(cls, text: str, *, source: str | None = None) -> Topology:
         """Read a topology from YAML; every error, a :class:`TopologyError`, names ``source`` and the line.
 
@@ -102,6 +111,7 @@ class Topology:
         return cls(**parse_document(text, source=source))
 
     @classmethod
+    @checked
     def from_slurm(
         cls,
         text: str,
@@ -170,6 +180,7 @@ class Topology:
         self._check_rank(rank)
         return self._index.host_of_rank[rank]
 
+    @checked
     def ranks_of(self, host_name: str) -> tuple[int, ...]:
         """Return the ranks of a host, in file order; :class:`TopologyError`, with the known hosts, if there is none."""
         for host in self.hosts:
@@ -179,12 +190,14 @@ class Topology:
         more = ", ..." if len(self.hosts) > 16 else ""
         raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
 
+    @checked
     def node(self, name: str) -> Node:
         """Return the switch, host, socket (``"a0/s1"``) or rank (``"rank 3"``) called so, or :class:`TopologyError`."""
         if name not in self._index.nodes:
             raise TopologyError(f"{self._label()} has no node {name!r}")
         return self._index.nodes[name]
 
+    @checked
     def parent_of(self, name: str) -> Node | None:
         """Return the parent of the node of that name, None for the root."""
         self.node(name)
@@ -236,6 +249,7 @@ class Topology:
 
         return write_document(self.name, self.root, self.priorities)
 
+    @checked
     def permuted(self, order: Sequence[int]) -> Topology:
         """Return the same tree with other rank numbers: the new rank k takes the place of the rank ``order[k]``.
 
@@ -252,6 +266,7 @@ class Topology:
         assert isinstance(root, Switch | Host)
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
+    @checked
     def matched(self, hosts: Sequence[str]) -> Topology:
         """Return the tree with its ranks numbered as a job numbers them: ``hosts[k]`` is the host of the job's rank k.
 
@@ -269,6 +284,7 @@ class Topology:
         order = match_ranks(self.hosts, hosts, label=self._label())
         return self if order == list(range(self.num_ranks)) else self.permuted(order)
 
+    @checked
     def restricted(self, ranks: Sequence[int]) -> Topology:
         """Return the tree of some ranks alone; the new rank k is ``ranks[k]``. What has no rank left is left out.
 
@@ -283,6 +299,7 @@ class Topology:
         assert isinstance(root, Switch | Host), "the root is above every rank"
         return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
 
+    @checked
     def check_world_size(self, world_size: int) -> None:
         """Raise :class:`TopologyError` unless the job has exactly as many ranks as the topology."""
         if world_size == self.num_ranks:
@@ -299,8 +316,8 @@ class Topology:
         return f"Topology {(self.source or self.name)!r}"
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise TopologyError(f"{self._label()} has no rank {rank}; its ranks are 0 to {self.num_ranks - 1}")
+        if not isinstance(rank, Integral) or not 0 <= rank < self.num_ranks:
+            raise TopologyError(f"{self._label()} has no rank {rank!r}; its ranks are 0 to {self.num_ranks - 1}")
 
 
 def _build_index(root: Switch | Host, label: str) -> _Index:

@@ -9,8 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypedDict, get_args
+from typing import Annotated, Literal, TypedDict
 
+from syncline.arguments import Bounds, Whole, check_fields, checked
 from syncline.errors import TopologyError
 from syncline.priorities.terms import Priorities
 
@@ -38,16 +39,12 @@ class Link:
     25000000.0
     """
 
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    latency_s: float = 0.0
+    up_bytes_per_s: Annotated[float, Bounds(above=0)]
+    down_bytes_per_s: Annotated[float, Bounds(above=0)]
+    latency_s: Annotated[float, Bounds(0, below=math.inf)] = 0.0
 
     def __post_init__(self) -> None:
-        for direction, rate in (("up", self.up_bytes_per_s), ("down", self.down_bytes_per_s)):
-            if not rate > 0:
-                raise TopologyError(f"link rate {direction} must be above zero, not {rate!r} bytes per second")
-        if not 0 <= self.latency_s < math.inf:
-            raise TopologyError(f"link latency must be zero or more seconds and finite, not {self.latency_s!r}")
+        check_fields(self, TopologyError)
 
     @classmethod
     def symmetric(cls, bytes_per_s: float, *, latency_s: float = 0.0) -> Link:
@@ -59,6 +56,7 @@ class Link:
         """Build a link that never limits."""
         return cls.symmetric(math.inf)
 
+    @checked
     def bytes_per_s(self, direction: Direction) -> float:
         """Return the rate in one direction."""
         return self.up_bytes_per_s if direction == "up" else self.down_bytes_per_s
@@ -72,8 +70,11 @@ class Rank:
     'rank 3'
     """
 
-    rank: int
+    rank: Whole
     link: Link = field(default_factory=Link.unlimited)
+
+    def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
 
     @property
     def name(self) -> str:
@@ -101,6 +102,7 @@ class Socket:
     children: tuple[Socket | Rank, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
         check_name(self.own_name, "socket")
         if not self.children:
             raise TopologyError(f"socket {self.name!r} has no rank; give it at least one, or leave it out")
@@ -133,18 +135,16 @@ class Host:
     ranks: tuple[Rank, ...] = ()
     sockets: tuple[Socket, ...] = ()
     features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
-    memory_bytes: int | None = None
+    memory_bytes: Whole | None = None
     gateway: Gateway = "every"
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
         check_name(self.name, "host")
         if self.sockets:
             self._take_ranks_of_sockets()
         if not self.ranks:
             raise TopologyError(f"host {self.name!r} has no rank; give it at least one, or leave it out")
-        if self.gateway not in get_args(Gateway):
-            known = ", ".join(get_args(Gateway))
-            raise TopologyError(f"host {self.name!r}: gateway must be one of {known}, not {self.gateway!r}")
         if self.gateway == "helper" and len(self.ranks) == 1:
             raise TopologyError(
                 f"host {self.name!r} has a helper and no rank that trains; give it 2 ranks or more, the helper counted"
@@ -155,6 +155,7 @@ class Host:
         """The sockets, or else the ranks, in file order."""
         return self.sockets or self.ranks
 
+    @checked
     def with_children(self, children: tuple[Socket | Rank, ...]) -> Host:
         """Return this host with other sockets, or other ranks; a helper that is alone then helps nobody."""
         sockets = tuple(child for child in children if isinstance(child, Socket))
@@ -185,6 +186,7 @@ class Switch:
     children: tuple[Switch | Host, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
         check_name(self.name, "switch")
         if not self.children:
             raise TopologyError(f"switch {self.name!r} is empty; give it children, or leave it out")

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from syncline.arguments import checked
 from syncline.errors import ConfigurationError
 from syncline.schedule import Collective, lower_bound
 from syncline.schedule.gateways import speaking
@@ -27,6 +28,7 @@ Cost = Callable[[tuple[int, ...]], float]
 """From the shape of a parameter to what its update costs, in any unit."""
 
 
+@checked
 def matrix_cost(shape: tuple[int, ...]) -> float:
     """Return the cost of an update that multiplies a parameter's matrix by itself, as Muon's does; else its elements.
 

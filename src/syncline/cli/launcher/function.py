@@ -21,6 +21,7 @@ from typing import IO, Any, TextIO, TypeVar
 
 import cloudpickle
 
+from syncline.arguments import Count, checked
 from syncline.cli.launcher.folder import own_folder
 from syncline.errors import ConfigurationError, LaunchError
 from syncline.topology import Topology
@@ -39,10 +40,11 @@ getattr(called, sys.argv[1])(folder)
 """
 
 
+@checked
 def launch(
     function: Callable[..., Result],
     args: Sequence[Any] = (),
-    ranks: int | None = None,
+    ranks: Count | None = None,
     topology: str | Path | Topology | None = None,
 ) -> list[Result]:
     """Call ``function(*args)`` on each of ``ranks`` processes of this machine; return the results in rank order.
@@ -62,8 +64,6 @@ def launch(
     >>> syncline.launch(meet, (10,), ranks=2)
     [[10, 11], [10, 11]]
     """
-    if ranks is not None and ranks < 1:
-        raise ConfigurationError(f"ranks must be at least 1, got {ranks}")
     shape = topology if isinstance(topology, Topology) or topology is None else Topology.load(topology)
     if shape is not None and ranks is not None:
         shape.check_world_size(ranks)
