@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,6 +261,29 @@ def test_a_backend_that_is_no_group_reduces_and_gathers() -> None:
 def test_backend_class_can_be_inherited_from_if_there_is_one() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert (private_torch.backend_class() is None) == (version < (2, 14))
+
+
+def test_a_group_that_is_being_made_tells_of_other_backends() -> None:
+    assert not private_torch.has_other_backends(SimpleNamespace())
+    store, kinds = dist.HashStore(), dist.ProcessGroup.BackendType
+    for kind, is_shared in ((kinds.CUSTOM, False), (kinds.GLOO, True)):
+        group = dist.ProcessGroup(store, 0, 1)
+        group._set_default_backend(kind)
+        assert private_torch.has_other_backends(SimpleNamespace(process_group=group)) == is_shared
+    group._register_backend(torch.device("cpu"), kinds.CUSTOM, private_torch.failing_backend(0, 1))
+    group._set_default_backend(kinds.CUSTOM)
+    assert private_torch.has_other_backends(SimpleNamespace(process_group=group))
+
+
+def test_a_name_of_calls_is_taken_and_given_back() -> None:
+    if not hasattr(dist, "record_comm"):  # before PyTorch 2.13
+        with private_torch.taken_comm_name() as name:
+            assert name == ""
+        return
+    with dist.record_comm("of the caller"):
+        for _ in range(2):
+            with private_torch.taken_comm_name() as name, private_torch.taken_comm_name() as other:
+                assert (name, other) == ("of the caller", "")
 
 
 def test_users_of_a_storage_are_counted_and_an_import_is_one_of_its_own() -> None:

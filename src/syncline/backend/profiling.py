@@ -6,6 +6,7 @@ PyTorch records the calls of its own backends where C++ dispatches them; those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from syncline.backend.name import NAME
-from syncline.updates.private_torch import recorded_range
+from syncline.updates.private_torch import recorded_range, taken_comm_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,10 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def work(self: Any, values: tuple[Any, ...]) -> Any:
         tensors = [] if shown.source is None else list(_tensors(values[shown.source]))
         kind = "sparse_" if any(tensor.layout is not torch.strided for tensor in tensors) else ""
-        with recorded_range(f"{NAME}:{kind}{shown.work}", tensors):
+        with ExitStack() as ranges:
+            ranges.enter_context(recorded_range(f"{NAME}:{kind}{shown.work}", tensors))
+            if (given := ranges.enter_context(taken_comm_name())) and not self.is_dispatched:
+                ranges.enter_context(recorded_range(given, tensors))
             begun = method(self, *values)
             if not getattr(values[-1] if values else None, "asyncOp", True) and self.state.coalesced is None:
                 begun.wait()

@@ -6,8 +6,8 @@ changed one is found out by its name. Where a public name serves, it is used whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import CodeType
 from typing import Any, Literal, TypeVar, cast
@@ -131,6 +131,24 @@ def recorded_range(name: str, inputs: list[Any]) -> AbstractContextManager[None]
     """
     range_: AbstractContextManager[None] = torch._C._profiler._RecordFunctionFast(name, inputs, {})
     return range_
+
+
+@contextmanager
+def taken_comm_name() -> Iterator[str]:
+    """Take the name that ``torch.distributed.record_comm()`` gives to calls of this thread; there is one from 2.13 on.
+
+    Meanwhile no work shows it: works of Python know no tensors, so they would show it without shapes.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    if not hasattr(c10d, "_get_comm_profiling_name"):
+        yield ""
+        return
+    name = c10d._get_comm_profiling_name()
+    c10d._set_comm_profiling_name("")
+    try:
+        yield name
+    finally:
+        c10d._set_comm_profiling_name(name)
 
 
 def tensor_without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -377,3 +395,13 @@ def backend_class() -> type | None:
     except TypeError:
         return None
     return cast("type", base)
+
+
+def has_other_backends(distributed: Any) -> bool:
+    """Whether a group that is being made is to have other backends than the one whose creator is told so.
+
+    From PyTorch 2.14 on creators are shown the group, which knows the kind of its default backend, and the devices that
+    have their backend already. A later one that is written in Python is not seen, nor is the CPU's after a GPU's.
+    """
+    group: Any = getattr(distributed, "process_group", None)
+    return group is not None and (group.name() != "custom" or bool(group._device_types))
