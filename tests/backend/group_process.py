@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
+from syncline.backend.calls import GroupCalls
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.runtime.shared_memory import futex
 
@@ -341,6 +342,31 @@ def beside_gloo() -> None:
         assert torch.equal(ours, 2 * theirs)
     print(dist.get_backend(), dist.get_backend(whole), flush=True)
     dist.destroy_process_group()
+
+
+def among_others() -> None:
+    """One backend among others, each for a device of its own: from PyTorch 2.14 on a part of a group in C++."""
+    dist.init_process_group("cpu:syncline,cuda:gloo", timeout=TIMEOUT)
+    is_part = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+        assert isinstance(group, GroupCalls) != is_part
+        value, outputs = torch.full((3,), RANK + 1.0), [torch.empty(3) for _ in range(WORLD_SIZE)]
+        work = dist.all_reduce(value, group=group, async_op=True)
+        assert work.get_future().then(lambda done: float(done.value()[0].sum())).wait() == 9.0
+        dist.all_gather(outputs, value * (RANK + 1), group=group)
+        assert [one[0] for one in outputs] == [3.0, 6.0]
+        gathered = gather_all(value, gather_dim=0, group=group)
+        assert gathered.tolist() == [3.0] * 6
+        dist.barrier(group)
+        if RANK == 0:
+            dist.send(value, 1, group=group, tag=4)
+        else:
+            dist.recv(value.zero_(), 0, group=group, tag=4)
+            assert value.tolist() == [3.0] * 3
+    with pytest.raises(RuntimeError, match="All ranks must make the same calls"):
+        dist.all_reduce(torch.ones(2 + RANK), group=group)
+    dist.destroy_process_group()
+    print("over", flush=True)
 
 
 def beside_a_fleet(folder: str) -> None:

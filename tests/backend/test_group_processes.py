@@ -60,3 +60,8 @@ def test_groups_of_a_world_use_its_connections_alone_or_at_once_and_fail_alone()
 def test_groups_of_a_world_that_is_gloos_connect_by_themselves() -> None:
     for status, text in run_script(SCRIPT, 3, "beside_gloo", finalizes=True):
         assert (status, text) == (0, "gloo syncline\n")
+
+
+def test_a_backend_among_others_serves_its_device() -> None:
+    for status, text in run_script(SCRIPT, 2, "among_others"):
+        assert (status, text) == (0, "over\n")

@@ -1,6 +1,7 @@
-"""The shell for PyTorch 2.14, on a stand-in for the class that PyTorch has from then on; what C++ calls there, by name.
+"""The shell for groups of several backends: what C++ calls there, by name.
 
-The names are those of ``PyBackend.hpp`` in PyTorch's main branch of June 2026. No PyTorch that has it has run this.
+The class that it inherits from is PyTorch's where that has one, from 2.14 on, and a stand-in elsewhere. Calls through
+C++ are made by ``test_a_backend_among_others_serves_its_device``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from thread_groups import description
 from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend import creation
+from syncline.backend.calls import GroupCalls
+from syncline.backend.process_group import SynclineProcessGroup
 from syncline.updates import private_torch
 from thread_fleets import run_threads
 
@@ -48,11 +51,16 @@ class Backend:
         return self._place[1]
 
 
+AMONG_OTHERS = SimpleNamespace(name=lambda: "gloo", _device_types=[])
+ALONE = SimpleNamespace(name=lambda: "custom", _device_types=[])
+AFTER_ANOTHER = SimpleNamespace(name=lambda: "custom", _device_types=[torch.device("cpu")])
+
+
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of the shell, imported as where there is such a class."""
-    for module in (private_torch, creation):
-        monkeypatch.setattr(module, "backend_class", lambda: Backend)
+    base = private_torch.backend_class() or Backend
+    monkeypatch.setattr(private_torch, "backend_class", lambda: base)
     before = sys.modules.pop(MODULE, None)
     yield importlib.import_module(MODULE)
     sys.modules.pop(MODULE)
@@ -61,16 +69,26 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_it_answers_to_every_name_that_is_called_from_c_plus_plus(shell: Any) -> None:
-    missing = [name for name in CALLED.split() if not hasattr(shell.SynclineBackend, name)]
-    assert missing == []
-    assert not hasattr(Backend, "allreduce"), "or the stand-in would answer"
+    own = vars(shell.SynclineBackend).keys() | vars(GroupCalls).keys()
+    assert [name for name in CALLED.split() if name not in own] == []
+
+
+@pytest.mark.parametrize(("group", "is_among_others"), [(ALONE, False), (AMONG_OTHERS, True), (AFTER_ANOTHER, True)])
+def test_a_group_that_is_ours_alone_is_no_backend_of_another(shell: Any, group: Any, is_among_others: bool) -> None:
+    described = description(dist.HashStore(), 0, 1)
+    described.process_group = group
+    made = creation.create_group(described)
+    assert isinstance(made, shell.SynclineBackend if is_among_others else SynclineProcessGroup)
+    made.shutdown()
 
 
 def test_a_group_is_made_of_it_and_calls_come_as_from_c_plus_plus(shell: Any) -> None:
     store = dist.HashStore()
 
     def on_rank(rank: int) -> None:
-        group = creation.create_group(description(store, rank, 2))
+        described = description(store, rank, 2)
+        described.process_group = AMONG_OTHERS
+        group = creation.create_group(described)
         try:
             assert isinstance(group, shell.SynclineBackend)
             assert (group.rank(), group.size(), group.getBackendName()) == (rank, 2, "syncline")
@@ -118,8 +136,10 @@ def check_parts(group: Any, rank: int) -> None:
 
 
 def test_the_world_is_found_behind_a_group_of_several_backends(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2.14 on the default group is PyTorch's own, with a backend for each device."""
-    backend = creation.create_group(description(dist.HashStore(), 0, 1))
+    """From 2.14 on such a default group is PyTorch's own, with a backend for each device."""
+    described = description(dist.HashStore(), 0, 1)
+    described.process_group = AMONG_OTHERS
+    backend = creation.create_group(described)
     backends = {"cuda": object(), "cpu": backend}
     default = SimpleNamespace(_device_types=["cuda", "cpu"], _get_backend=lambda device: backends[device.type])
     known = SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=default))

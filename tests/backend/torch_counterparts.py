@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from syncline.backend.calls import GroupCalls
+
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 NUM_AT_ONCE = 300
 Group = Any
@@ -173,6 +175,17 @@ def numbered(group: Group) -> Tensors:
         yield torch.tensor(group._get_sequence_number_for_group() - first - turn)
 
 
+def gathered_into(group: Group, value: torch.Tensor) -> torch.Tensor:
+    """Gather with ``out=``; before PyTorch 2.14 that asks for a backend in C++, and is refused on a group of Python."""
+    ops, output = torch.ops._c10d_functional, torch.empty(WORLD * len(value), *value.shape[1:])
+    if isinstance(group, GroupCalls) and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        with pytest.raises(RuntimeError, match="error_on_collective"):
+            ops.all_gather_into_tensor_out(value, WORLD, group.group_name, out=output)
+        return ops.wait_tensor(ops.all_gather_into_tensor(value, WORLD, group.group_name))
+    assert ops.wait_tensor(ops.all_gather_into_tensor_out(value, WORLD, group.group_name, out=output)) is output
+    return output
+
+
 def native(group: Group) -> Tensors:
     """The operators behind functional collectives: in and out of place, several at once, awaited by use."""
     ops, name = torch.ops._c10d_functional, group.group_name
@@ -192,6 +205,7 @@ def native(group: Group) -> Tensors:
     ]
     yield from [ops.wait_tensor(output) for output in outputs]
     assert registered() == before
+    yield gathered_into(group, value)
     own = value.clone()
     assert ops.wait_tensor(ops.all_reduce_(own, "sum", name)) is own
     yield own

@@ -38,11 +38,9 @@ def test_an_old_torch_is_no_obstacle_but_a_missing_one_is(monkeypatch):
     [
         ("2.13.1+cpu", Verdict.FINE, "2.13.1+cpu"),
         ("2.11.0", Verdict.LIMITED, "2.11.0, untested"),
-        (
-            "2.14.0",
-            Verdict.LIMITED,
-            '2.14.0, untested: init_process_group("syncline") takes code that has never been run',
-        ),
+        ("2.14.0", Verdict.FINE, "2.14.0"),
+        ("2.15.0", Verdict.LIMITED, "2.15.0, untested"),
+        ("2.1.4", Verdict.LIMITED, "2.1.4"),
     ],
 )
 def test_it_is_said_which_torch_is_tested(monkeypatch, version, verdict, what):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from markdown_pages import ROOT
 
-FOLDERS = ("tests/backend", "tests/examples", "tests/frameworks", "tests/launchers", "tests/pytorch")
+FOLDERS = ("tests/backend", "tests/examples", "tests/frameworks", "tests/launchers", "tests/pytorch", "tests/updates")
 PAGES = ("docs/backend.md", "docs/frameworks.md", "docs/launchers/README.md", "docs/torch-tests.md")
 TABLE = re.compile(r"^\|(?P<head>.*)\|\n\|[-|]+\|\n(?P<rows>(?:\|.*\|\n)+)", re.MULTILINE)
 

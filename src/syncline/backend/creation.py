@@ -23,7 +23,7 @@ from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
-from syncline.updates.private_torch import backend_class
+from syncline.updates.private_torch import has_other_backends
 
 TOKEN_BYTES = 8
 
@@ -33,9 +33,12 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
 
     A group of a world that is Syncline's uses the world's connections; any other is a world of its own. Raises what
     :func:`syncline.init` raises.
+
+    Where no other backend has a part in it, this is the group itself. A backend in a group of C++ would be given the
+    same calls, but of their works C++ hands out ``wait()`` and ``get_future()`` alone, and is_completed() stays False.
     """
     state = _choose_state(distributed, pg_options)
-    if backend_class() is not None:
+    if has_other_backends(distributed):
         from syncline.backend.py_backend import SynclineBackend
 
         return SynclineBackend(state)

@@ -1,4 +1,4 @@
-"""The shell for PyTorch 2.11 to 2.13: a whole ``ProcessGroup``, since no ``Backend`` can be written in Python there."""
+"""The shell for groups that are Syncline's alone, and for all before PyTorch 2.14: a whole ``ProcessGroup``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The shell for PyTorch 2.14 and later: a ``Backend`` written in Python, beside others in one group.
+"""The shell for groups of several backends: a ``Backend`` written in Python, which PyTorch takes from 2.14 on.
 
-Untested: the library's own tests run with older versions, where that cannot be done, and try it on a stand-in alone. It
-follows PyTorch's own test of such backends, and everything but a few names is shared with the shell that is tested.
+All but a few names is shared with the shell of groups that are Syncline's alone. C++ stands between callers and works
+here, and hands out ``wait()`` and ``get_future()`` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from syncline.updates.private_torch import backend_class
 _Backend: Any = backend_class() or object
 
 
-class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # no version that is known here has it
+class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # mypy sees a version without it
     """One rank's part in a group, as ``cpu:syncline,cuda:nccl`` makes it for the devices that it was named for."""
 
     is_dispatched = True
