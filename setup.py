@@ -15,7 +15,7 @@ IS_STRICT = os.environ.get("SYNCLINE_STRICT_BUILD") == "1"
 # Additions are fast where loops become vectors, which not every compiler does at -O2. What a sanitizer watches is not
 # meant to be fast, and takes twice as long to compile at -O3.
 LEVEL = "-O1" if "-fsanitize" in os.environ.get("CXXFLAGS", "") else "-O3"
-OPTIONS = [LEVEL, *(["-Wall", "-Wextra", "-Werror"] if IS_STRICT else [])]
+OPTIONS = [LEVEL, "-ffp-contract=off", *(["-Wall", "-Wextra", "-Werror"] if IS_STRICT else [])]
 
 ParallelCompile().install()  # as many files at once as there are processors
 setup(

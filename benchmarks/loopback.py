@@ -1,13 +1,14 @@
 """Collectives on loopback: Syncline and gloo in the same processes, in the same run, call by call in turns.
 
-Both are called through their public face with float32 tensors (in place for all-reduce, from an input into an output
-for reduce-scatter and all-gather), with one arithmetic thread for each rank. Training buckets are moved as an update
-rule moves them, all at once: by all-reduces, or by reduce-scatters and, as each is over, all-gathers; gloo moves the
-same buckets by all-reduces that do not wait for each other. The rate is size / time, where size is
-that of the whole tensor (the input of a reduce-scatter, the output of an all-gather, all buckets) and time is the
-median over the rounds of the slowest rank's time. Each round calls both, in the other order than the round before, so
-that what drifts hits both. Ratios of one run are worth more than its absolute figures; the table's last columns say how
-far calls scatter, as times in microseconds that a tenth, half and nine tenths of the calls stay under.
+Both are called through their public face with float32 tensors, or those of ``--dtypes`` in turns (in place for
+all-reduce, from an input into an output for reduce-scatter and all-gather), with one arithmetic thread for each rank.
+Training buckets are moved as an update rule moves them, all at once: by all-reduces, or by reduce-scatters and, as each
+is over, all-gathers; gloo moves the same buckets by all-reduces that do not wait for each other. The rate is
+size / time, where size is that of the whole tensor (the input of a reduce-scatter, the output of an all-gather, all
+buckets) and time is the median over the rounds of the slowest rank's time. Each round calls both, in the other order
+than the round before, so that what drifts hits both. Ratios of one run are worth more than its absolute figures; the
+table's last columns say how far calls scatter, as times in microseconds that a tenth, half and nine tenths of the calls
+stay under.
 
     python benchmarks/loopback.py --ranks 2 4 --megabytes 1 16 64 --record benchmarks/records/DATE_loopback
 """
@@ -57,6 +58,7 @@ class Row:
     syncline_s: tuple[float, float, float]
     """What a tenth, half and nine tenths of the calls took at most."""
     gloo_s: tuple[float, float, float]
+    dtype: str = "float32"
 
     @property
     def ratio(self) -> float:
@@ -64,10 +66,12 @@ class Row:
         return self.gloo_s[1] / self.syncline_s[1]
 
 
-def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
+def calls(
+    fleet: syncline.Fleet, operation: str, size_bytes: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
     """Return the same operation through both libraries, on tensors of their own."""
-    size, share = num_elements, num_elements // fleet.world_size
-    whole, part = torch.ones(size), torch.ones(share)
+    share = size_bytes // dtype.itemsize // fleet.world_size
+    whole, part = torch.ones(share * fleet.world_size, dtype=dtype), torch.ones(share, dtype=dtype)
     if operation == "all_reduce":
         return {"syncline": lambda: fleet.all_reduce(whole), "gloo": lambda: dist.all_reduce(whole)}
     if operation == "reduce_scatter":
@@ -78,8 +82,11 @@ def calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str,
     return {"syncline": lambda: fleet.all_gather(whole, part), "gloo": lambda: dist.all_gather_single(whole, part)}
 
 
-def bucket_calls(fleet: syncline.Fleet, operation: str, num_elements: int) -> dict[str, Callable[[], object]]:
-    """Return how a rule moves its buckets, and how gloo does, on buckets of their own."""
+def bucket_calls(
+    fleet: syncline.Fleet, operation: str, size_bytes: int, _dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """Return how a rule moves its buckets, which are float32, and how gloo does, on buckets of their own."""
+    num_elements = size_bytes // 4 // fleet.world_size * fleet.world_size
     sizes = [min(PARAMETER_ELEMENTS, num_elements - start) for start in range(0, num_elements, PARAMETER_ELEMENTS)]
     named = {torch.nn.Parameter(torch.ones(size)): (str(number), 0) for number, size in enumerate(sizes)}
     plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
@@ -141,6 +148,7 @@ def run_rank(
     ports: tuple[int, int],
     operations: Sequence[str],
     sizes: list[int],
+    dtypes: Sequence[str],
     rounds: int,
     out: str,
 ) -> None:
@@ -152,24 +160,29 @@ def run_rank(
     with syncline.init() as fleet:
         for operation in operations:
             for size_bytes in sizes:
-                num_elements = size_bytes // 4 // world_size * world_size
                 make = calls if operation in OPERATIONS else bucket_calls
-                both = make(fleet, operation, num_elements)
-                times: dict[str, list[float]] = {name: [] for name in both}
+                every = {
+                    (dtype, name): call
+                    for dtype in (dtypes if operation in OPERATIONS else ["float32"])
+                    for name, call in make(fleet, operation, size_bytes, getattr(torch, dtype)).items()
+                }
+                times: dict[tuple[str, str], list[float]] = {key: [] for key in every}
                 for i in range(-NUM_WARM_UP, rounds):
-                    for name in sorted(both, reverse=bool(i % 2)):
-                        seconds = measure(both[name])
+                    for key in sorted(every, reverse=bool(i % 2)):
+                        seconds = measure(every[key])
                         if i >= 0:
-                            times[name].append(seconds)
-                rows.append(
+                            times[key].append(seconds)
+                rows += [
                     Row(
                         ranks=world_size,
                         operation=operation,
                         size_bytes=size_bytes,
-                        syncline_s=spread(times["syncline"]),
-                        gloo_s=spread(times["gloo"]),
+                        syncline_s=spread(times[dtype, "syncline"]),
+                        gloo_s=spread(times[dtype, "gloo"]),
+                        dtype=dtype,
                     )
-                )
+                    for dtype in dict.fromkeys(dtype for dtype, _ in every)
+                ]
     dist.destroy_process_group()
     if rank == 0:
         Path(out).write_text(json.dumps([asdict(row) for row in rows]))
@@ -189,14 +202,14 @@ def free_ports(count: int) -> tuple[int, ...]:
 def table(rows: list[Row]) -> str:
     """Return the rows as text, rates in MB/s."""
     lines = [
-        f"{'ranks':>5} {'operation':<18} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"
+        f"{'ranks':>5} {'operation':<18} {'dtype':<8} {'size':>7} {'syncline':>11} {'gloo':>11} {'ratio':>6}"
         f"   {'syncline p10/p50/p90 us':>24}   {'gloo p10/p50/p90 us':>24}"
     ]
     for row in rows:
         rates = [row.size_bytes / times_s[1] / 1e6 for times_s in (row.syncline_s, row.gloo_s)]
         spreads = ["/".join(f"{seconds * 1e6:.0f}" for seconds in times_s) for times_s in (row.syncline_s, row.gloo_s)]
         lines.append(
-            f"{row.ranks:>5} {row.operation:<18} {row.size_bytes // 2**20:>4} MB "
+            f"{row.ranks:>5} {row.operation:<18} {row.dtype:<8} {row.size_bytes // 2**20:>4} MB "
             f"{rates[0]:>6.0f} MB/s {rates[1]:>6.0f} MB/s {row.ratio:>6.2f}   {spreads[0]:>24}   {spreads[1]:>24}"
         )
     return "\n".join(lines)
@@ -208,6 +221,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--operations", nargs="+", default=[*OPERATIONS, *BUCKET_OPERATIONS])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="float32, bfloat16, ...")
     parser.add_argument("--rounds", type=int, default=15, help="at least 100 for a claim about 1 MB")
     parser.add_argument("--record", type=Path, help="folder for table.txt and results.json")
     arguments = parser.parse_args()
@@ -215,7 +229,8 @@ def main() -> None:
     for world_size in arguments.ranks:
         out = Path(f"/tmp/syncline-loopback-{os.getpid()}.json")
         sizes = [megabytes * 2**20 for megabytes in arguments.megabytes]
-        settings = (world_size, free_ports(2), arguments.operations, sizes, arguments.rounds, str(out))
+        what = (arguments.operations, sizes, arguments.dtypes, arguments.rounds)
+        settings = (world_size, free_ports(2), *what, str(out))
         mp.spawn(run_rank, settings, nprocs=world_size)  # type: ignore[attr-defined]
         rows += [Row(**row) for row in json.loads(out.read_text())]
         out.unlink()

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from syncline.fabric import _native
-from syncline.fabric.slice_executor import CALL_TAGS, SLICE_TAGS, Dataflow, Execution, SlicedCall, SliceExecutor, Slices
+from syncline.fabric.slice_executor import (
+    CALL_TAGS,
+    SLICE_TAGS,
+    Dataflow,
+    Execution,
+    Reduction,
+    SlicedCall,
+    SliceExecutor,
+    Slices,
+)
 
 MAX_KEPT = 1024
 """Layouts, and dataflows for them, that are kept for the next call of their kind."""
@@ -18,7 +27,7 @@ Mismatched = Callable[[int, int, int], None]
 
 
 class NativeSliceExecutor:
-    """Executes calls on a native transport; those of numbers that compiled code does not add are left to ``reference``.
+    """Executes calls on a native transport; those with a reduction of the caller's own are left to ``reference``.
 
     Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a
     mismatch who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
@@ -39,7 +48,7 @@ class NativeSliceExecutor:
         self.max_inflight_bytes = reference.max_inflight_bytes
         self._pool = _native.TemporaryPool(2 * self.max_inflight_bytes)
         self._executor = _native.SliceExecutor(native_transport, self._pool, self.max_inflight_bytes)
-        self._layouts: dict[tuple[int, str], tuple[Slices, _native.Layout]] = {}
+        self._layouts: dict[tuple[int, str, str], tuple[Slices, _native.Layout]] = {}
         self._dataflows: dict[int, tuple[Dataflow, _native.Dataflow]] = {}
 
     def __repr__(self) -> str:
@@ -62,7 +71,7 @@ class NativeSliceExecutor:
 
     def open(self, call: SlicedCall) -> Execution:
         """Return an execution that has not begun."""
-        if call.reduction.op != "sum" or not _native.can_add(call.reduction.dtype):
+        if not _native.can_add(call.reduction.dtype, call.reduction.op):
             return self._reference.open(call)
         return NativeExecution(self, call)
 
@@ -74,7 +83,7 @@ class NativeSliceExecutor:
         """Return ``call`` as compiled code runs it."""
         return _native.CallRun(
             self._executor,
-            self._layout(call.slices, call.reduction.dtype, call.reduction.itemsize),
+            self._layout(call.slices, call.reduction),
             call.buffer,
             tag=call.tag,
             tag_step=SLICE_TAGS,
@@ -89,19 +98,21 @@ class NativeSliceExecutor:
         """Return which rank of the calls a rank of the native transport is."""
         return self._ranks.index(rank)
 
-    def _layout(self, slices: Slices, dtype: str, itemsize: int) -> _native.Layout:
+    def _layout(self, slices: Slices, reduction: Reduction) -> _native.Layout:
         """Return the slices for compiled code. Training makes the same calls at each step, so they are kept.
 
         What an entry is filed under is kept alive in it, so that no id is used again.
         """
-        known = self._layouts.get((id(slices), dtype))
+        key = id(slices), reduction.dtype, reduction.op
+        known = self._layouts.get(key)
         if known is None:
             if len(self._layouts) >= MAX_KEPT:
                 self._layouts.clear()
                 self._dataflows.clear()
             dataflows = [self._dataflow(dataflow) for dataflow, _ in slices]
-            offsets = [[offset * itemsize for offset in offsets] for _, offsets in slices]
-            known = self._layouts[id(slices), dtype] = slices, _native.Layout(dataflows, offsets, dtype)
+            offsets = [[offset * reduction.itemsize for offset in offsets] for _, offsets in slices]
+            layout = _native.Layout(dataflows, offsets, reduction.dtype, reduction.op)
+            known = self._layouts[key] = slices, layout
         return known[1]
 
     def _dataflow(self, dataflow: Dataflow) -> _native.Dataflow:

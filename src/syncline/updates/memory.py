@@ -18,6 +18,9 @@ _TORCH_SUMS = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""What complex numbers are summed as: torch multiplies the second by one before, which makes NaN of an infinite part's
+other one."""
 _FUNCTIONS: dict[str, Any] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -83,7 +86,8 @@ def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
     if dtype.is_complex and op in {"max", "min"}:
         raise ConfigurationError(f"Complex numbers have no order, so there is no {op} of {dtype}; reduce their abs()")
     if dtype in _TORCH_SUMS:
-        return TorchReduction(_TORCH_SUMS[dtype], dtype.itemsize, dtype, op)
+        kind = _PARTS.get(dtype, dtype) if op == "sum" else dtype
+        return TorchReduction(_TORCH_SUMS[dtype], dtype.itemsize, kind, op)
     name = dtype_name(dtype)
     if dtype is torch.bool:
         if op == "sum":

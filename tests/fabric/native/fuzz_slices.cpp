@@ -161,7 +161,7 @@ class Run {
             call.buffers.push_back(std::make_shared<std::vector<float>>(std::move(values)));
             const auto layout = std::make_shared<Layout>();
             const auto dataflow = all_reduce(rank, num_ranks_);
-            for (const auto& slice : offsets) layout->slices.push_back({dataflow, slice, addition_of("float32")});
+            for (const auto& slice : offsets) layout->slices.push_back({dataflow, slice, addition_of("float32", "sum")});
             const auto& buffer = call.buffers.back();
             const Memory memory{reinterpret_cast<uint8_t*>(buffer->data()), static_cast<int64_t>(end), buffer};
             const MessageSettings settings{static_cast<uint64_t>(number) << 20, 7, number % 2, random_.below(2)};

@@ -42,10 +42,23 @@ std::shared_ptr<Dataflow> dataflow_of(const py::object& described, const std::ve
     return dataflow;
 }
 
+Addition known_addition(const std::string& dtype, const std::string& op) {
+    const Addition addition = addition_of(dtype, op);
+    if (!addition) throw py::value_error("there is no " + op + " of " + dtype + " here");
+    return addition;
+}
+
+void add(const std::string& dtype, const std::string& op, const py::object& into, const py::object& other) {
+    const Addition addition = known_addition(dtype, op);
+    const Memory sums = memory_of(into, PyBUF_WRITABLE), values = memory_of(other, PyBUF_SIMPLE);
+    if (sums.num_bytes != values.num_bytes) throw py::value_error("what is added must be of the same size");
+    addition(sums.data, values.data, static_cast<size_t>(sums.num_bytes));
+}
+
 std::shared_ptr<Layout> layout_of(const std::vector<std::shared_ptr<Dataflow>>& dataflows,
-                                  std::vector<std::vector<size_t>> offsets, const std::string& dtype) {
-    const Addition addition = addition_of(dtype);
-    if (!addition) throw py::value_error("numbers of " + dtype + " are not added here");
+                                  std::vector<std::vector<size_t>> offsets, const std::string& dtype,
+                                  const std::string& op) {
+    const Addition addition = known_addition(dtype, op);
     if (dataflows.size() != offsets.size()) throw py::value_error("each slice has one dataflow");
     auto layout = std::make_shared<Layout>();
     for (size_t place = 0; place < offsets.size(); ++place)
@@ -99,13 +112,16 @@ void bind_call(py::module_& module) {
 }  // namespace
 
 void bind_slices(py::module_& module) {
-    module.def("can_add", [](const std::string& dtype) { return addition_of(dtype) != nullptr; }, "dtype"_a);
+    module.def(
+        "can_add", [](const std::string& dtype, const std::string& op) { return addition_of(dtype, op) != nullptr; },
+        "dtype"_a, "op"_a);
+    module.def("add", &add, "dtype"_a, "op"_a, "into"_a, "other"_a);
 
     py::class_<Dataflow, std::shared_ptr<Dataflow>>(module, "Dataflow")
         .def(py::init(&dataflow_of), "dataflow"_a, "members"_a);
 
     py::class_<Layout, std::shared_ptr<Layout>>(module, "Layout")
-        .def(py::init(&layout_of), "dataflows"_a, "offsets"_a, "dtype"_a);
+        .def(py::init(&layout_of), "dataflows"_a, "offsets"_a, "dtype"_a, "op"_a);
 
     py::class_<TemporaryPool, std::shared_ptr<TemporaryPool>>(module, "TemporaryPool")
         .def(py::init<int64_t>(), "max_kept_bytes"_a)
