@@ -78,6 +78,7 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
         assert os.environ["SYNCLINE_ELASTIC"] == "on" and os.environ["SYNCLINE_MIN_RANKS"] == "1"
         if "SYNCLINE_JOIN" in os.environ:
             assert not {{"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}} & os.environ.keys()
+            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("2")  # it is in
             open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
         elif os.environ["RANK"] == "1":
             os.kill(os.getpid(), 9)
@@ -92,7 +93,7 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
     if restarts.count:
         assert out == "[0] 127.0.0.1 at my port\n"
         assert "rank 1 was killed by SIGKILL; it starts again in 0.01 s, to join those that go on" in error
-        assert "the job lost ranks, which came back: rank 1" in error
+        assert "the job lost ranks, which came back: rank 1 (in the job: rank 2)" in error
     else:
         assert out == "[0] nobody\n"
         assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in error
@@ -124,6 +125,29 @@ def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_
     assert set(out.splitlines()) == {"[1>2] is in"}
     assert "the job failed: rank 1 (in the job: rank 2), which ended with exit code 0" in error
     assert "rank 0 says: rank 2 (host a1) left after 3 steps" in error
+
+
+def test_a_newcomer_that_still_waits_when_the_job_has_ended_well_is_ended_with_it(tmp_path):
+    """Rank 0 ends when the other one waits, which would wait for ever, and be started again."""
+    os.mkfifo(tmp_path / "waits")
+    code, _, error = start(
+        f"""
+        waits = {str(tmp_path / "waits")!r}
+        if "SYNCLINE_JOIN" in os.environ:
+            open(waits, "w").write("waits")
+            signal.pause()
+        elif os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        else:
+            open(waits).read()
+        """,
+        restarts=RestartLimits(count=9, first_pause_s=0.01),
+        elastic=Elasticity(),
+    )
+    assert code == 0
+    assert "syncline: the job ended before rank 1 could join it" in error
+    assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in error
+    assert error.count("starts again") == 1
 
 
 def test_an_elastic_job_with_too_few_survivors_has_failed():

@@ -198,7 +198,53 @@ def test_pauses_double_and_after_as_many_restarts_as_the_period_may_have_a_rank_
 
 def test_restarts_that_lie_back_a_period_are_forgotten():
     budget = RestartBudget(RestartLimits(count=2, period_s=100.0, first_pause_s=1.0, longest_pause_s=1.5))
-    assert [budget.take(now_s) for now_s in (0.0, 50.0, 99.0, 100.0, 149.0)] == [1.0, 1.5, None, 1.5, None]
+    times_s = (0.0, 50.0, 99.0, 100.0, 149.0)
+    assert [budget.take(now_s) for now_s in times_s] == [1.0, 1.5, None, 1.5, None]
+
+
+def test_newcomers_that_wait_when_all_members_have_ended_well_end_at_once_and_are_not_started_again():
+    job = Supervisor(range(3), REJOINING)
+    job.handle(killed(2), 10.0)
+    job.handle(TimePassed(), 11.0)
+    outside = frozenset({2})
+    assert job.handle(RankExited(rank=0, exit=Exit(code=0), outside=outside), 12.0) == ()
+    assert job.handle(RankExited(rank=1, exit=Exit(code=0), outside=outside), 12.1) == (
+        Announce(reason="over"),
+        *sent(signal.SIGTERM, 2),
+    )
+    assert job.wake_at_s == 15.1, "one that stays is killed"
+    how = Exit(signal_number=signal.SIGTERM)
+    assert job.handle(RankExited(rank=2, exit=how, outside=outside), 12.2) == ()
+    assert job.is_finished
+    assert (job.exit_code, job.num_missing, job.num_restarts) == (0, 1, 1)
+
+
+def test_a_newcomer_that_ends_well_outside_has_not_come_back():
+    job = Supervisor(range(3), REJOINING)
+    job.handle(killed(2), 10.0)
+    job.handle(TimePassed(), 11.0)
+    for rank in (2, 0, 1):
+        assert job.handle(RankExited(rank=rank, exit=Exit(code=0), outside=frozenset({2})), 12.0) == ()
+    assert (job.exit_code, job.num_missing) == (0, 1)
+
+
+def test_newcomers_whose_members_are_all_lost_end_so_that_the_job_can_start_anew():
+    job = Supervisor(range(2), REJOINING)
+    job.handle(killed(1), 10.0)
+    job.handle(TimePassed(), 11.0)
+    exited = RankExited(rank=0, exit=Exit(code=3), outside=frozenset({1}))
+    assert job.handle(exited, 12.0) == (Announce(reason="alone"), *sent(signal.SIGTERM, 1))
+    job.handle(RankExited(rank=1, exit=Exit(signal_number=signal.SIGTERM), outside=frozenset({1})), 12.1)
+    assert job.is_finished
+    assert job.exit_code == 137
+
+
+def test_newcomers_of_a_job_that_has_ranks_elsewhere_wait_for_those():
+    job = Supervisor(range(2), Limits(grace_s=math.inf, rejoins=RestartLimits(count=2), is_whole=False))
+    job.handle(killed(1), 10.0)
+    job.handle(TimePassed(), 11.0)
+    assert job.handle(RankExited(rank=0, exit=Exit(code=0), outside=frozenset({1})), 12.0) == ()
+    assert job.living == {1}
 
 
 def test_nobody_starts_again_when_the_others_have_ended_or_the_user_ends_the_job():

@@ -179,6 +179,28 @@ def test_when_the_leader_is_lost_the_next_one_takes_in_who_waited_there() -> Non
     assert admitted.job.places == (1, 0), "the place of who was lost is free"
 
 
+def test_who_waits_when_all_members_have_ended_well_hears_of_it_at_once() -> None:
+    with members(2) as job, newcomer(job.addresses[1]) as entry:
+        entry.ask()
+        for growth in job.growths:
+            growth.close(is_over=True)
+        with pytest.raises(EOFError):
+            entry.enter(LINES, PATIENCE_S)
+
+
+def test_who_is_told_that_the_job_is_over_asks_those_that_go_on() -> None:
+    with members(2) as job, ThreadPoolExecutor(1) as pool:
+        then = threading.Event()
+        comer = pool.submit(come, job.addresses[0], threading.Barrier(1), then)
+        until(lambda: bool(job.growths[0].flags()[0]))
+        job.growths[0].close(is_over=True)
+        smaller = job.job.without([0])
+        job.growths[1].open(smaller, 0, lines=LINES)
+        larger = Members(job.growths[1:], smaller).commit_until_they_switch()
+        (admitted,) = everybody_talks(larger, [comer], then)
+    assert admitted.job.numbers == (1, 2)
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
     for _ in range(int(PATIENCE_S / 0.01)):

@@ -19,8 +19,8 @@ from syncline.runtime import communicators_in_memory
 
 
 @contextmanager
-def job_with(rule: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a job that makes no step, in a process of its own as far as names go."""
+def job_with(rule: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """A job that makes no step, in a process of its own as far as names go."""
     fleet = syncline.init(rank=0, world_size=1, join_port=0, secret="s" * 32)
     try:
         model = nn.Linear(2, 2)
@@ -28,15 +28,16 @@ def job_with(rule: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         assert fleet.join_address is not None
         with monkeypatch.context() as patch:
             patch.setattr("syncline.pytorch.fleet._current", None)  # so that this process may be a second rank too
-            yield fleet.join_address
+            yield fleet
     finally:
         fleet.close()
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with job_with(syncline.AllReduce(), monkeypatch) as address:
-        yield address
+    with job_with(syncline.AllReduce(), monkeypatch) as fleet:
+        assert fleet.join_address is not None
+        yield fleet.join_address
 
 
 def test_another_secret_is_told_when_init_asks(job: str) -> None:
@@ -52,6 +53,22 @@ def test_nobody_there_is_told_with_what_to_check() -> None:
 def test_until_distribute_a_newcomer_is_a_job_of_one_rank_and_takes_over_the_jobs_limits(job: str) -> None:
     with syncline.init(join=job, secret="s" * 32, timeout_s=7) as fleet:
         assert (fleet.rank, fleet.world_size, fleet.timeout_s) == (0, 1, 300.0)
+
+
+def test_a_newcomer_to_a_job_that_has_ended_well_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with job_with(syncline.AllReduce(), monkeypatch) as job:
+        address = job.join_address
+        fleet = syncline.init(join=address, secret="s" * 32)
+        assert job.growth is not None
+        job.growth.close(is_over=True)
+        with pytest.raises(SystemExit) as ended:
+            syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True, fleet=fleet)
+    assert ended.value.code == 0
+    assert capsys.readouterr().err == f"syncline: the job at {address} ended before this process could join it\n"
 
 
 def test_another_model_or_rule_is_refused_and_the_job_goes_on(job: str) -> None:
@@ -79,8 +96,8 @@ def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
     ],
 )
 def test_a_training_that_cannot_grow_says_so_at_once(rule: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with job_with(rule, monkeypatch) as address, pytest.raises(HandshakeError, match=why):
-        syncline.init(join=address, secret="s" * 32)
+    with job_with(rule, monkeypatch) as job, pytest.raises(HandshakeError, match=why):
+        syncline.init(join=job.join_address, secret="s" * 32)
 
 
 def test_what_members_have_not_given_to_resume_is_named() -> None:

@@ -315,8 +315,9 @@ def reconfigure(
     ``step``: how many steps the state of this rank has seen, None if it has none yet, as a newcomer's; so the result
     says who has the newest state, and who needs it. ``options`` and ``elastic`` count in the first call.
 
-    Raises what :func:`syncline.init` raises, :class:`QuorumLostError` where this rank does not go on, and
-    :class:`ConfigurationError` if the default group is not one that this function has made.
+    Raises what :func:`syncline.init` raises, :class:`QuorumLostError` where this rank does not go on,
+    :class:`ConfigurationError` if the default group is not one that this function has made; :class:`SystemExit` with
+    status 0 in a newcomer whose job has ended well before it could come in.
 
     >>> change = syncline.reconfigure()
     >>> if change.behind:  # of new ranks, or of one that a loss kept from the last step

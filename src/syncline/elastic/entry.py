@@ -10,7 +10,7 @@ from typing import Any
 from syncline.elastic.job_record import Address, JobRecord, address_of
 from syncline.elastic.join_connection import JoinConnection, Message, dial_member
 from syncline.elastic.join_server import VERSION
-from syncline.elastic.party import Admitted, Party
+from syncline.elastic.party import Admitted, JobOverError, Party
 from syncline.endpoints import format_endpoint
 from syncline.errors import DeadlineError, HandshakeError
 from syncline.fabric import FabricOptions
@@ -45,6 +45,8 @@ class Entry:
     topology: str | None = None
     trace: Trace | None = None
     _connection: JoinConnection | None = field(default=None, repr=False)
+    _is_over: bool = False
+    """Whether a member has said that the job is."""
 
     def ask(self) -> Welcome:
         """Ask to come in, within ``options.connect_s``.
@@ -58,8 +60,8 @@ class Entry:
         """Say that this rank is ready, and return when it is connected and the members have switched.
 
         ``lines`` describe its training, which must be the job's.
-        Raises ``HandshakeError`` where the job's training is another one, or the larger job could not be connected, and
-        :class:`DeadlineError`.
+        Raises ``HandshakeError`` where the job's training is another one, or the larger job could not be connected,
+        ``EOFError`` where a member has said that the job is over and nobody else answers, and :class:`DeadlineError`.
         """
         return self.loop.run(self._enter(list(lines), timeout_s), timeout_s + MARGIN_S)
 
@@ -87,7 +89,13 @@ class Entry:
         )
 
     async def _ask_once(self, timeout_s: float) -> Message:
-        connection = await dial_member(self.addresses, self.options, own_address=self.own_address, timeout_s=timeout_s)
+        connection = await dial_member(
+            self.addresses,
+            self.options,
+            own_address=self.own_address,
+            timeout_s=timeout_s,
+            is_once=self._is_over,
+        )
         fields = {"machine": self.machine, "join_address": self.join_address, "topology": self.topology}
         await connection.send("join", version=VERSION, **fields)
         try:
@@ -107,6 +115,7 @@ class Entry:
 
     def _welcomed(self, answer: Message) -> Welcome:
         self.addresses = [address_of(each) for each in answer["addresses"]]
+        self._is_over = False
         return Welcome(job=JobRecord.from_json(answer["job"]), terms=answer["terms"])
 
     async def _enter(self, lines: list[str], timeout_s: float) -> Admitted:
@@ -128,7 +137,8 @@ class Entry:
         await self._connection.send("ready", lines=lines)
         try:
             return await Party(self._connection, self.options, self.trace).follow(is_newcomer=True)
-        except EOFError:
+        except EOFError as error:
+            self._is_over = isinstance(error, JobOverError)
             self._connection.close()
             return None
 

@@ -135,12 +135,12 @@ class Growth:
         """Let the newcomers know that the members have switched; the first member does."""
         self._loop.call_soon(self._server.switched)
 
-    def close(self) -> None:
-        """Listen no more; a second call does nothing."""
+    def close(self, *, is_over: bool = False) -> None:
+        """Listen no more; a second call does nothing. ``is_over``: newcomers that wait are told that the job is."""
         if not self._loop.is_running() or self._loop.is_of_parent:
             return
         self._leave_attempt()
-        self._loop.run(self._server.close(), ANSWER_S)
+        self._loop.run(self._server.close(is_over=is_over), ANSWER_S)
         self._loop.stop()
 
     def _join_attempt(self, attempt: int) -> None:

@@ -108,16 +108,17 @@ def join_terms(options: FabricOptions, *, is_member: bool) -> Terms:
 
 
 async def dial_member(
-    addresses: list[Address], options: FabricOptions, *, own_address: str, timeout_s: float
+    addresses: list[Address], options: FabricOptions, *, own_address: str, timeout_s: float, is_once: bool = False
 ) -> JoinConnection:
-    """Connect to the first of ``addresses`` that answers, and try until the deadline.
+    """Connect to the first of ``addresses`` that answers, and try until the deadline; or each one ``is_once``.
 
-    Raises ``HandshakeError`` at once where a member refuses, else at the deadline, with who did not answer.
+    Raises ``HandshakeError`` at once where a member refuses, else at the deadline, with who did not answer; EOFError
+    where none of those that were asked once has answered.
     """
     reasons: list[str] = []
     try:
         async with asyncio.timeout(timeout_s):
-            return await _dial_until_one_answers(addresses, options, own_address, reasons)
+            return await _dial_until_one_answers(addresses, options, own_address, reasons, is_once=is_once)
     except TimeoutError:
         where = ", ".join(format_endpoint(*address) for address in addresses)
         reason = reasons[-1] if reasons else f"no answer within {timeout_s:g} s"
@@ -129,7 +130,7 @@ async def dial_member(
 
 
 async def _dial_until_one_answers(
-    addresses: list[Address], options: FabricOptions, own_address: str, reasons: list[str]
+    addresses: list[Address], options: FabricOptions, own_address: str, reasons: list[str], *, is_once: bool
 ) -> JoinConnection:
     """Dial one after the other, again and again; ``reasons`` are why not."""
     pause_s = FIRST_PAUSE_S
@@ -139,6 +140,8 @@ async def _dial_until_one_answers(
                 return await _dial(address, options, own_address)
             except (OSError, EOFError) as error:  # TimeoutError is an OSError
                 reasons.append(_describe(error, options.handshake_s))
+        if is_once:
+            raise EOFError
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

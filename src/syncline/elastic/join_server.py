@@ -123,9 +123,14 @@ class JoinServer:
             else:
                 asker.connection.close()
 
-    async def close(self) -> None:
-        """Release everything; who waits here asks the other members."""
+    async def close(self, *, is_over: bool = False) -> None:
+        """Release everything; who waits here asks the other members, and if the job ``is_over``, only once."""
         self._cancel_timers()
+        if is_over:
+            newcomers = [asker for asker in self._askers if asker.newcomer is not None]
+            self._askers = [asker for asker in self._askers if asker.newcomer is None]
+            told = [self._tell(asker, "over", is_last=True) for asker in newcomers]
+            await asyncio.gather(*told, return_exceptions=True)
         tasks = [*self._acceptor.close(), *self._tasks]
         for task in tasks:
             task.cancel()
@@ -295,7 +300,7 @@ class JoinServer:
             self._askers.remove(asker)
             self._tell(asker, "refused", is_last=True, why=why, again=False)
 
-    def _tell(self, asker: _Asker, kind: str, *, is_last: bool = False, **fields: object) -> None:
+    def _tell(self, asker: _Asker, kind: str, *, is_last: bool = False, **fields: object) -> asyncio.Task[None]:
         """Send without waiting here; the connection is closed after the last message, or where nobody reads it."""
 
         async def tell() -> None:
@@ -311,6 +316,7 @@ class JoinServer:
         task = self._loop.create_task(tell())
         self._tasks.add(task)
         task.add_done_callback(self._told)
+        return task
 
     def _told(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -56,6 +56,10 @@ class AskedRendezvous:
         """Nothing, likewise."""
 
 
+class JobOverError(EOFError):
+    """The member that was asked has made its last step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """A rank of the larger job, connected to all others of it."""
@@ -84,7 +88,8 @@ class Party:
         """Connect as often as one is told to; return when the job has switched, and raise if it will not.
 
         A member does not hear of the switch here, nor of an attempt that is given up: its training knows of both.
-        Raises ``HandshakeError`` with the reason where a newcomer is refused, and ``EOFError`` if who leads is gone.
+        Raises ``HandshakeError`` with the reason where a newcomer is refused, and ``EOFError`` if who leads is gone:
+        :class:`JobOverError` if that has ended well.
         """
         try:
             while True:
@@ -120,6 +125,8 @@ class Party:
             if is_newcomer or self.admitted is None:
                 raise
             return {"kind": "switched"}  # who leads may have switched already, and is done with these connections
+        if message["kind"] == "over":
+            raise JobOverError
         if message["kind"] == "refused":
             raise HandshakeError(f"The job does not let this process in: {message['why']}")
         return message

@@ -59,7 +59,8 @@ def distribute(
     there), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part.
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
-    parameters, if a parameter was distributed before, or if ranks differ.
+    parameters, if a parameter was distributed before, or if ranks differ; and :class:`SystemExit` with status 0 in a
+    newcomer whose job has ended well before it could come in.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded())
     >>> model(x).square().mean().backward()

@@ -286,13 +286,13 @@ class FleetGrowth:
         if larger is not None:
             self._switch(growing, larger)
 
-    def close(self) -> None:
-        """Listen no more, and wait for nobody."""
+    def close(self, *, is_over: bool = False) -> None:
+        """Listen no more, and wait for nobody; newcomers that wait here are told whether the job ``is_over``."""
         if self._entry is not None:
             self._entry.close()
             self._entry.loop.stop()
         if self._service is not None:
-            self._service.close()
+            self._service.close(is_over=is_over)
         for thread in self._leaving:
             thread.join()
 
@@ -315,8 +315,14 @@ class FleetGrowth:
         self._service.open(job, rank, lines=self._growing.lines, why_not=self._why_not)
 
     def _enter(self, entry: Entry, growing: Growing) -> None:
-        """Come into the running job, from a job of one rank."""
-        admitted = entry.enter(growing.lines, self._fleet.timeout_s)
+        """Come into the running job, from a job of one rank; :class:`SystemExit` with status 0 where it is over."""
+        try:
+            admitted = entry.enter(growing.lines, self._fleet.timeout_s)
+        except EOFError:
+            where = ", ".join(format_endpoint(*address) for address in entry.addresses)
+            print(f"syncline: the job at {where} ended before this process could join it", file=sys.stderr, flush=True)
+            self._fleet.close()
+            raise SystemExit(0) from None
         entry.close()
         self._entry = None
         try:

@@ -37,7 +37,7 @@ def heed(fleet: Fleet, optimizer: DistributedOptimizer, notices: Mapping[int, No
     else:
         others = fleet.world_size - 1
         _say(fleet, f"leaves after step {optimizer.iteration}, as {_reason(fleet)}; {others} of the ranks go on")
-        fleet.close()
+        _leave(fleet)
         raise SystemExit(0)
 
 
@@ -66,8 +66,15 @@ def _save_and_end(fleet: Fleet, optimizer: DistributedOptimizer) -> NoReturn:
             else ("nothing is saved, as neither resume() nor save_checkpoint() has named a place")
         )
         _say(fleet, f"ends after step {optimizer.iteration}, as {_reason(fleet)}; {what}")
-    fleet.close()
+    _leave(fleet)
     raise SystemExit(TOLD_TO_END)
+
+
+def _leave(fleet: Fleet) -> None:
+    """Leave a job that is not over: newcomers that wait ask the others."""
+    if fleet.growth is not None:
+        fleet.growth.close()
+    fleet.close()
 
 
 def _save(optimizer: DistributedOptimizer, folder: Any) -> bool:

@@ -67,7 +67,7 @@ class Ways:
             service=self.service,
             entry=self.entry,
         )
-        fleet.on_close(lambda _: growth.close())
+        fleet.on_close(lambda is_failing: growth.close(is_over=not is_failing))
         return growth
 
 

@@ -63,7 +63,7 @@ class Doors:
             return limits
         # of a job that has ranks elsewhere too, nobody here knows how many are left
         min_ranks = self.elastic.min_ranks if self.is_whole else 1
-        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks)
+        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=self.is_whole)
 
 
 @contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from syncline.cli.launcher.supervisor import Exit, Failure
+from syncline.errors import name_ranks
 from syncline.last_words import LastWords
 
 NUM_TAIL_LINES = 20
@@ -33,6 +34,18 @@ def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float, pau
     what = f"{get} {grace_s:g} s to end by {selves}" if math.isfinite(grace_s) else "may go on"
     rest = f"; the other {_ranks(num_living)} {what}" if num_living else ""
     return f"{_fate(name, how)}{rest}"
+
+
+def describe_ending(reason: str, living: Collection[int]) -> str:
+    """Word, in one line, that those who live are ended; ``reason`` is that of an announcement."""
+    if reason == "over":
+        return f"the job ended before {name_ranks(living)} could join it"
+    why = {
+        "interrupt": "Ctrl-C again kills them",
+        "termination": "as the launcher was told to end",
+        "alone": "nobody is left whom they could join",
+    }
+    return f"ending {name_ranks(living)}; {why[reason]}"
 
 
 def describe_failures(

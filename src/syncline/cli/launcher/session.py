@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from syncline.cli.launcher.environment import JOIN, RESTART_COUNT, without_place
-from syncline.cli.launcher.failure import describe_failures, describe_first, fate_of
+from syncline.cli.launcher.failure import describe_ending, describe_failures, describe_first, fate_of
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.lines import LineSplitter
 from syncline.cli.launcher.process import RankHandle, start_rank
@@ -35,7 +35,6 @@ from syncline.cli.launcher.supervisor import (
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
-from syncline.errors import name_ranks
 from syncline.last_words import LAST_WORDS, LastWords, number_file, read_number
 
 READ_BYTES = 1 << 16
@@ -197,12 +196,13 @@ class Runner:
         for stream in self._streams.pop(rank):
             self._loop.remove_reader(stream.descriptor)
             stream.close(self._loop.time())
-        self._learn_number(rank)
+        for newcomer in tuple(self._newcomers):  # one that wrote nothing may have come in too
+            self._learn_number(newcomer)
         self._words.pop(rank, None)
         for path in self._last_words_files(rank):
             if words := LastWords.read(path):
                 self._words[rank] = words
-        self.handle(RankExited(rank=rank, exit=how))
+        self.handle(RankExited(rank=rank, exit=how, outside=frozenset(self._newcomers)))
 
     def handle(self, event: Event) -> None:
         """Do what the supervisor makes of ``event``."""
@@ -227,8 +227,7 @@ class Runner:
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
-            how = "Ctrl-C again kills them" if announcement.reason == "interrupt" else "as the launcher was told to end"
-            self._terminal.say(f"ending {name_ranks(self._supervisor.living)}; {how}")
+            self._terminal.say(describe_ending(announcement.reason, self._supervisor.living))
             return
         failure = self._supervisor.failures[-1]
         words = describe_first(

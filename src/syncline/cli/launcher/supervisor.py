@@ -5,7 +5,8 @@ launcher never hides what they would have said. Then SIGTERM, then SIGKILL, all 
 once, and the ranks may take their time (a checkpoint is being written) until one of them ends badly; the second Ctrl-C
 kills. Where ``grace_s`` is infinite the survivors go on, as some update rules can, and what they end with counts,
 unless they are outnumbered by those that failed by themselves. There a rank that fails may be started again after a
-pause, to join those that live; what it ends with then counts in place of its failure.
+pause, to join those that live; what it ends with then counts in place of its failure, once it has come in. When nobody
+is left whom it could join, because the job has ended or all are lost, it is ended at once.
 
 Time is passed in; nothing here touches a process, so tests compare lists of instructions.
 """
@@ -37,6 +38,8 @@ class Limits:
     """How often each rank that fails may be started again, to join those that live."""
     min_ranks: int = 1
     """How many must end well where survivors go on."""
+    is_whole: bool = True
+    """Whether nobody of the job is elsewhere, whom newcomers could join."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class RankExited:
 
     rank: int
     exit: Exit
+    outside: frozenset[int] = frozenset()
+    """Of all ranks, those that were started to join the others and have not come in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +120,10 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Instruction: tell the user; ``rank`` has just failed, or all are ending because ``reason``."""
+    """Instruction: tell the user; ``rank`` has just failed, or all are ending because of ``reason``.
+
+    That is "interrupt" or "termination"; or nobody is left whom they could join, as the job is "over" or they "alone".
+    """
 
     reason: str
     rank: int | None = None
@@ -212,13 +220,18 @@ class Supervisor:
 
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
         self.living.discard(event.rank)
-        self._exits[event.rank] = event.exit
-        if not self.living:
-            self._pausing.clear()
-        if event.exit.is_success:
-            return ()
+        is_outside = event.rank in event.outside
+        if not (event.exit.is_success and is_outside and event.rank in self._exits):  # else its failure stands
+            self._exits[event.rank] = event.exit
+        told: tuple[Instruction, ...] = ()
+        if not event.exit.is_success:
+            told = self._on_failure(event, now_s)
+        return told + self._end_newcomers(event.outside, now_s)
+
+    def _on_failure(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
         self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
-        pause_s = self._budgets[event.rank].take(now_s) if self.living and self.ended_by is None else None
+        can_rejoin = self._has_members(event.outside) and not self._were_signalled
+        pause_s = self._budgets[event.rank].take(now_s) if can_rejoin else None
         if pause_s is not None:
             self._pausing[event.rank] = now_s + pause_s
             return (Announce(reason="failure", rank=event.rank, pause_s=pause_s),)
@@ -226,6 +239,19 @@ class Supervisor:
             return ()
         self._plan(now_s + self._limits.grace_s)
         return (Announce(reason="failure", rank=event.rank),) if self.ended_by is None else ()
+
+    def _has_members(self, outside: frozenset[int]) -> bool:
+        return not self.living <= outside if self._limits.is_whole else bool(self.living)
+
+    def _end_newcomers(self, outside: frozenset[int], now_s: float) -> tuple[Instruction, ...]:
+        if self._has_members(outside):
+            return ()
+        self._pausing.clear()
+        if not self.living or self._were_signalled:
+            return ()
+        is_over = any(how.is_success for how in self._exits.values())
+        self._plan(now_s)
+        return (Announce(reason="over" if is_over else "alone"), *self._on_time(now_s))
 
     def _on_interrupt(self, now_s: float) -> tuple[Instruction, ...]:
         if self.ended_by is not None:
