@@ -199,7 +199,29 @@ def test_pauses_double_and_after_as_many_restarts_as_the_period_may_have_a_rank_
 def test_restarts_that_lie_back_a_period_are_forgotten():
     budget = RestartBudget(RestartLimits(count=2, period_s=100.0, first_pause_s=1.0, longest_pause_s=1.5))
     times_s = (0.0, 50.0, 99.0, 100.0, 149.0)
-    assert [budget.take(now_s) for now_s in times_s] == [1.0, 1.5, None, 1.5, None]
+    assert [budget.take(now_s, ran_s=0.0) for now_s in times_s] == [1.0, 1.5, None, 1.5, None]
+
+
+def test_what_ran_for_twice_the_longest_pause_starts_again_after_the_shortest():
+    limits = RestartLimits(count=9, first_pause_s=1.0, longest_pause_s=5.0)
+    job = Supervisor(range(2), Limits(grace_s=math.inf, rejoins=limits))
+    now_s, pauses_s = 0.0, []
+    for ran_s in (1.0, 1.0, 9.9, 1.0, 10.0, 1.0):
+        (announcement,) = job.handle(killed(1), now_s := now_s + ran_s)
+        pauses_s.append(announcement.pause_s)
+        job.handle(TimePassed(), now_s := now_s + announcement.pause_s)
+    assert pauses_s == [1.0, 2.0, 4.0, 5.0, 1.0, 2.0]
+
+
+def test_a_newcomer_that_waited_in_vain_has_not_run_well():
+    job = Supervisor(range(2), Limits(grace_s=math.inf, rejoins=RestartLimits(count=9)))
+    pauses_s = []
+    for now_s in (1000.0, 2000.0, 3000.0):
+        waited = RankExited(rank=1, exit=Exit(code=1), outside=frozenset({1}))
+        (announcement,) = job.handle(waited, now_s)
+        pauses_s.append(announcement.pause_s)
+        job.handle(TimePassed(), now_s + announcement.pause_s)
+    assert pauses_s == [1.0, 2.0, 4.0]
 
 
 def test_newcomers_that_wait_when_all_members_have_ended_well_end_at_once_and_are_not_started_again():

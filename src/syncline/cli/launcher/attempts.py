@@ -58,12 +58,14 @@ class _Attempts:
         """Return the exit code of the last attempt."""
         session, joins, gave_up = self._session, False, None
         while True:
+            began_s = self._loop.time()
             self._runner = runner = Runner(session, self._terminal, attempt=len(self._fates), joins=joins)
             code = await runner.run()
             self._runner = None
             if code == 0 or runner.was_told_to_end:
                 break
-            pause_s = self._budget.take(self._loop.time())
+            now_s = self._loop.time()
+            pause_s = self._budget.take(now_s, ran_s=now_s - began_s)
             self._fates.append(runner.fate)
             if pause_s is None:
                 gave_up = str(session.restarts)

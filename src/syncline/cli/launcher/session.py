@@ -105,7 +105,7 @@ class Runner:
         elif session.job.topology is None:
             self._names = {rank: f"rank {rank}" for rank in self._names}
         self._started_as = dict(self._names)
-        self._supervisor = Supervisor(self._names, session.limits)
+        self._supervisor = Supervisor(self._names, session.limits, now_s=self._loop.time())
         self.handles: dict[int, RankHandle] = {}
         self._streams: dict[int, list[_Stream]] = {}
         self._tails: dict[int, deque[str]] = {rank: deque(maxlen=NUM_KEPT_LINES) for rank in self._names}

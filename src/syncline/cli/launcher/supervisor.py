@@ -155,7 +155,7 @@ class Failure:
 class Supervisor:
     """The job's state: who lives, who failed, and which signals are due when."""
 
-    def __init__(self, ranks: Iterable[int], limits: Limits | None = None) -> None:
+    def __init__(self, ranks: Iterable[int], limits: Limits | None = None, *, now_s: float = 0.0) -> None:
         self.living = set(ranks)
         self.failures: list[Failure] = []
         self.ended_by: int | None = None
@@ -167,6 +167,7 @@ class Supervisor:
         self._due: list[tuple[float, int]] = []
         self._exits: dict[int, Exit] = {}
         self._budgets = {rank: RestartBudget(self._limits.rejoins) for rank in self.living}
+        self._began_s = dict.fromkeys(self.living, now_s)
         self._pausing: dict[int, float] = {}
         self._were_signalled = False
         self._were_terminated = False
@@ -225,13 +226,14 @@ class Supervisor:
             self._exits[event.rank] = event.exit
         told: tuple[Instruction, ...] = ()
         if not event.exit.is_success:
-            told = self._on_failure(event, now_s)
+            ran_s = 0.0 if is_outside else now_s - self._began_s[event.rank]
+            told = self._on_failure(event, ran_s, now_s)
         return told + self._end_newcomers(event.outside, now_s)
 
-    def _on_failure(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
+    def _on_failure(self, event: RankExited, ran_s: float, now_s: float) -> tuple[Instruction, ...]:
         self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
         can_rejoin = self._has_members(event.outside) and not self._were_signalled
-        pause_s = self._budgets[event.rank].take(now_s) if can_rejoin else None
+        pause_s = self._budgets[event.rank].take(now_s, ran_s=ran_s) if can_rejoin else None
         if pause_s is not None:
             self._pausing[event.rank] = now_s + pause_s
             return (Announce(reason="failure", rank=event.rank, pause_s=pause_s),)
@@ -280,6 +282,7 @@ class Supervisor:
             instructions.append(StartAgain(rank=rank, living=tuple(self._by_age)))
             self._by_age.append(rank)
             self.living.add(rank)
+            self._began_s[rank] = now_s
             self.num_restarts += 1
         return tuple(instructions)
 
