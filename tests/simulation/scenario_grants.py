@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from virtual_time import SimulationError, VirtualTime
 
+from syncline.fabric._native import EagerCredit, GrantScheduler
 from syncline.fabric.grant_window import GrantWindow
-from syncline.fabric.grants import EagerCredit, Grant, GrantScheduler
 
 DELAY_S = 0.001
 
@@ -41,9 +41,7 @@ class GrantScenario:
         least_bytes = choose.choice((None, most_bytes // 4))
         self.bytes_per_s = choose.choice((1e6, 1e8))
         window = GrantWindow(most_bytes, least_bytes=least_bytes, bytes_per_s=self.bytes_per_s)
-        self.scheduler = GrantScheduler(
-            window=window, quantum_bytes=max(1, most_bytes // 5), now=lambda: self.time.now_s
-        )
+        self.scheduler = GrantScheduler(window=window, quantum_bytes=max(1, most_bytes // 5))
         self.most_bytes = most_bytes
         self.senders = {peer: self._messages(peer) for peer in range(num_ranks or choose.randint(1, 6))}
         self.rates = {peer: self.bytes_per_s * choose.choice((1.0, 0.3, 0.01)) for peer in self.senders}
@@ -79,25 +77,28 @@ class GrantScenario:
         self._grant()
 
     def _grant(self) -> None:
-        for grant in self.scheduler.grants():
-            self.time.note(f"{grant}")
-            message = self.senders[grant.peer][grant.tag]
-            if not message.granted_bytes < grant.limit_bytes <= message.num_bytes:
-                raise SimulationError(f"{grant} of {message}")
-            message.granted_bytes = grant.limit_bytes
-            self.time.after(DELAY_S, self._send, grant)
+        for peer, tag, limit_bytes in self.scheduler.grants(now_s=self.time.now_s):
+            self.time.note(f"rank {peer} may send {tag} up to {limit_bytes}")
+            message = self.senders[peer][tag]
+            if not message.granted_bytes < limit_bytes <= message.num_bytes:
+                raise SimulationError(f"a grant up to {limit_bytes} of {message}")
+            message.granted_bytes = limit_bytes
+            self.time.after(DELAY_S, self._send, peer, message, limit_bytes)
         if self.scheduler.underway_bytes > 2 * self.most_bytes + max(1, self.most_bytes // 4):
-            raise SimulationError(f"{self.scheduler!r} is more than twice the window of {self.most_bytes}")
+            raise SimulationError(f"{self._underway} is more than twice the window of {self.most_bytes}")
 
-    def _send(self, grant: Grant) -> None:
-        if grant.peer in self.lost:
+    @property
+    def _underway(self) -> str:
+        return f"{self.scheduler.underway_bytes} bytes under way"
+
+    def _send(self, peer: int, message: Message, limit_bytes: int) -> None:
+        if peer in self.lost:
             return
-        message = self.senders[grant.peer][grant.tag]
-        queue = self.queues[grant.peer]
-        queue.append((message, grant.limit_bytes - message.sent_bytes))
-        message.sent_bytes = grant.limit_bytes
+        queue = self.queues[peer]
+        queue.append((message, limit_bytes - message.sent_bytes))
+        message.sent_bytes = limit_bytes
         if len(queue) == 1:
-            self._move(grant.peer)
+            self._move(peer)
 
     def _move(self, peer: int) -> None:
         _, num_bytes = self.queues[peer][0]
@@ -108,7 +109,7 @@ class GrantScenario:
             return
         message, num_bytes = self.queues[peer].popleft()
         message.arrived_bytes += num_bytes
-        self.scheduler.arrived(peer, num_bytes=num_bytes, urgency=message.urgency)
+        self.scheduler.arrived(peer, num_bytes=num_bytes, urgency=message.urgency, now_s=self.time.now_s)
         self._grant()
         if self.queues[peer]:
             self._move(peer)
@@ -131,7 +132,7 @@ class GrantScenario:
 
     def _check_end(self) -> None:
         if self.scheduler.underway_bytes:
-            raise SimulationError(f"{self.scheduler!r} waits for what will not come")
+            raise SimulationError(f"{self._underway} are of what will not come")
         for peer, messages in self.senders.items():
             for message in messages.values():
                 wanted = message.granted_bytes if message.is_cancelled else message.num_bytes

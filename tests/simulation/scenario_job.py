@@ -14,10 +14,9 @@ from virtual_network import VirtualNetwork, VirtualSocket
 from virtual_time import Host, SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
-from syncline.fabric.python_peer_transport import PythonPeerTransport
+from syncline.fabric.native_peer_transport import NativeTransportSet
 from syncline.runtime.communicator import LINGER_S
-from syncline.schedule import Collective, Layout, Schedule, plan_ring, plan_tree
-from syncline.topology import Topology
+from syncline.schedule import PLANNERS, Collective, Layout, Schedule, plan_tree
 
 FAULTS = (
     "none",
@@ -32,9 +31,14 @@ FAULTS = (
     "flip",
     "stranger",
     "other call",
+    "crumbs",
+    "held",
+    "storm",
 )
-HARMLESS = ("none", "slow", "pause", "short cut", "stranger")
+HARMLESS = ("none", "slow", "pause", "short cut", "stranger", "crumbs", "held")
 """After these all calls end right."""
+MENDED = ("reset", "flip", "storm")
+"""After these too, once all are connected: what breaks is opened again."""
 TIMEOUT_S = 40.0
 QUIET_S = 6.0
 DETECTION_S = 12.0
@@ -44,11 +48,10 @@ DETECTION_S = 12.0
 SHAPES = tuple(shape for shape in range(30) if random_topology(shape, max_ranks=5).num_ranks > 1)
 
 
-@lru_cache(maxsize=64)
-def _plan(shape: int, is_tree: bool) -> tuple[Topology, Schedule]:
+@lru_cache(maxsize=128)
+def _plan(shape: int, planner: str, collective: Collective) -> Schedule:
     topology = random_topology(shape, max_ranks=5)
-    plan = plan_tree if is_tree else plan_ring
-    return topology, plan(topology, Collective.ALL_REDUCE)
+    return PLANNERS[planner].plan(topology, collective, root=shape % topology.num_ranks)
 
 
 class JobScenario:
@@ -56,36 +59,44 @@ class JobScenario:
 
     def __init__(self, seed: int, fault: str | None = None, time_seed: str = "") -> None:
         choose = self.choose = random.Random(f"job {seed}")
-        self.topology, self.schedule = _plan(choose.choice(SHAPES), choose.random() < 0.7)
+        self.shape = choose.choice(SHAPES)
+        self.topology = random_topology(self.shape, max_ranks=5)
         self.fault = fault or choose.choice(FAULTS)
-        if self.topology.num_ranks == 1:
-            self.fault = "none"
         self.time = VirtualTime(f"{seed}{time_seed}")
         self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.0001, 0.002, 0.05)))
+        if self.fault == "crumbs":
+            self.network.most_bytes = choose.choice((1, 7, 50, 1000))
         self.job = VirtualJob(
             self.time,
             self.network,
             self.topology,
-            authenticate_frames=choose.random() < 0.2,
+            authenticate_frames=choose.random() < 0.2 and self.fault != "held",  # no thread has the keys
             eager_bytes=choose.choice((0, 500, 4000)),
             credit_bytes=choose.choice((6000, 40_000)),
             chunk_bytes=4096,
             grant_window_bytes=choose.choice((None, 5000)),
         )
         self.calls = [self._call(number) for number in range(choose.randint(1, 5))]
+        self.is_overlapped = choose.random() < 0.5
+        """Each rank makes all calls at once."""
         self.victim: VirtualRank | None = None
         self.other: VirtualRank | None = None
         self.stranger: Host | None = None
         self.strikes_s = self._fault_s()
         self.may_close = False
+        self.is_harmless = self.fault in (*HARMLESS, *MENDED)
 
     def _call(self, number: int) -> PlannedCall:
-        num_elements = self.choose.choice((0, 1, 30, 1000, 5000))
+        num_elements = self.choose.choice((0, 1, 30, *((1000, 5000) if self.network.most_bytes > 50 else ())))
+        is_reduced = self.fault == "other call" or self.choose.random() < 0.6
+        planner = self.choose.choice(("tree", "ring") if is_reduced else sorted(PLANNERS))
+        of_planner = [Collective.ALL_REDUCE] if is_reduced else sorted(PLANNERS[planner].collectives)
+        schedule = _plan(self.shape, planner, self.choose.choice(of_planner))
         source = np.random.default_rng(self.choose.getrandbits(32))
         return PlannedCall(
             number=number,
-            schedule=self.schedule,
-            layout=Layout.build(self.schedule, num_elements, 4 * self.choose.choice((200, 1500))),
+            schedule=schedule,
+            layout=Layout.build(schedule, num_elements, 4 * self.choose.choice((200, 1500))),
             buffers=tuple(source.normal(size=num_elements).astype(np.float32) for _ in range(self.topology.num_ranks)),
             timeout_s=TIMEOUT_S,
         )
@@ -101,7 +112,7 @@ class JobScenario:
                 self.time.at(self.strikes_s, self._strike)
                 limit_s = 70.0 + 3 * TIMEOUT_S * len(self.calls)
                 self._go_on_until(self._is_done, limit_s)
-                if self.fault in HARMLESS:
+                if self.is_harmless:
                     self.time.run(lambda: False, limit_s=max(self.time.now_s, self.strikes_s) + QUIET_S)
                     self._check_quiet()
                 self.may_close = True
@@ -133,11 +144,8 @@ class JobScenario:
         if await self.job.connect(rank):
             assert rank.engine is not None
             assert rank.fabric is not None
-            for call in self._calls_of(rank):
-                await self.job.make(rank, call)
-                if rank.outcomes[call.number] is not None:
-                    break
-            while not self.may_close and self.fault in HARMLESS:  # noqa: ASYNC110 - an event belongs to one loop
+            await self._make_calls(rank)
+            while not self.may_close and self.is_harmless:  # noqa: ASYNC110 - an event belongs to one loop
                 await asyncio.sleep(0.5)
             if rank.engine.failure is not None:  # as a communicator leaves then
                 await asyncio.sleep(LINGER_S)
@@ -147,6 +155,16 @@ class JobScenario:
                 rank.engine.leave()
                 await rank.fabric.close()
         rank.is_over = True
+
+    async def _make_calls(self, rank: VirtualRank) -> None:
+        calls = self._calls_of(rank)
+        if self.is_overlapped:
+            await asyncio.gather(*(self.job.make(rank, call) for call in calls))
+            return
+        for call in calls:
+            await self.job.make(rank, call)
+            if rank.outcomes[call.number] is not None:
+                break
 
     def _calls_of(self, rank: VirtualRank) -> list[PlannedCall]:
         """What this rank calls; one makes another call than the rest where that is the fault."""
@@ -167,16 +185,17 @@ class JobScenario:
 
     def _strike(self) -> None:
         choose, ranks = self.choose, self.job.ranks
+        is_connected = all(rank.fabric is not None for rank in ranks)
+        if self.fault == "held" and not is_connected:  # nobody beats before
+            self.time.after(0.1, self._strike)
+            return
+        self.is_harmless &= is_connected or self.fault not in MENDED
         self.victim = choose.choice(ranks)
         self.other = choose.choice([rank for rank in ranks if rank is not self.victim] or ranks)
         victim, other = self.victim.host, self.other.host
         self.time.note(f"{self.fault} of rank {self.victim.rank}")
-        if self.fault == "slow":
-            victim.turn_s = choose.choice((0.002, 0.02))
-        elif self.fault == "pause":
-            victim.stop(choose.uniform(0.1, 4.0))
-        elif self.fault == "long pause":
-            victim.stop(choose.uniform(14.0, 30.0))
+        if self.fault in ("slow", "pause", "long pause", "held"):
+            self._delay(victim)
         elif self.fault in ("kill", "power"):
             self.network.kill(victim, says_so=self.fault == "kill")
         elif self.fault in ("short cut", "cut"):
@@ -185,11 +204,24 @@ class JobScenario:
             if choose.random() < 0.5:
                 self.network.cut(other, victim, for_s)
         elif self.fault in ("reset", "flip"):
-            self._hurt_a_connection()
+            self._hurt_a_connection(self.fault)
+        elif self.fault == "storm":
+            for _ in range(choose.randint(2, 4)):  # more may be too much for one connection
+                when_s = self.time.now_s + self.network.delay_s * choose.expovariate(0.2)
+                self.time.at(when_s, self._hurt_a_connection, choose.choice(("reset", "flip")))
         elif self.fault == "stranger":
             self._knock()
 
-    def _hurt_a_connection(self) -> None:
+    def _delay(self, victim: Host) -> None:
+        choose = self.choose
+        if self.fault == "slow":
+            victim.turn_s = choose.choice((0.002, 0.02))
+        elif self.fault == "held":
+            victim.hold(choose.uniform(2.0, 30.0))
+        else:
+            victim.stop(choose.uniform(0.1, 4.0) if self.fault == "pause" else choose.uniform(14.0, 30.0))
+
+    def _hurt_a_connection(self, how: str) -> None:
         found = [
             sock for sock in self.network.connections if not sock.is_closed and sock.peer and not sock.peer.is_closed
         ]
@@ -198,7 +230,7 @@ class JobScenario:
         sock = self.choose.choice(found)
         assert sock.peer is not None
         self.time.note(f"hits {sock.host.number}-{sock.peer.host.number}")
-        if self.fault == "reset":
+        if how == "reset":
             sock.reset()
             sock.peer.reset()
         else:
@@ -226,21 +258,28 @@ class JobScenario:
         for rank in self.job.ranks:
             if rank.engine is None or rank.fabric is None:
                 continue  # it is told why below
+            assert rank.ear is not None
+            if rank.ear.losses:
+                raise SimulationError(f"{self.fault} cost rank {rank.rank} its peers: {rank.ear.losses}")
             statistics = rank.fabric.statistics()
             transports = rank.fabric._transport_set
-            if transports.scheduler.underway_bytes:
-                raise SimulationError(f"rank {rank.rank} waits for {transports.scheduler!r}")
             if statistics.pending_receives or statistics.unexpected_bytes or rank.engine.num_pending_calls:
                 raise SimulationError(f"rank {rank.rank} is not done: {statistics}, {rank.engine!r}")
             if rank.fabric._mesh.acceptor.num_unauthenticated:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
-            for peer, transport in transports._transports.items():
+            if not isinstance(transports, NativeTransportSet):
+                continue  # frames that are authenticated are not compiled
+            if transports._scheduler.underway_bytes:
+                raise SimulationError(f"rank {rank.rank} waits for {transports._scheduler.underway_bytes} bytes")
+            for peer in transports._transports:
                 other = self.job.ranks[peer].fabric
                 if other is not None:
-                    self._check_credit(rank.rank, peer, transport, other._transport_set._transports[rank.rank])
+                    self._check_credit(rank.rank, peer, transports, other._transport_set)
 
-    def _check_credit(self, rank: int, peer: int, here: PythonPeerTransport, there: PythonPeerTransport) -> None:
-        total = here.outbox._credit_bytes + there.inbox._credit.used_bytes
+    def _check_credit(self, rank: int, peer: int, here: NativeTransportSet, there: NativeTransportSet) -> None:
+        may_send_bytes, _ = here.native_transport.credit_bytes(peer)
+        _, used_bytes = there.native_transport.credit_bytes(rank)
+        total = may_send_bytes + used_bytes
         if total != self.job.options.credit_bytes:
             raise SimulationError(
                 f"of {self.job.options.credit_bytes} bytes that rank {rank} may send {peer}, {total} remain"
@@ -251,7 +290,7 @@ class JobScenario:
             if rank.host.errors:
                 raise SimulationError(f"rank {rank.rank}: {rank.host.errors[0]!r} on its loop")
             self._check_rank(rank)
-        if self.fault in HARMLESS:
+        if self.is_harmless:
             for rank in self.job.living:
                 missing = [call.number for call in self.calls if rank.outcomes.get(call.number, 0) is not None]
                 if rank.connect_error is not None or missing:

@@ -11,7 +11,10 @@ from scenario_clusters import ClusterScenario
 from scenario_job import FAULTS, JobScenario
 from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
-from virtual_time import SimulationError, VirtualTime
+from virtual_time import Host, SimulationError, VirtualTime
+
+from syncline.fabric.native_peer_transport import NativeTransportSet
+from syncline.runtime.engine import Engine
 
 NUM_SEEDS = 500
 CHUNK = 50
@@ -28,6 +31,32 @@ def test_seeds(first: int) -> None:
 def test_each_fault_of_a_job(fault: str) -> None:
     for seed in range(4):
         JobScenario(10_000 + seed, fault).run()
+
+
+def test_jobs_are_played_on_the_compiled_transport_and_executor() -> None:
+    scenario = JobScenario(2, "none")
+    assert not scenario.job.options.authenticate_frames
+    scenario.run()
+    for rank in scenario.job.ranks:
+        assert rank.fabric is not None
+        assert isinstance(rank.engine, Engine)
+        assert isinstance(rank.fabric._transport_set, NativeTransportSet)
+        assert "NativeSliceExecutor" in repr(rank.engine._executor)
+
+
+def test_what_a_task_fails_with_is_told_where_nobody_waits_for_it() -> None:
+    time = VirtualTime(0)
+    host = Host(time, 1)
+
+    async def fail() -> None:
+        raise ValueError("planted")
+
+    task = host.start(fail())
+    time.run(lambda: False, limit_s=1.0)
+    assert "planted" in str(host.errors)
+    assert task.exception() is not None
+    assert not host.errors
+    time.close()
 
 
 def test_every_scenario_has_its_seeds() -> None:

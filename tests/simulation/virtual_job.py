@@ -1,7 +1,7 @@
 """A job on virtual hosts: the fabric over TCP, its handshakes, heartbeats, grants and frames, and the engine.
 
-All that is the library's own; sockets and time alone are virtual. Instead of the rendezvous, whose store is read by
-threads, ranks meet at once.
+All that is the library's own, compiled code among it; sockets and time alone are virtual. Instead of the rendezvous,
+whose store is read by threads, ranks meet at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from virtual_kernel import open_transport
 from virtual_network import VirtualNetwork, VirtualSocket
-from virtual_time import Host, VirtualTime
+from virtual_time import Host, VirtualLoop, VirtualTime
 
-from syncline.fabric import FabricOptions, connect_tcp, mesh, sockets
+from syncline.fabric import FabricOptions, connect_tcp, mesh, native_peer_transport, sockets
+from syncline.fabric._native import GrantScheduler, NativeTransport
 from syncline.fabric.handshake import Terms
 from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.tcp import TcpFabric
@@ -141,8 +143,11 @@ class VirtualJob:
         self.time, self.network, self.topology = time, network, topology
         self.epoch = 1 + time.random.getrandbits(63)
         self.meeting = Meeting(topology.num_ranks, self.epoch)
-        self.options = FabricOptions(secret=SECRET, shares_memory=False, binds_thread=False, native=False, **options)
-        self.ranks = [VirtualRank(rank, Host(time, rank + 1)) for rank in range(topology.num_ranks)]
+        self.options = FabricOptions(secret=SECRET, shares_memory=False, binds_thread=False, **options)
+        self.ranks = [
+            VirtualRank(rank, Host(time, rank + 1, is_served=time.random.random() < 0.8))
+            for rank in range(topology.num_ranks)
+        ]
 
     @property
     def living(self) -> list[VirtualRank]:
@@ -198,8 +203,17 @@ def virtual_sockets(network: VirtualNetwork) -> Iterator[None]:
     def open_(address: str, _options: FabricOptions) -> VirtualSocket:
         return network.open(hosts[address])
 
+    def make_transport(scheduler: GrantScheduler) -> NativeTransport:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        return open_transport(network, loop.host, scheduler)
+
     try:
-        with mock.patch.object(sockets, "_open", open_), mock.patch.object(mesh, "Terms", terms):
+        with (
+            mock.patch.object(sockets, "_open", open_),
+            mock.patch.object(mesh, "Terms", terms),
+            mock.patch.object(native_peer_transport, "NativeTransport", make_transport),
+        ):
             yield
     finally:
         logger.setLevel(before)

@@ -29,6 +29,8 @@ class VirtualNetwork:
         self.listeners: dict[tuple[str, int], VirtualSocket] = {}
         self.connections: list[VirtualSocket] = []
         """The dialling ends, in the order in which they were connected."""
+        self.most_bytes = WINDOW_BYTES
+        """So much is taken from or given to a process at once, at most; less where that is a fault."""
         self.num_flipped = 0
         self._cuts: dict[tuple[int, int], int] = {}
         self._held: dict[Pipe, None] = {}
@@ -59,8 +61,7 @@ class VirtualNetwork:
         self.time.note(f"host {host.number} dies{'' if says_so else ' with its machine'}")
         host.is_dead = True
         for sock in list(host.watched.values()):
-            assert isinstance(sock, VirtualSocket)
-            if says_so:
+            if says_so and isinstance(sock, VirtualSocket):
                 sock.close()
 
     def token(self) -> int:
@@ -140,6 +141,8 @@ class VirtualSocket:
         self._pending: deque[VirtualSocket] = deque()
         self._received = bytearray()
         self._error = 0
+        self.wakes_at_bytes = 1
+        """It is readable when so much is here."""
         self._descriptor = network.token()
         host.watched[self._descriptor] = self
 
@@ -148,7 +151,8 @@ class VirtualSocket:
 
     @property
     def is_readable(self) -> bool:
-        return bool(self._received or self.is_ended or self._error or self._pending)
+        is_enough = len(self._received) >= self.wakes_at_bytes
+        return bool(is_enough or self.is_ended or self._error or self._pending)
 
     @property
     def is_writable(self) -> bool:
@@ -199,6 +203,12 @@ class VirtualSocket:
 
     # What the process does.
 
+    def __enter__(self) -> VirtualSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def fileno(self) -> int:
         return -1 if self.is_closed else self._descriptor
 
@@ -234,7 +244,7 @@ class VirtualSocket:
         room = WINDOW_BYTES - self.pipe.num_bytes
         if room <= 0:
             raise BlockingIOError
-        taken = bytes(data[:room])
+        taken = bytes(data[: min(room, self._at_once())])
         if len(self.sent) < 1024:
             self.sent += taken
         self.pipe.push(taken)
@@ -242,7 +252,7 @@ class VirtualSocket:
 
     def recv_into(self, view: memoryview) -> int:
         if self._received:
-            num_bytes = min(len(view), len(self._received))
+            num_bytes = min(len(view), len(self._received), self._at_once())
             view[:num_bytes] = self._received[:num_bytes]
             del self._received[:num_bytes]
             assert self.peer is not None
@@ -255,6 +265,10 @@ class VirtualSocket:
         if self.is_ended:
             return 0
         raise BlockingIOError
+
+    def _at_once(self) -> int:
+        most_bytes = self.network.most_bytes
+        return most_bytes if most_bytes == WINDOW_BYTES else self.network.time.random.randint(1, most_bytes)
 
     def getsockopt(self, level: int, name: int, num_bytes: int = 0) -> int:
         if num_bytes:

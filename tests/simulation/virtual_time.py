@@ -14,11 +14,16 @@ import random
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from select import EPOLLIN, EPOLLOUT
 from typing import Any, Protocol
+
+from syncline.fabric.native_selector import NativeSelector
 
 NEVER = float("inf")
 MOST_TURNS = 20_000
 """So often loops turn at one instant, at most."""
+LOOP_DESCRIPTOR = 1 << 19
+"""Names the epoll set of a host's loop; sockets have higher numbers."""
 
 
 class Watched(Protocol):
@@ -122,25 +127,39 @@ class VirtualTime:
 
 
 class Host:
-    """A machine with one process; ``turn_s`` is how long each turn of its loop takes."""
+    """A machine with one process; ``turn_s`` is how long each turn of its loop takes.
 
-    def __init__(self, time: VirtualTime, number: int, *, turn_s: float = 0.0) -> None:
+    With ``is_served``, its loop has the library's selector, else asyncio's.
+    """
+
+    def __init__(self, time: VirtualTime, number: int, *, turn_s: float = 0.0, is_served: bool = True) -> None:
         self.time = time
         self.number = number
         self.address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.turn_s = turn_s
+        self.is_served = is_served
         self.is_dead = False
         self.is_touched = False
         """Something may be ready to be read or written."""
         self.watched: dict[int, Watched] = {}
-        self.errors: list[BaseException] = []
+        self.threads: list[Callable[[], None]] = []
+        """What other threads of the process do once a second, as far as it matters."""
+        self._errors: list[BaseException] = []
         self._stopped_until_s = 0.0
         self._free_s = 0.0
+        self.epoll = VirtualEpoll(self)
+        """That of its loop."""
         self.loop = VirtualLoop(self)
         time.hosts.append(self)
 
     def __repr__(self) -> str:
         return f"<Host {self.number}>"
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """What nobody has seen of what went wrong on its loop and in its tasks."""
+        unseen = [task.exception() for task in self.loop.failed if task._log_traceback]  # type: ignore[attr-defined]
+        return self._errors + [error for error in unseen if error is not None]
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something on this host."""
@@ -150,6 +169,18 @@ class Host:
         """Let its process stand still for a while."""
         self.time.note(f"host {self.number} stands still for {for_s}")
         self._stopped_until_s = max(self._stopped_until_s, self.time.now_s + for_s)
+
+    def hold(self, for_s: float) -> None:
+        """Let its loop stand still for a while, as somebody holds the interpreter; other threads go on."""
+        self.time.note(f"host {self.number} is held for {for_s}")
+        self._stopped_until_s = max(self._stopped_until_s, self.time.now_s + for_s)
+        for second in range(1, int(for_s) + 1):
+            self.time.after(float(second), self._run_threads)
+
+    def _run_threads(self) -> None:
+        if not self.is_dead:
+            for run in self.threads:
+                run()
 
     @property
     def next_s(self) -> float:
@@ -168,7 +199,7 @@ class Host:
             return False
         self._free_s = now_s + self.turn_s
         self.loop.turn()
-        self.is_touched = bool(self.loop.selector.select(0))
+        self.is_touched = bool(self.loop.selector.select(0)) or self.epoll.has_ready()
         return True
 
     def close(self) -> None:
@@ -187,38 +218,83 @@ class Host:
         self.loop.close()
 
 
-class _Selector(selectors.SelectSelector):
-    """Tells what is ready now among virtual sockets; it never waits."""
+class VirtualEpoll:
+    """An epoll set of virtual sockets: what :class:`selectors.EpollSelector` and the compiled transport use of one.
+
+    It never waits. Other descriptors, such as that of asyncio's own pipe, are never ready.
+    """
 
     def __init__(self, host: Host) -> None:
-        super().__init__()
         self._host = host
+        self._events: dict[int, int] = {}
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+    def register(self, fd: int, events: int) -> None:
+        self._events[fd] = events
+
+    modify = register
+
+    def unregister(self, fd: int) -> None:
+        self._events.pop(fd, None)
+
+    def poll(self, _timeout: float | None = None, _max_events: int = -1) -> list[tuple[int, int]]:
+        """Return what is ready now, in an order that the seed chooses: a kernel promises none."""
         found = []
-        for key in list(self.get_map().values()):
-            sock = self._host.watched.get(key.fd)
+        for fd, events in self._events.items():
+            sock = self._host.watched.get(fd)
             if sock is None:
                 continue
-            ready = (selectors.EVENT_READ if sock.is_readable else 0) | (
-                selectors.EVENT_WRITE if sock.is_writable else 0
-            )
-            if ready & key.events:
-                found.append((key, ready & key.events))
+            ready = events & ((EPOLLIN if sock.is_readable else 0) | (EPOLLOUT if sock.is_writable else 0))
+            if ready:
+                found.append((fd, ready))
+        if len(found) > 1:
+            self._host.time.random.shuffle(found)
         return found
+
+    def has_ready(self) -> bool:
+        """Whether anything is ready now."""
+        watched = self._host.watched
+        return any(
+            (events & EPOLLIN and watched[fd].is_readable) or (events & EPOLLOUT and watched[fd].is_writable)
+            for fd, events in self._events.items()
+            if fd in watched
+        )
+
+    def fileno(self) -> int:
+        return LOOP_DESCRIPTOR
+
+    def close(self) -> None:
+        self._events.clear()
+
+
+def _selector(host: Host) -> selectors.EpollSelector:
+    """Return the library's selector over virtual sockets, or asyncio's, which serves no transports."""
+    selector = NativeSelector() if host.is_served else selectors.EpollSelector()
+    selector._selector.close()
+    selector._selector = host.epoll
+    return selector
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """One host's loop, whose time is virtual."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self.selector = _Selector(host)
+        self.host = host
+        self.selector = _selector(host)
         super().__init__(self.selector)
         self.set_exception_handler(self._on_exception)
+        self.failed: list[asyncio.Task[Any]] = []
 
     def time(self) -> float:
-        return self._host.time.now_s
+        return self.host.time.now_s
+
+    def create_task(self, coroutine: Coroutine[Any, Any, Any], **settings: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        task = super().create_task(coroutine, **settings)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task._exception is not None:  # type: ignore[attr-defined]
+            self.failed.append(task)  # to look whether anybody asks for it
 
     @property
     def next_timer_s(self) -> float:
@@ -230,4 +306,4 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.run_forever()
 
     def _on_exception(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._host.errors.append(context.get("exception") or RuntimeError(str(context.get("message"))))
+        self.host._errors.append(context.get("exception") or RuntimeError(str(context.get("message"))))

@@ -18,6 +18,14 @@ class Kernel:
     descriptors with their ``EPOLLIN`` and ``EPOLLOUT``, and never waits.
     """
 
+class EagerCredit:
+    credit_bytes: int
+    used_bytes: int
+
+    def __init__(self, credit_bytes: int) -> None: ...
+    def take(self, cost_bytes: int) -> bool: ...
+    def consume(self, cost_bytes: int) -> int: ...
+
 class GrantScheduler:
     window_bytes: int
     quantum_bytes: int

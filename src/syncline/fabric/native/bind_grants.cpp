@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "eager_credit.hpp"
 #include "grants.hpp"
 
 namespace py = pybind11;
@@ -46,6 +47,13 @@ std::vector<std::tuple<int, uint64_t, int64_t>> grants_of(GrantScheduler& schedu
 }  // namespace
 
 void bind_grants(py::module_& module) {
+    py::class_<EagerCredit>(module, "EagerCredit")
+        .def(py::init<int64_t>(), "credit_bytes"_a)
+        .def_readonly("credit_bytes", &EagerCredit::credit_bytes)
+        .def_property_readonly("used_bytes", &EagerCredit::used_bytes)
+        .def("take", &EagerCredit::take, "cost_bytes"_a)
+        .def("consume", &EagerCredit::consume, "cost_bytes"_a);
+
     py::class_<GrantScheduler, std::shared_ptr<GrantScheduler>>(module, "GrantScheduler")
         .def(py::init([](const py::object& window, int64_t quantum_bytes, std::unordered_map<int, int64_t> sender_bytes,
                          const py::dict& shares) {
