@@ -6,23 +6,6 @@ _HANDSHAKES = "tests/fabric/test_handshake.py"
 
 FABRIC_MUTANTS = (
     Mutant(
-        name="EOF is ignored",
-        breaks="a rank that dies is waited for until a deadline, and its sockets keep the loop busy",
-        changes=(
-            Change(
-                file="fabric/control_connection.py",
-                before="        if not num_bytes:\n            raise EOFError\n",
-                after="        if not num_bytes:\n            return\n",
-            ),
-            Change(
-                file="fabric/data_connection.py",
-                before="            if not num_bytes:\n                raise EOFError\n",
-                after="            if not num_bytes:\n                return\n",
-            ),
-        ),
-        found_by=Simulation(scenario="job", num_seeds=20, fault="kill"),
-    ),
-    Mutant(
         name="silence is not judged",
         breaks="a machine that lost power is never given up",
         changes=(
@@ -48,18 +31,6 @@ FABRIC_MUTANTS = (
         found_by=NamedTest(
             file="tests/fabric/test_liveness.py", name="test_a_loop_that_stood_still_does_not_blame_the_others"
         ),
-    ),
-    Mutant(
-        name="CRC is not checked",
-        breaks="a bit that flips on the way is added to the gradient",
-        changes=(
-            Change(
-                file="fabric/frames.py",
-                before="    if checks.payload_field(rest) != frame.payload_crc:\n",
-                after="    if checks.payload_field(rest) < 0:\n",
-            ),
-        ),
-        found_by=Simulation(scenario="job", num_seeds=60, fault="flip"),
     ),
     Mutant(
         name="epoch is not checked",
@@ -118,49 +89,6 @@ FABRIC_MUTANTS = (
             ),
         ),
         found_by=Simulation(scenario="job", num_seeds=20, fault="stranger"),
-    ),
-    Mutant(
-        name="credit leaks",
-        breaks="after a while every small message must ask first, and one day none may go",
-        changes=(
-            Change(
-                file="fabric/inbox.py",
-                before="            self._links.send_control(FrameType.CREDIT, message_bytes=returned)\n",
-                after="            self._links.send_control(FrameType.CREDIT, message_bytes=returned - 1)\n",
-            ),
-        ),
-        found_by=Simulation(scenario="job", num_seeds=60),
-    ),
-    Mutant(
-        name="grants of a lost sender stay under way",
-        breaks="the window shrinks with each loss until nobody is granted anything",
-        changes=(
-            Change(
-                file="fabric/grants.py",
-                before="        self.underway_bytes -= sender.underway_bytes\n",
-                after="",
-            ),
-        ),
-        found_by=Simulation(scenario="grants", num_seeds=200),
-    ),
-    Mutant(
-        name="the window is not held to",
-        breaks="receivers are sent more than their links drain",
-        changes=(
-            Change(
-                file="fabric/grants.py",
-                before="            if not self._is_its_turn(wish.urgency):\n"
-                "                self._offer(peer, sender)\n                break\n",
-                after="",
-            ),
-            Change(
-                file="fabric/grants.py",
-                before="        while self.underway_bytes < 2 * self.window_bytes:\n"
-                "            chosen = self._pop(self._ready, needs_idle=False)\n",
-                after="        while True:\n            chosen = self._pop(self._ready, needs_idle=False)\n",
-            ),
-        ),
-        found_by=Simulation(scenario="grants", num_seeds=100),
     ),
     Mutant(
         name="news of a loss are not passed on",

@@ -86,7 +86,7 @@ JOB_MUTANTS = (
                 "        before, after = (), tuple(landing for landing in self._arrived if landing in theirs)\n",
             ),
         ),
-        found_by=Simulation(scenario="job", num_seeds=100),
+        found_by=Simulation(scenario="engine", num_seeds=100),
     ),
     Mutant(
         name="a slice twice",
@@ -98,7 +98,7 @@ JOB_MUTANTS = (
                 after="            self._call.reduction.add(own, part)\n" * 2,
             ),
         ),
-        found_by=Simulation(scenario="job", num_seeds=40),
+        found_by=Simulation(scenario="engine", num_seeds=40),
     ),
     Mutant(
         name="a send does not wait for what it sends",

@@ -2,5 +2,6 @@
 
 from fabric_mutants import FABRIC_MUTANTS
 from job_mutants import JOB_MUTANTS
+from native_mutants import NATIVE_MUTANTS
 
-MUTANTS = FABRIC_MUTANTS + JOB_MUTANTS
+MUTANTS = FABRIC_MUTANTS + NATIVE_MUTANTS + JOB_MUTANTS

@@ -17,6 +17,11 @@ class Change:
     before: str
     after: str
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is C++."""
+        return self.file.endswith((".cpp", ".hpp"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:

@@ -4,7 +4,8 @@ r"""Break the library in one place after the other, and see that a simulation or
     python tests/mutants/mutants.py --quick --only "credit leaks"
     python tests/mutants/mutants.py --table > docs/mutants.md
 
-Each mutant is a changed file in a copy of the library; what must find it runs on that copy, in a process of its own.
+Each mutant is a changed file in a copy of the library, where C++ is compiled anew; what must find it runs on that copy,
+in a process of its own.
 First it must pass on an unchanged copy, so that it finds the mutant and nothing else. Ends with 1 if one lives.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
 
+import native_builds
 from mutant_list import MUTANTS
 from mutant_types import Change, Mutant, NamedTest, Simulation
 
@@ -49,8 +51,8 @@ HEAD = """# Mutants
 
 Tests that cannot fail prove nothing. So the library is broken on purpose, in one place after the other, as systems of
 this kind have been broken: `make mutants` changes a copy of the code, and each change must be found by a
-[simulation](contributing.md#simulate-faults) or a test. The tests try most of them in every run, and hold this page to
-the list in `tests/mutants/`.
+[simulation](contributing.md#simulate-faults) or a test. Changed C++ is compiled in a folder of its own. The tests try
+most mutants in every run, of those in C++ one, and hold this page to the list in `tests/mutants/`.
 
 | mutant | what it breaks | what finds it |
 |---|---|---|
@@ -75,13 +77,19 @@ def apply(change: Change, library: Path) -> None:
 
 
 @contextmanager
-def copy_of_library(changes: Sequence[Change]) -> Iterator[Path]:
-    """Yield a folder with a package `syncline` that links to the files of this one, all but those that are changed."""
+def copy_of_library(changes: Sequence[Change], *, compiles: bool = True) -> Iterator[Path]:
+    """Yield a folder with a package `syncline` that links to the files of this one, all but those that are changed.
+
+    What is compiled of them is compiled, with ``compiles``.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         library = Path(folder) / "syncline"
         _link(LIBRARY, library, {parent for change in changes for parent in (LIBRARY / change.file).parents})
         for change in changes:
             apply(change, library)
+        compiled = {change.file for change in changes if change.is_compiled}
+        if compiled and compiles:
+            native_builds.build(library, compiled)
         yield Path(folder)
 
 
@@ -133,7 +141,7 @@ def judge(mutant: Mutant) -> str:
         is_found, _ = look(mutant.found_by, mutant.changes)
     except subprocess.TimeoutExpired:
         return "what should find it does not end"
-    except MutantError as error:
+    except (MutantError, native_builds.NativeBuildError) as error:
         return str(error)
     return "" if is_found else f"{mutant.found_by} does not find it"
 

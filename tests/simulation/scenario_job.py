@@ -265,16 +265,20 @@ class JobScenario:
             transports = rank.fabric._transport_set
             if statistics.pending_receives or statistics.unexpected_bytes or rank.engine.num_pending_calls:
                 raise SimulationError(f"rank {rank.rank} is not done: {statistics}, {rank.engine!r}")
+            if rank.engine.num_active_slices or rank.engine._executor.inflight_bytes:
+                raise SimulationError(f"rank {rank.rank} has slices under way: {rank.engine!r}")
             if rank.fabric._mesh.acceptor.num_unauthenticated:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
-            if not isinstance(transports, NativeTransportSet):
-                continue  # frames that are authenticated are not compiled
-            if transports._scheduler.underway_bytes:
-                raise SimulationError(f"rank {rank.rank} waits for {transports._scheduler.underway_bytes} bytes")
-            for peer in transports._transports:
-                other = self.job.ranks[peer].fabric
-                if other is not None:
-                    self._check_credit(rank.rank, peer, transports, other._transport_set)
+            if isinstance(transports, NativeTransportSet):  # frames that are authenticated are not compiled
+                self._check_grants(rank.rank, transports)
+
+    def _check_grants(self, rank: int, transports: NativeTransportSet) -> None:
+        if transports._scheduler.underway_bytes:
+            raise SimulationError(f"rank {rank} waits for {transports._scheduler.underway_bytes} bytes")
+        for peer in transports._transports:
+            other = self.job.ranks[peer].fabric
+            if other is not None:
+                self._check_credit(rank, peer, transports, other._transport_set)
 
     def _check_credit(self, rank: int, peer: int, here: NativeTransportSet, there: NativeTransportSet) -> None:
         may_send_bytes, _ = here.native_transport.credit_bytes(peer)
