@@ -43,10 +43,15 @@ if TYPE_CHECKING:
     )
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
-    from syncline.pytorch.checkpoint import load_checkpoint, prepare_save, save_checkpoint
-    from syncline.pytorch.checkpoint_background import CheckpointWork
-    from syncline.pytorch.checkpoint_history import latest_checkpoint
-    from syncline.pytorch.checkpoint_resume import Resumption, resume
+    from syncline.pytorch.checkpoint import (
+        CheckpointWork,
+        Resumption,
+        latest_checkpoint,
+        load_checkpoint,
+        prepare_save,
+        resume,
+        save_checkpoint,
+    )
     from syncline.pytorch.comm_hook import comm_hook
     from syncline.pytorch.control import batch_size, clip_grad_norm_, join, no_sync, synchronize
     from syncline.pytorch.distribute import distribute
@@ -92,10 +97,10 @@ _HOMES = {
     "save_checkpoint": "syncline.pytorch.checkpoint",
     "prepare_save": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
-    "resume": "syncline.pytorch.checkpoint_resume",
-    "Resumption": "syncline.pytorch.checkpoint_resume",
-    "latest_checkpoint": "syncline.pytorch.checkpoint_history",
-    "CheckpointWork": "syncline.pytorch.checkpoint_background",
+    "resume": "syncline.pytorch.checkpoint",
+    "Resumption": "syncline.pytorch.checkpoint",
+    "latest_checkpoint": "syncline.pytorch.checkpoint",
+    "CheckpointWork": "syncline.pytorch.checkpoint",
     "BackendOptions": "syncline.pytorch.environment",
     "reconfigure": "syncline.backend.reconfiguration",
     "commit": "syncline.backend.reconfiguration",

@@ -11,7 +11,7 @@ import pytest
 from rank_scripts import forked_python, run_python
 from syncline.cli.demo import choose_network, make_folder
 from syncline.errors import ConfigurationError
-from syncline.pytorch.checkpoint_folder import read_manifest
+from syncline.pytorch.checkpoint.manifest import read_manifest
 
 TIMEOUT_S = 120.0
 

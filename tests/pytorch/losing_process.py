@@ -13,7 +13,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError
-from syncline.pytorch import checkpoint_chunks
+from syncline.pytorch.checkpoint import storage
 
 
 def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> None:
@@ -38,7 +38,7 @@ def main(folder: Path, victims: list[int], deadly_step: int, moment: str) -> Non
                 if last is not None:
                     last.wait()
                 if fleet.rank in victims:
-                    checkpoint_chunks.write_chunks = lambda *_, **__: threading.Event().wait()
+                    storage.write_chunks = lambda *_, **__: threading.Event().wait()
                 work = syncline.save_checkpoint(folder / "other", model, optimizer, wait=False)
                 fleet.barrier()
                 if fleet.rank in victims:

@@ -17,9 +17,8 @@ from oracle_models import CASES, copies, loss_of
 from torch import nn
 
 from syncline.errors import CheckpointError
-from syncline.pytorch import checkpoint_chunks
-from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
-from syncline.pytorch.checkpoint_folder import MANIFEST, previous_folder, writing_folder
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint, storage
+from syncline.pytorch.checkpoint.folder import MANIFEST, previous_folder, writing_folder
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
@@ -213,7 +212,7 @@ def test_a_full_disk_is_called_so_on_every_rank_and_leaves_the_old_checkpoint(
         finally:
             raise RuntimeError("unexpected pos 704 vs 598")
 
-    monkeypatch.setattr(checkpoint_chunks, "write_chunks", write_on_full_disk)
+    monkeypatch.setattr(storage, "write_chunks", write_on_full_disk)
     message = f"Checkpoint {tmp_path / 'saved'}: a rank cannot write its part: ranks 0 and 2: No space left on device"
 
     def body(fleet: Fleet) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError, DeadlineError
-from syncline.pytorch import checkpoint_chunks, checkpoint_folder
-from syncline.pytorch.checkpoint_background import writer_of
+from syncline.pytorch.checkpoint import folder, storage
+from syncline.pytorch.checkpoint.background import writer_of
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
 
@@ -34,14 +34,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.reached = threading.Semaphore(0)
-        write = checkpoint_chunks.write_chunks
+        write = storage.write_chunks
 
         def gated(*args: Any, **settings: Any) -> Any:
             self.reached.release()
             assert self.opened.wait(WAIT_S)
             return write(*args, **settings)
 
-        monkeypatch.setattr(checkpoint_chunks, "write_chunks", gated)
+        monkeypatch.setattr(storage, "write_chunks", gated)
 
 
 @pytest.fixture
@@ -210,9 +210,9 @@ class ImportSpy:
 
 def test_the_training_thread_imports_nothing_in_its_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = adam_after_a_step(30)
-    save_checkpoint, spy, name = syncline.save_checkpoint, ImportSpy(), "syncline.pytorch.checkpoint_chunks"
+    save_checkpoint, spy, name = syncline.save_checkpoint, ImportSpy(), "syncline.pytorch.checkpoint.storage"
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(syncline.pytorch, "checkpoint_chunks")
+    monkeypatch.delattr(syncline.pytorch.checkpoint, "storage")
     monkeypatch.setattr(sys, "meta_path", [spy, *sys.meta_path])
     work = save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
     assert work is not None
@@ -230,8 +230,8 @@ def test_what_goes_wrong_comes_out_once(
     where: str, tmp_path: Path, run_fleets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = copies(CASE.make(), 2)
-    commit = checkpoint_folder.commit
-    monkeypatch.setattr(checkpoint_folder, "commit", refuse)
+    commit = folder.commit
+    monkeypatch.setattr(folder, "commit", refuse)
     message = f"Checkpoint {tmp_path / 'saved'}: a rank cannot complete the checkpoint: rank 0: No space left on device"
     met = threading.Barrier(2, timeout=WAIT_S)
 
@@ -251,7 +251,7 @@ def test_what_goes_wrong_comes_out_once(
         else:
             return
         met.wait()
-        monkeypatch.setattr(checkpoint_folder, "commit", commit)
+        monkeypatch.setattr(folder, "commit", commit)
         met.wait()
         syncline.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import syncline
 from rank_scripts import run_script
 from syncline.errors import CheckpointError
-from syncline.pytorch.checkpoint_contents import _read_index
-from syncline.pytorch.checkpoint_state import rectangles
+from syncline.pytorch.checkpoint.state import rectangles
+from syncline.pytorch.checkpoint.storage import read_index
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
 from syncline.updates.bucket import Slot
@@ -189,7 +189,7 @@ def test_a_damaged_index_is_told_as_one_whatever_its_pickle_raises(tmp_path: Pat
         damaged[choose.randrange(len(good))] = choose.randrange(256)
         index.write_bytes(damaged)
         try:
-            _read_index(index.parent)
+            read_index(index.parent)
         except CheckpointError as error:
             told.add(type(error.__cause__))
     assert len(told) > 3, "of many kinds"

@@ -16,7 +16,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError
-from syncline.pytorch.checkpoint_folder import MANIFEST
+from syncline.pytorch.checkpoint.folder import MANIFEST
 
 UNSAID = object()
 REPLACEMENTS = (-1, 0, 1, 2, 1 << 70, 1.5, "", "torch.int8", "torch.nothing", "../a", None, True, [], [[]], {}, UNSAID)

@@ -12,8 +12,8 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError, ConfigurationError
-from syncline.pytorch import checkpoint_folder, checkpoint_history
-from syncline.pytorch.checkpoint_folder import MANIFEST
+from syncline.pytorch.checkpoint import folder as places
+from syncline.pytorch.checkpoint.folder import MANIFEST
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Overlapped, Sharded, UpdateRule
 
@@ -67,18 +67,18 @@ def test_one_of_a_name_is_found_with_the_one_before(tmp_path: Path) -> None:
     assert syncline.latest_checkpoint(path) == path
     (path / MANIFEST).unlink()
     (path / ".metadata").unlink()
-    assert syncline.latest_checkpoint(path) == checkpoint_folder.previous_folder(path)
+    assert syncline.latest_checkpoint(path) == places.previous_folder(path)
 
 
 def test_nothing_goes_before_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, whole = tmp_path / "run1", []
-    removed = checkpoint_folder.remove
+    removed = places.remove
 
     def remove(path: Path) -> None:
         whole.append((path.name, syncline.latest_checkpoint(folder)))
         removed(path)
 
-    monkeypatch.setattr(checkpoint_folder, "remove", remove)
+    monkeypatch.setattr(places, "remove", remove)
     for iteration in (1, 2):
         syncline.save_checkpoint(folder, make(iteration), iteration=iteration, keep=1)
     assert whole == [("iteration-0000000001", folder / "iteration-0000000002")]
@@ -212,5 +212,5 @@ def test_parts_that_are_missing_or_no_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_names_are_in_the_order_of_iterations() -> None:
-    places = [checkpoint_history.place_of(Path("run1"), number) for number in (0, 9, 10, 99_999, 9_999_999_999)]
-    assert places == sorted(places)
+    found = [places.place_of(Path("run1"), number) for number in (0, 9, 10, 99_999, 9_999_999_999)]
+    assert found == sorted(found)

@@ -13,7 +13,7 @@ from torch import nn
 import syncline
 from rank_scripts import run_script
 from syncline.errors import CheckpointError, PeerLostError, UpdateError
-from syncline.pytorch import checkpoint, checkpoint_folder
+from syncline.pytorch.checkpoint import folder, saving
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded
 
@@ -81,7 +81,7 @@ def lose(fleet: Fleet, path: Path, *, catches: bool = False) -> None:
 def test_the_next_one_writes_where_the_lowest_cannot(
     tmp_path: Path, run_fleets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, refused = checkpoint_folder.commit, []
+    commit, refused = folder.commit, []
 
     def refuse_once(*arguments: Any) -> None:
         if not refused:
@@ -89,7 +89,7 @@ def test_the_next_one_writes_where_the_lowest_cannot(
             raise OSError(28, "No space left on device")
         commit(*arguments)
 
-    monkeypatch.setattr(checkpoint_folder, "commit", refuse_once)
+    monkeypatch.setattr(folder, "commit", refuse_once)
     accept = (DeathError, PeerLostError)
     errors = run_fleets(3, lambda fleet: lose(fleet, tmp_path / "saved"), accept=accept)
     assert [type(error) for error in errors] == [PeerLostError, PeerLostError, DeathError]
@@ -103,7 +103,7 @@ def test_where_nobody_can_write_the_error_says_why(
     def refuse(*_: Any, **__: Any) -> None:
         raise CheckpointError("the disk is gone")
 
-    monkeypatch.setattr(checkpoint, "_write", refuse)
+    monkeypatch.setattr(saving, "_write", refuse)
     accept = (DeathError, PeerLostError)
     errors = run_fleets(3, lambda fleet: lose(fleet, tmp_path / "saved"), accept=accept)
     for error in errors[:2]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import CheckpointError, HandshakeError, UpdateError
-from syncline.pytorch.checkpoint_resume import take_parts
+from syncline.pytorch.checkpoint.loading import take_parts
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import communicators_in_memory
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from syncline.errors import DeadlineError, MismatchError, SynclineError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
-from syncline.pytorch.checkpoint_resume import resume
+from syncline.pytorch.checkpoint.loading import resume
 from syncline.pytorch.control import clip_grad_norm_
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet

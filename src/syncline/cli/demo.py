@@ -15,8 +15,6 @@ from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
 from syncline.errors import CheckpointError, ConfigurationError
-from syncline.pytorch.checkpoint_folder import read_manifest
-from syncline.pytorch.checkpoint_history import find
 from syncline.topology import Topology
 
 DEMO_TOPOLOGY = "demo-1-3"
@@ -77,6 +75,9 @@ def demo(
 
 def check_resumable(output: Path, *, num_steps: int) -> None:
     """Say before any rank starts that there is nothing to go on from, or nothing left to do."""
+    from syncline.pytorch.checkpoint.folder import find  # needs torch, which the command line does not
+    from syncline.pytorch.checkpoint.manifest import read_manifest
+
     try:
         folder = find(output / CHECKPOINT)
     except CheckpointError:

@@ -14,6 +14,9 @@ from syncline.arguments import Whole, checked
 from syncline.elastic.settings import Elastic
 from syncline.errors import CheckpointError, UpdateError
 from syncline.priorities.terms import Priorities
+from syncline.pytorch.checkpoint.group import again_if_members_change
+from syncline.pytorch.checkpoint.loading import resume_together
+from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.failure_saving import FailureSaving, WholeState
 from syncline.pytorch.fleet import Fleet, current_fleet
@@ -111,8 +114,6 @@ def _whole_state(optimizer: DistributedOptimizer, path: Path) -> WholeState:
     """Return what this rank can save without the others."""
 
     def write() -> Path:
-        from syncline.pytorch.checkpoint import save_alone  # what few jobs need, and takes a while to load
-
         return save_alone(path, optimizer.training.model, optimizer.inner, iteration=optimizer.iteration)
 
     return WholeState(
@@ -132,9 +133,6 @@ def _let_go_back(optimizer: DistributedOptimizer, installation: Installation) ->
 
 def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
     """Go back to the newest whole checkpoint on all ranks of an elastic job."""
-    from syncline.pytorch.checkpoint_group import again_if_members_change
-    from syncline.pytorch.checkpoint_resume import resume_together
-
     if again_if_members_change(resume_together)(path, model, optimizer).path is None:
         raise CheckpointError(
             f"State of lost ranks is gone, and there is no checkpoint at {path} to go back to; save one now and then, "
@@ -144,8 +142,6 @@ def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptim
 
 def _save_as_told(optimizer: DistributedOptimizer, told: Mapping[str, Any]) -> None:
     """Take part in a checkpoint that another rank writes, with what it was told of the call."""
-    from syncline.pytorch.checkpoint import save_checkpoint  # as above
-
     options = {key: told[key] for key in told if key not in {"path", "has_optimizer"}}
     given = optimizer if told["has_optimizer"] else None
     save_checkpoint(told["path"], optimizer.training.model, given, **options)

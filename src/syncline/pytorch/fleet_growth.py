@@ -30,7 +30,7 @@ from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.last_words import tell_number
-from syncline.pytorch.checkpoint_group import CheckpointGroup
+from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.fabric_place import FabricPlace
 from syncline.pytorch.fleet import Fleet

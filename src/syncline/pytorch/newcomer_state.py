@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.pytorch.checkpoint_group import CheckpointGroup
+from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.packing import pack, unpack
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream

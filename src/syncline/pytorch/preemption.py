@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from syncline.errors import UpdateError
+from syncline.pytorch.checkpoint.saving import save_checkpoint
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -79,8 +80,6 @@ def _leave(fleet: Fleet) -> None:
 
 def _save(optimizer: DistributedOptimizer, folder: Any) -> bool:
     """Save where and what the program has saved last, or would resume from; return whether it has said."""
-    from syncline.pytorch.checkpoint import save_checkpoint  # what few jobs need, and takes a while to load
-
     save = optimizer.last_save or ({"path": folder} if folder is not None else None)
     if save is None:
         return False

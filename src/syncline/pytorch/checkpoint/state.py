@@ -1,31 +1,67 @@
-"""Optimizer state as a checkpoint has it: a catalogue that JSON can say, and chunks of elements on disk.
+"""State as a checkpoint has it: chunks of tensors, other values by name, and states of schedulers as text.
 
 Names, shapes and single values are those of ``torch.distributed.checkpoint.state_dict``, so that programs with FSDP or
 DistributedDataParallel read what is written here: ``optimizer.state.NAME.exp_avg`` has the shape of the parameter. A
 rank that owns elements 5 to 17 of a matrix in memory order writes them as up to three rectangles.
+
+States of schedulers, samplers and the like are in torch's own format, which keeps what JSON does not (numbers as keys,
+tensors), and only plain values are loaded from it: a checkpoint cannot run code.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from syncline.pytorch.checkpoint_chunk import Chunk
-from syncline.pytorch.checkpoint_manifest import STATE_PREFIX
+from syncline.errors import CheckpointError
 from syncline.updates.bucket import Slot
 from syncline.updates.state import StateEntry
 from syncline.updates.state_values import decode_value
+
+MODEL_PREFIX = "model."
+STATE_PREFIX = "optimizer.state."
+GROUPS_PREFIX = "optimizer.param_groups."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A part of the tensor called ``name`` (of shape ``size``), which begins at ``offset``."""
+
+    name: str
+    size: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Chunk:
+        """Make a chunk that is all of its tensor."""
+        return cls(name=name, size=tuple(tensor.shape), offset=(0,) * tensor.dim(), tensor=tensor)
+
 
 Catalogue = dict[str, dict[str, Any]]
 """By parameter's name its "state": for each key a number type (divided into elements), or a list of the one value."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle of a tensor begins, and its sizes."""
 
-MODEL_PREFIX = "model."
-GROUPS_PREFIX = "optimizer.param_groups."
+
+def model_chunks(model: nn.Module) -> list[Chunk]:
+    """Return all tensors of a model's ``state_dict``, whole; changes to them change the model."""
+    chunks = []
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
+            )
+        chunks.append(Chunk.whole(f"{MODEL_PREFIX}{name}", value))
+    return chunks
 
 
 def state_chunks(entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> tuple[list[Chunk], dict[str, Any]]:
@@ -143,3 +179,47 @@ def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 def _order(slot: Slot) -> list[int]:
     """Return the dimensions from the slowest to the fastest in memory."""
     return sorted(range(len(slot.shape)), key=lambda dimension: (-slot.stride[dimension], dimension))
+
+
+class Stateful(Protocol):
+    """A scheduler, sampler or the like."""
+
+    def state_dict(self) -> Any:
+        """Return all that it needs to go on, in plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from there."""
+
+
+def encode_parts(parts: Mapping[str, Stateful]) -> dict[str, str]:
+    """Return the state of each as text."""
+    return {name: _encode(name, part) for name, part in parts.items()}
+
+
+def load_part(name: str, part: Stateful, text: str) -> None:
+    """Let ``part`` go on from the state that is told by a text."""
+    try:
+        part.load_state_dict(_decode(text))
+    except Exception as error:  # a damaged pickle, and a state that does not fit, may raise anything
+        raise CheckpointError(
+            f"The state of {name}= that was saved cannot be loaded into a {type(part).__name__}: {error}; give the "
+            "object that it was saved from, or leave it out"
+        ) from error
+
+
+def _decode(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+
+
+def _encode(name: str, part: Stateful) -> str:
+    data = io.BytesIO()
+    try:
+        torch.save(part.state_dict(), data)
+        text = base64.b64encode(data.getvalue()).decode()
+        _decode(text)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"The state_dict() of {name}= has more than plain values and tensors, so it could not be loaded again: "
+            f"{error}"
+        ) from error
+    return text

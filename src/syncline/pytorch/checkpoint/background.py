@@ -22,7 +22,7 @@ import torch
 
 from syncline.arguments import Bounds, checked
 from syncline.errors import CheckpointError, DeadlineError, PeerLostError
-from syncline.pytorch.checkpoint_chunk import Chunk
+from syncline.pytorch.checkpoint.state import Chunk
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
 from syncline.updates.control import ControlStream, every_rank

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,9 +41,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
-from syncline.pytorch.checkpoint_chunk import Chunk
-from syncline.pytorch.checkpoint_manifest import ChunkRecord, ValueRecord
-from syncline.updates.private_torch import checkpoint_place
+from syncline.pytorch.checkpoint.folder import DCP_INDEX, MANIFEST
+from syncline.pytorch.checkpoint.manifest import ChunkRecord, ValueRecord
+from syncline.pytorch.checkpoint.state import Chunk
+from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES, checkpoint_place
 from syncline.updates.state_values import dtype_of
 
 SAVE_ID = "syncline"
@@ -332,3 +335,44 @@ def _tensors(records: Sequence[ValueRecord]) -> dict[str, TensorStorageMetadata]
             raise CheckpointError(f"Chunks of {record.name!r} in the checkpoint are of tensors of several kinds")
         stored.chunks.append(ChunkStorageMetadata(torch.Size(record.offset), torch.Size(record.sizes)))
     return tensors
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Loads the classes of DCP's index, and no other: a pickle can name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class that DCP writes."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # so Python 3.11.2, among others, writes a member of an enum
+        root = module.partition(".")[0]
+        is_known = name in CHECKPOINT_INDEX_NAMES and root in {"torch", "pathlib", "collections"}
+        if not is_known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP has")
+        return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return the member of an enum; nothing else of anything is got for a pickle."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no index of DCP does")
+    return kind[name]
+
+
+def read_index(folder: Path) -> ChunkTable:
+    """Return what DCP's own index says, a pickle; raises :class:`CheckpointError` if it is none, or no index."""
+    try:
+        with (folder / DCP_INDEX).open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        is_ours = getattr(index.storage_meta, "save_id", None) == SAVE_ID
+        tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
+        places = dict(index.storage_data)
+        table = None if is_ours else ChunkTable(folder=folder, tensors=tensors, places=places)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(
+            f"The index {folder / DCP_INDEX} of torch.distributed.checkpoint cannot be read: {error}"
+        ) from error
+    if table is None:
+        raise CheckpointError(f"The checkpoint {folder} is damaged: {MANIFEST} is missing; use the previous one")
+    return table

@@ -1,9 +1,4 @@
-"""Checkpoints that load on any number of ranks and any topology, exactly: state belongs to parameters, not to ranks.
-
-The model is written by rank 0. Each rank writes the optimizer state that it owns, as ranges of each parameter's
-elements; together they are whole, so another division of the same elements reads them as well, also a single process
-without a fleet, and programs that use ``torch.distributed.checkpoint``. Ranks must see the same file system.
-"""
+"""Saving a checkpoint: what each rank writes is described on the training thread, and written there or behind it."""
 
 from __future__ import annotations
 
@@ -20,14 +15,18 @@ from torch import nn
 
 from syncline.arguments import Count, Whole, checked
 from syncline.errors import CheckpointError
-from syncline.pytorch import checkpoint_folder as place
-from syncline.pytorch import checkpoint_history as history
-from syncline.pytorch.checkpoint_background import CheckpointWork, writer_of
-from syncline.pytorch.checkpoint_chunk import Chunk
-from syncline.pytorch.checkpoint_group import CheckpointGroup, again_if_members_change, checkpoint_group_of
-from syncline.pytorch.checkpoint_parts import Stateful, encode_parts
-from syncline.pytorch.checkpoint_state import MODEL_PREFIX, group_chunks, join_catalogues, state_chunks
-from syncline.pytorch.checkpoint_together import Together
+from syncline.pytorch.checkpoint import folder as place
+from syncline.pytorch.checkpoint.background import CheckpointWork, writer_of
+from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
+from syncline.pytorch.checkpoint.state import (
+    Chunk,
+    Stateful,
+    encode_parts,
+    group_chunks,
+    join_catalogues,
+    model_chunks,
+    state_chunks,
+)
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.updates.state import StateEntry
 from syncline.updates.state_values import describe_state
@@ -103,50 +102,15 @@ def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
 
     Returns where: ``path``, or in it, where it has checkpoints of earlier iterations. One of this is left as it is.
     """
-    if history.has_several(path):
-        path = history.place_of(path, iteration)
-        if history.is_whole(path):
+    from syncline.pytorch.checkpoint.manifest import is_whole  # takes a while to load
+
+    if place.has_several(path):
+        path = place.place_of(path, iteration)
+        if is_whole(path):
             return path
     ask = _Ask({"iteration": iteration}, iteration, None, {})
     _save(path, model, CheckpointGroup(model, optimizer), ask, wait=True)
     return path
-
-
-@checked
-@again_if_members_change
-def load_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    strict: bool = True,
-    **parts: Stateful,
-) -> Any:
-    """Load a checkpoint into ``model`` and ``optimizer``, in place, and return its ``extra``; every rank calls it.
-
-    Of a folder of several (``keep=``) the newest is taken. A folder that a program has written with
-    ``torch.distributed.checkpoint`` (of FSDP or DistributedDataParallel, on any number of ranks, with the names of
-    ``get_state_dict()``) is one too; it has no ``extra``, and no checksums. ``parts`` take the states that they were
-    saved with, by the same names. With ``strict`` the model's and the checkpoint's names must be the same, and all
-    parts must be there; else what both have is loaded. Raises :class:`CheckpointError` on every rank if it is missing,
-    damaged, or made from another model.
-
-    >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
-    >>> model, optimizer = syncline.distribute(model, optimizer)
-    >>> syncline.load_checkpoint("run1", model, optimizer)["epoch"]  # of any number of ranks, here of a plain process
-    3
-    """
-    from syncline.pytorch.checkpoint_loading import check, load  # torch's part of it takes a second
-
-    target = Path(path).absolute()
-    group = checkpoint_group_of(model, optimizer)
-    group.synchronize()
-    together = Together(group.exchange, target, "load_checkpoint()")
-    together.run("cannot read the checkpoint", lambda: check(history.find(target), group))
-    loaded: list[Any] = []
-    action = partial(load, history.find(target), model, group, parts, strict=strict)
-    together.run("cannot load the checkpoint", lambda: loaded.append(action()))
-    return loaded[0].extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +194,8 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
                 "Checkpoints that are kept are named by their iterations, which a plain optimizer does not count; give "
                 "save_checkpoint() the number of steps as iteration="
             )
-        history.check_keepable(target)
-        target = history.place_of(target, iteration)
+        place.check_keepable(target)
+        target = place.place_of(target, iteration)
     entries = group.entries()
     chunks, values = _contents(model, group, entries)
     told: dict[str, Any] = {"catalogue": describe_state(entries), "parts": encode_parts(ask.parts)}
@@ -269,7 +233,8 @@ def _contents(
 
 def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
     """Write the checkpoint, together with the others; on the training thread, or in the background."""
-    from syncline.pytorch import checkpoint_chunks  # which would hold up training, in its first save
+    from syncline.pytorch.checkpoint import storage  # which would hold up training, in its first save
+    from syncline.pytorch.checkpoint.manifest import checksums
 
     target = snapshot.target
     together = Together(exchange, target, _SAVE)
@@ -281,8 +246,8 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
     def write_part() -> dict[str, Any]:
         folder = place.writing_folder(target)
-        records = checkpoint_chunks.write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
-        files = place.checksums(folder, (record["file"] for record in records))
+        records = storage.write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
+        files = checksums(folder, (record["file"] for record in records))
         return {**snapshot.told, "records": records, "files": files}
 
     def complete() -> None:
@@ -300,8 +265,8 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
 
 def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
-    from syncline.pytorch.checkpoint_chunks import write_index
-    from syncline.pytorch.checkpoint_manifest import CheckpointManifest
+    from syncline.pytorch.checkpoint.manifest import CheckpointManifest, write_manifest
+    from syncline.pytorch.checkpoint.storage import write_index
 
     target, first = snapshot.target, parts[0]
     catalogue = join_catalogues(part["catalogue"] for part in parts)
@@ -316,23 +281,12 @@ def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
     }
     manifest = CheckpointManifest.model_validate(content)
     write_index(place.writing_folder(target), manifest.records)
-    place.commit(target, manifest)
+    write_manifest(place.writing_folder(target), manifest)
+    place.commit(target)
     if snapshot.keep is not None:
         try:
-            history.prune(target, keep=snapshot.keep)
+            place.prune(target, keep=snapshot.keep)
         except OSError as error:
             raise CheckpointError(
                 f"{target} is whole, but an older one beside it cannot be removed: {error}"
             ) from error
-
-
-def model_chunks(model: nn.Module) -> list[Chunk]:
-    """Return all tensors of a model's ``state_dict``, whole; changes to them change the model."""
-    chunks = []
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
-            )
-        chunks.append(Chunk.whole(f"{MODEL_PREFIX}{name}", value))
-    return chunks

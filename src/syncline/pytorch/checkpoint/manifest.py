@@ -1,4 +1,4 @@
-"""The schema of a checkpoint's manifest, by which it is written and read.
+"""What is said of a checkpoint beside its elements: the schema by which it is written and read, and its checksums.
 
 A checksum tells of damage. It does not tell of an edit by whoever can write the file, who makes it right again: so
 nothing here is taken from the file without a look at its kind and its range.
@@ -6,13 +6,32 @@ nothing here is taken from the file without a look at its kind and its range.
 
 from __future__ import annotations
 
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from syncline.errors import UpdateError
+from syncline.errors import CheckpointError, UpdateError
+from syncline.pytorch.checkpoint.folder import MANIFEST, is_checkpoint, previous_folder
+from syncline.pytorch.checkpoint.state import STATE_PREFIX
 from syncline.updates.state_values import decode_single, dtype_of
+
+FORMAT = 2
+_BLOCK_BYTES = 1 << 20
 
 
 def _named_dtype(name: str) -> str:
@@ -28,8 +47,6 @@ def _plain_file(name: str) -> str:
         raise ValueError("a file of a checkpoint lies in its folder itself")
     return name
 
-
-STATE_PREFIX = "optimizer.state."
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[list[Count], Field(max_length=64)]
@@ -133,3 +150,81 @@ class CheckpointManifest(_Entry):
                 if kind is None or (isinstance(kind, str) and kind != dtype):
                     raise ValueError(f"{record.name!r} is {dtype} on the disk, and {kind} in the optimizer's state")
         return self
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write the manifest to the disk."""
+    content = manifest.model_dump()
+    text = json.dumps({"format": FORMAT, "crc": _text_crc(content), "content": content}, indent=1)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read the manifest, and check it by its schema; what it says of elements, the table of chunks checks."""
+    try:
+        outer = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version, crc, content = outer["format"], outer["crc"], outer["content"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} is damaged, its {MANIFEST} is no use: {error}; try {previous_folder(folder)}"
+        ) from error
+    if version != FORMAT:
+        raise CheckpointError(f"The checkpoint {folder} has format {version!r}, this version reads {FORMAT}")
+    if crc != _text_crc(content):
+        raise CheckpointError(f"The checkpoint {folder} is damaged: its {MANIFEST} was changed; use the previous one")
+    try:
+        return CheckpointManifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise CheckpointError(
+            f"The checkpoint {folder} is damaged: {where} in its {MANIFEST} cannot be {first['input']!r:.80}: "
+            f"{first['msg']}; use {previous_folder(folder)}"
+        ) from error
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return size and CRC-32 of files."""
+    return {name: [(folder / name).stat().st_size, _crc(folder / name)] for name in sorted(set(names))}
+
+
+def check_sizes(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
+    """Check that all files are there, and as long as they were."""
+    for name, (size, _) in sorted(files.items()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is missing or not {size} bytes long")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether nothing is missing; contents are compared when it is loaded."""
+    if not (folder / MANIFEST).is_file():
+        return is_checkpoint(folder)  # of others, nothing tells what there should be
+    try:
+        check_sizes(folder, read_manifest(folder).files)
+    except CheckpointError:
+        return False
+    return True
+
+
+def check_files(folder: Path, files: Mapping[str, Sequence[int]], *, part: int, num_parts: int) -> None:
+    """Check sizes of all files, and the contents of every ``num_parts``-th from ``part`` on."""
+    check_sizes(folder, files)
+    for name, (_, crc) in sorted(files.items())[part::num_parts]:
+        if _crc(folder / name) != crc:
+            raise CheckpointError(f"The checkpoint {folder} is damaged: the contents of {name} have changed")
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _text_crc(manifest: Any) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())

@@ -1,0 +1,414 @@
+"""Loading a checkpoint, whoever wrote it: this library, or a program with ``torch.distributed.checkpoint``.
+
+Its files are checked by all ranks together, then each takes what it owns. Where our manifest lies beside, that is
+asked. Else it is DCP's own index, which has names alone: so the model is looked for by its parameters' names, behind
+whatever the program put before them (``model.``, ``app.model.``, ``model.module.``), and the optimizer's state
+likewise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from syncline.arguments import checked
+from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint import folder as place
+from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
+from syncline.pytorch.checkpoint.state import (
+    MODEL_PREFIX,
+    STATE_PREFIX,
+    Catalogue,
+    CheckpointState,
+    Chunk,
+    Stateful,
+    encode_parts,
+    load_part,
+)
+from syncline.pytorch.optimizer import DistributedOptimizer, Growing
+from syncline.updates.bucket import Slot
+from syncline.updates.state import SINGLE_VALUES, StateEntry
+from syncline.updates.state_values import encode_single
+
+if TYPE_CHECKING:
+    from syncline.pytorch.checkpoint.storage import ChunkTable
+
+_log = logging.getLogger(__name__)
+_CALL = "resume()"
+
+
+@checked
+@again_if_members_change
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **parts: Stateful,
+) -> Any:
+    """Load a checkpoint into ``model`` and ``optimizer``, in place, and return its ``extra``; every rank calls it.
+
+    Of a folder of several (``keep=``) the newest is taken. A folder that a program has written with
+    ``torch.distributed.checkpoint`` (of FSDP or DistributedDataParallel, on any number of ranks, with the names of
+    ``get_state_dict()``) is one too; it has no ``extra``, and no checksums. ``parts`` take the states that they were
+    saved with, by the same names. With ``strict`` the model's and the checkpoint's names must be the same, and all
+    parts must be there; else what both have is loaded. Raises :class:`CheckpointError` on every rank if it is missing,
+    damaged, or made from another model.
+
+    >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> syncline.load_checkpoint("run1", model, optimizer)["epoch"]  # of any number of ranks, here of a plain process
+    3
+    """
+    target = Path(path).absolute()
+    group = checkpoint_group_of(model, optimizer)
+    group.synchronize()
+    together = Together(group.exchange, target, "load_checkpoint()")
+    together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
+    loaded: list[Any] = []
+    action = partial(_load, place.find(target), model, group, parts, strict=strict)
+    together.run("cannot load the checkpoint", lambda: loaded.append(action()))
+    return loaded[0].extra
+
+
+@checked
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the newest whole checkpoint at ``folder``, an absolute path; None if there is none.
+
+    ``folder`` is one checkpoint, or has several (``save_checkpoint(..., keep=n)``), of which the latest iteration is
+    taken whose files are all there; :func:`load_checkpoint` compares their contents too. Any process may ask.
+
+    >>> for number in range(3):
+    ...     syncline.save_checkpoint("run1", model, iteration=number, keep=2)
+    >>> syncline.latest_checkpoint("run1").name
+    'iteration-0000000002'
+    """
+    from syncline.pytorch.checkpoint.manifest import is_whole  # takes a while to load
+
+    return next(filter(is_whole, place.candidates(Path(folder).absolute())), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where training goes on, as :func:`syncline.resume` found it.
+
+    >>> syncline.resume("run1", model, optimizer)
+    Resumption(iteration=0, extra={}, path=None)
+    """
+
+    iteration: int = 0
+    """Steps that were made."""
+    extra: Any = field(default_factory=dict)
+    """What was saved as ``extra``; an empty dictionary if nothing was."""
+    path: Path | None = None
+    """The checkpoint that was loaded; None at the first start, and where this rank came into a running job."""
+
+
+@checked
+def resume(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **parts: Stateful,
+) -> Resumption:
+    """Load the newest whole checkpoint at ``path``, if there is one, and say where training goes on.
+
+    Every rank calls it, once, after :func:`syncline.distribute`, also those that only serve; on any number of ranks,
+    whatever number has saved. ``path`` is what ``save_checkpoint`` was given, with or without ``keep=``. ``parts`` are
+    the schedulers, samplers and the like that were saved by the same names. All ranks take the same checkpoint: where
+    the newest is damaged, the one before, and one rank logs a warning. Nothing is changed at the first start.
+
+    A rank that has come into a running job (``init(join=)``) is where the members are already: for it alone, nothing is
+    loaded but ``parts``, which it is given as they were within the ``step()`` at whose end it came in.
+
+    Raises :class:`CheckpointError` on every rank if there are checkpoints and all are damaged, or if the one that is
+    loaded is of another model.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer)
+    >>> begin = syncline.resume("run1", model, optimizer)
+    >>> for iteration in range(begin.iteration, 3):
+    ...     model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+    ...     syncline.save_checkpoint("run1", model, optimizer, extra={"seed": 1}, keep=2)
+    >>> syncline.resume("run1", model, optimizer).iteration
+    3
+    """
+    if isinstance(optimizer, DistributedOptimizer):
+        keep = 2 if place.has_several(Path(path)) else None
+        optimizer.last_save = optimizer.last_save or {"path": path, "keep": keep, **parts}
+    growing = optimizer.growing if isinstance(optimizer, DistributedOptimizer) else None
+    if growing is not None:
+        growing.offer_parts = partial(encode_parts, parts)
+        growing.offer_parts()  # what cannot be given is told now
+        if growing.has_just_come:
+            return take_parts(growing, parts)
+    return resume_together(path, model, optimizer, strict=strict, **parts)
+
+
+def resume_together(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    **parts: Stateful,
+) -> Resumption:
+    """Load the newest whole checkpoint, as :func:`resume`, on every rank, whenever it came."""
+    target = Path(path).absolute()
+    group = checkpoint_group_of(model, optimizer)
+    group.synchronize()
+    together = Together(group.agree, target, _CALL)
+    names = together.run("cannot look for checkpoints", partial(_relative_candidates, target))[0]
+    if not names:
+        return Resumption()
+    problems: list[str] = []
+    for name in names:
+        folder = target.parent / name
+        try:
+            together.run("cannot read the checkpoint", partial(_check, folder, group))
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if problems and (group.fleet is None or group.fleet.rank == 0):
+            _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
+        return _load_together(folder, model, group, parts, together, strict=strict)
+    raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
+
+
+def take_parts(growing: Growing, parts: Mapping[str, Stateful]) -> Resumption:
+    """Go on where the members are: of what ``resume()`` was given on them, take the state.
+
+    Raises :class:`CheckpointError` for what they did not give.
+    """
+    for name, part in parts.items():
+        if name not in growing.parts:
+            raise CheckpointError(
+                f"{name}= was not given to resume() by the members of the job that this rank has come into, which gave "
+                f"{', '.join(sorted(growing.parts)) or 'nothing'}; run the same script"
+            )
+        load_part(name, part, growing.parts[name])
+    return Resumption(iteration=growing.iteration)
+
+
+def _load_together(
+    folder: Path,
+    model: nn.Module,
+    group: CheckpointGroup,
+    parts: dict[str, Stateful],
+    together: Together,
+    *,
+    strict: bool,
+) -> Resumption:
+    found: list[Resumption] = []
+
+    def action() -> None:
+        contents = _load(folder, model, group, parts, strict=strict)
+        extra = {} if contents.extra is None else contents.extra
+        found.append(Resumption(iteration=contents.iteration, extra=extra, path=folder))
+
+    together.run("cannot load the checkpoint", action)
+    return found[0]
+
+
+def _relative_candidates(target: Path) -> list[str]:
+    """Return what may be loaded as seen from beside ``target``, which ranks may have mounted in different places."""
+    return [os.path.relpath(folder, target.parent) for folder in place.candidates(target)]
+
+
+def _check(folder: Path, group: CheckpointGroup) -> None:
+    """Raise :class:`CheckpointError` if it is damaged, as far as this rank's share of the files tells."""
+    from syncline.pytorch.checkpoint.manifest import check_files, read_manifest  # takes a while to load
+
+    if (folder / place.MANIFEST).is_file() or not place.is_checkpoint(folder):
+        files = read_manifest(folder).files
+        check_files(folder, files, part=group.rank, num_parts=group.world_size)
+
+
+def _load(
+    folder: Path, model: nn.Module, group: CheckpointGroup, parts: Mapping[str, Stateful], *, strict: bool
+) -> CheckpointContents:
+    """Take from a folder what this rank needs, and return what it holds beside that."""
+    targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    contents = _read_contents(folder, targets.keys(), group.slots(), group.names_by_group())
+    wanted = _model_chunks(contents, targets, strict=strict)
+    missing = [name for name in parts if name not in contents.parts]
+    if strict and missing:
+        raise CheckpointError(
+            f"The checkpoint {folder} has no state of {missing[0]}=; save_checkpoint(..., {missing[0]}=...) writes it, "
+            "and strict=False goes on without"
+        )
+    if group.optimizer is not None:
+        if contents.catalogue is None:
+            raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
+        source = CheckpointState(contents.catalogue, prefix=contents.state_prefix)
+        group.load_groups(contents.groups)
+        group.load_state(source)
+        wanted += source.wanted
+    with torch.no_grad():
+        contents.table.read(wanted)
+    for name, part in parts.items():
+        if name in contents.parts:
+            load_part(name, part, contents.parts[name])
+    group.go_on_from(contents.iteration)
+    return contents
+
+
+def _model_chunks(contents: CheckpointContents, targets: Mapping[str, torch.Tensor], *, strict: bool) -> list[Chunk]:
+    stored, names = contents.model_names, set(targets)
+    if strict and names != stored:
+        missing, unknown = sorted(names - stored)[:5], sorted(stored - names)[:5]
+        raise CheckpointError(
+            f"The checkpoint {contents.table.folder} is of another model: it lacks {missing}, and has {unknown} that "
+            "the model lacks"
+        )
+    chunks = [Chunk.whole(name, value) for name, value in targets.items() if name in stored]
+    return [replace(chunk, name=f"{contents.model_prefix}{chunk.name}") for chunk in chunks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointContents:
+    """What is to be loaded, by names; elements are still on the disk."""
+
+    table: ChunkTable
+    model_prefix: str = MODEL_PREFIX
+    state_prefix: str = STATE_PREFIX
+    catalogue: Catalogue | None
+    """None if it was saved without an optimizer."""
+    groups: list[dict[str, Any]]
+    iteration: int = 0
+    extra: Any = None
+    parts: Mapping[str, str]
+    """States of schedulers, samplers and the like, by name."""
+
+    @property
+    def model_names(self) -> set[str]:
+        """Names of the model's tensors."""
+        prefix = self.model_prefix
+        return {name.removeprefix(prefix) for name in self.table.tensors if name.startswith(prefix)}
+
+
+def _read_contents(
+    folder: Path, model_names: Collection[str], slots: Mapping[str, Slot], groups: Sequence[Collection[str]]
+) -> CheckpointContents:
+    """Read what there is for a model of these names, whose optimizer has these parameters and groups of their names."""
+    from syncline.pytorch.checkpoint.manifest import read_manifest
+    from syncline.pytorch.checkpoint.storage import ChunkTable, read_index  # torch's part of it takes a second
+
+    if not (folder / place.MANIFEST).is_file():
+        return _of_others(read_index(folder), model_names, slots, groups)
+    manifest = read_manifest(folder)
+    optimizer = manifest.optimizer
+    return CheckpointContents(
+        table=ChunkTable.of_records(folder, manifest.records),
+        catalogue=None if optimizer is None else {name: one.model_dump() for name, one in optimizer.state.items()},
+        groups=[] if optimizer is None else optimizer.groups,
+        iteration=manifest.iteration,
+        extra=manifest.extra,
+        parts=manifest.parts,
+    )
+
+
+def _of_others(
+    table: ChunkTable, model_names: Collection[str], slots: Mapping[str, Slot], groups: Sequence[Collection[str]]
+) -> CheckpointContents:
+    model_prefix = _prefix_of_model(table, model_names)
+    names = [*table.tensors, *table.values]
+    found = {
+        name[: name.index(mark)]
+        for name in names
+        for mark in ("state.", "param_groups.")
+        if mark in name and not name.startswith(model_prefix + mark)
+    }
+    prefixes = {prefix for prefix in found if any(name.startswith(f"{prefix}param_groups.") for name in names)}
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"The checkpoint {table.folder} has several optimizers ({', '.join(sorted(prefixes))}); load the "
+            "model alone"
+        )
+    if not prefixes:
+        return CheckpointContents(table=table, model_prefix=model_prefix, catalogue=None, groups=[], parts={})
+    (prefix,) = prefixes
+    return CheckpointContents(
+        table=table,
+        model_prefix=model_prefix,
+        state_prefix=f"{prefix}state.",
+        catalogue=_catalogue(table, f"{prefix}state.", slots),
+        groups=_groups(table, f"{prefix}param_groups.", groups),
+        parts={},
+    )
+
+
+def _prefix_of_model(table: ChunkTable, model_names: Collection[str]) -> str:
+    """Return what stands before most of the model's names."""
+    counts: Counter[str] = Counter()
+    for stored in table.tensors:
+        counts.update(stored[: -len(name)] for name in _endings(stored) if name in model_names)
+    if not counts:
+        shown = ", ".join(repr(name) for name in sorted(table.tensors)[:3])
+        raise CheckpointError(
+            f"The checkpoint {table.folder} has nothing of this model; it has {shown} ...; load it into the model that "
+            "it was made from"
+        )
+    most = max(counts.values())
+    best = sorted(prefix for prefix, count in counts.items() if count == most)
+    if len(best) > 1 and MODEL_PREFIX not in best:
+        raise CheckpointError(
+            f"The checkpoint {table.folder} has this model several times, behind {', '.join(map(repr, best))}; keep "
+            "one of them in it, as 'model'"
+        )
+    return best[0] if len(best) == 1 else MODEL_PREFIX
+
+
+def _endings(name: str) -> list[str]:
+    """Return a dotted name, and what is left of it when words are taken from its beginning."""
+    words = name.split(".")
+    return [".".join(words[start:]) for start in range(len(words))]
+
+
+def _catalogue(table: ChunkTable, prefix: str, slots: Mapping[str, Slot]) -> Catalogue:
+    """Say what the state of each parameter is, as :func:`syncline.pytorch.optimizer_state.describe_state` does."""
+    catalogue: Catalogue = {}
+    singles: list[tuple[str, str, str]] = []
+    for name in (*table.tensors, *table.values):
+        parameter, _, key = name.removeprefix(prefix).rpartition(".")
+        if not name.startswith(prefix) or parameter not in slots:
+            continue
+        stored = table.tensors.get(name)
+        if stored is not None and tuple(stored.size) == slots[parameter].shape and key not in SINGLE_VALUES:
+            catalogue.setdefault(parameter, {"state": {}})["state"][key] = str(stored.properties.dtype)
+        else:
+            singles.append((name, parameter, key))
+    found = _read_all(table, [name for name, _, _ in singles])
+    for name, parameter, key in singles:
+        entry = StateEntry(parameter=parameter, key=key, value=found[name])
+        catalogue.setdefault(parameter, {"state": {}})["state"][key] = [encode_single(entry)]
+    return catalogue
+
+
+def _groups(table: ChunkTable, prefix: str, names: Sequence[Collection[str]]) -> list[dict[str, Any]]:
+    """Return hyper-parameters by group: stored by its number, or (``flatten_optimizer_state_dict``) by parameter."""
+    found = _read_all(table, [name for name in (*table.tensors, *table.values) if name.startswith(prefix)])
+    by_owner: dict[str, dict[str, Any]] = {}
+    for name, value in found.items():
+        owner, _, key = name.removeprefix(prefix).rpartition(".")
+        if key not in {"params", "param_names"}:
+            by_owner.setdefault(owner, {})[key] = value
+    if all(owner.isdecimal() for owner in by_owner):
+        return [by_owner[owner] for owner in sorted(by_owner, key=int)]
+    return [next((by_owner[name] for name in group if name in by_owner), {}) for group in names]
+
+
+def _read_all(table: ChunkTable, names: list[str]) -> dict[str, Any]:
+    values = table.read_values([name for name in names if name not in table.tensors])
+    return values | {name: table.read_tensor(name) for name in names if name in table.tensors}
