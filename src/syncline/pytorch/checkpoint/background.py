@@ -12,6 +12,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from syncline.arguments import Bounds, checked
 from syncline.errors import CheckpointError, DeadlineError, PeerLostError
-from syncline.pytorch.checkpoint.state import Chunk
+from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
 from syncline.updates.control import ControlStream, every_rank
@@ -105,8 +106,7 @@ class BackgroundWriter:
         self._channel: ControlStream | None = None
         self._close_channel: Callable[[], None] | None = None
         self._communicator: Communicator | None = None
-        """On which the channel was opened; another has other members."""
-        self._is_broken = False
+        """On which the channel was opened, unless it has failed; another has other members."""
 
     def register(self, fleet: Fleet | None) -> None:
         """See that the fleet, or a process without one, does not end before a save does."""
@@ -121,7 +121,7 @@ class BackgroundWriter:
 
     def is_connected(self, fleet: Fleet) -> bool:
         """Whether the ranks that are there now can tell each other how a save goes."""
-        return self._communicator is fleet.communicator and not self._is_broken
+        return self._communicator is fleet.communicator
 
     def connect(self, fleet: Fleet) -> None:
         """Open calls of their own for what ranks tell each other; every rank does, also where one alone must."""
@@ -131,7 +131,6 @@ class BackgroundWriter:
         self._channel = ControlStream(group, stream=streams.start, timeout_s=fleet.timeout_s)
         self._close_channel = group.close
         self._communicator = fleet.communicator
-        self._is_broken = False
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return every rank's value, in rank order; on the thread that writes."""
@@ -139,7 +138,7 @@ class BackgroundWriter:
         try:
             return self._channel.all_gather(value, every_rank(call))
         except Exception:
-            self._is_broken = True  # a call that failed ends all calls of its group
+            self._communicator = None  # a call that failed ends all calls of its group
             raise
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
@@ -157,18 +156,18 @@ class BackgroundWriter:
 
         threading.Thread(target=touch, name="syncline-checkpoint", daemon=True).start()
 
-    def snapshot(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def snapshot(self, state: SavedState) -> SavedState:
         """Copy what is to be written into host memory, which is kept for the next time."""
         with self._touching:
             self._is_memory_used = True
-        sizes = _places(chunks)
+        sizes = _places(state.chunks)
         memory = self._room_for(sum(sizes))
         taken = []
-        for chunk, start in zip(chunks, accumulate(sizes, initial=0), strict=False):
+        for chunk, start in zip(state.chunks, accumulate(sizes, initial=0), strict=False):
             source = chunk.tensor.detach()
             flat = memory[start : start + source.nbytes].view(source.dtype)
             taken.append(replace(chunk, tensor=flat.view(source.shape).copy_(source)))
-        return taken
+        return SavedState(taken, deepcopy(state.values))
 
     def _room_for(self, num_bytes: int) -> torch.Tensor:
         """Return memory of so many bytes at least, that of the last time if it is large enough."""

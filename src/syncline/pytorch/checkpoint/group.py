@@ -6,7 +6,7 @@ import json
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from pickle import PickleError
 from typing import Any, ParamSpec, TypeVar
@@ -46,19 +46,26 @@ def again_if_members_change(function: Callable[Parameters, Result]) -> Callable[
 
 
 class CheckpointGroup:
-    """One process that has everything itself: a plain model and a plain optimizer."""
+    """One process that has everything itself: a plain model and a plain optimizer.
 
-    saves = True
-    """Whether this process has a part in saving."""
+    That may be a rank of a ``training`` whose others cannot be asked to do a thing together, as ranks may be lost, or
+    only serve: each reads a checkpoint by itself, as it has the whole state, and the one that ``saves`` writes it.
+    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        training: Training | None = None,
+        *,
+        saves: bool = True,
+    ) -> None:
         self.optimizer = optimizer
-        self.owner: object = model
+        self.saves = saves
+        self.owner: object = model if training is None else training
         """What is saved, once at a time."""
-        named = {} if optimizer is None else trained_parameters(model, optimizer)
-        plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
-        parameters = list(named)
-        self._places = [(slot, parameters[slot.position]) for plan in plans for slot in plan.slots]
+        self.training = training
+        self._model = model
 
     @property
     def rank(self) -> int:
@@ -73,23 +80,30 @@ class CheckpointGroup:
     @property
     def fleet(self) -> Fleet | None:
         """The fleet that it is trained on, if any."""
-        return None
+        return None if self.training is None else fleet_of(self.training)
 
     @property
     def iteration(self) -> int | None:
         """Steps that were made; None if nobody counts them."""
-        return None
+        return None if self.training is None else self.training.updater.iteration
 
     def go_on_from(self, iteration: int) -> None:
         """Count steps from there on."""
+        if self.training is not None:
+            self.training.updater.go_on_from(iteration)
 
     def exchange(self, value: Any, call: str) -> list[Any]:  # noqa: ARG002 - nobody else can miss the call
         """Return every rank's value, in rank order; ``call`` is the user's, which errors name."""
         return [json.loads(json.dumps(value))]
 
     def agree(self, value: Any, call: str) -> list[Any]:
-        """Return the value of every rank of the job, also of those that load by themselves."""
-        return self.exchange(value, call)
+        """Return the value of every rank of the job, also of those that load by themselves, where training begins."""
+        if self.training is None:
+            return self.exchange(value, call)
+        return self.training.updater.collectives.control.all_gather(value, every_rank(call))
+
+    def check_members(self) -> None:
+        """Raise :class:`MembersChangedError` if these are no longer the ranks that began."""
 
     def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let ranks take part that would not call ``save_checkpoint()`` by themselves: what it was called with."""
@@ -97,13 +111,21 @@ class CheckpointGroup:
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
 
+    @cached_property
+    def places(self) -> list[tuple[Slot, nn.Parameter]]:
+        """The place of each trained parameter."""
+        named = {} if self.optimizer is None else trained_parameters(self._model, self.optimizer)
+        parameters = list(named)
+        plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        return [(slot, parameters[slot.position]) for plan in plans for slot in plan.slots]
+
     def slots(self) -> Mapping[str, Slot]:
         """Return the place of each trained parameter, by name."""
-        return {slot.name: slot for slot, _ in self._places}
+        return {slot.name: slot for slot, _ in self.places}
 
     def names(self) -> Mapping[torch.Tensor, str]:
         """Return the name of each trained parameter."""
-        return {tensor: slot.name for slot, tensor in self._places}
+        return {tensor: slot.name for slot, tensor in self.places}
 
     def names_by_group(self) -> list[list[str]]:
         """Return the names of the trained parameters in each of the optimizer's groups."""
@@ -116,13 +138,13 @@ class CheckpointGroup:
         if self.optimizer is None:
             return []
         state = self.optimizer.state
-        return [entry for slot, tensor in self._places for entry in parameter_entries(slot, state.get(tensor, {}))]
+        return [entry for slot, tensor in self.places for entry in parameter_entries(slot, state.get(tensor, {}))]
 
     def load_state(self, source: StateSource) -> None:
         """Replace the optimizer state."""
         assert self.optimizer is not None, "only an optimizer's state is loaded"
         self.optimizer.state.clear()
-        for slot, tensor in self._places:
+        for slot, tensor in self.places:
             state = load_parameter_state(source, slot, tensor)
             if state:
                 self.optimizer.state[tensor] = state
@@ -149,35 +171,15 @@ class CheckpointGroup:
             group.update({key: _like(key, group.get(key), value) for key, value in options.items()})
 
 
-class TrainingGroup(CheckpointGroup):
-    """One rank, or all, of those on which a model is in training."""
-
-    _training: Training
-
-    @property
-    def fleet(self) -> Fleet:
-        """The fleet that it is trained on."""
-        return fleet_of(self._training)
-
-    @property
-    def iteration(self) -> int:
-        """Steps that were made."""
-        return self._training.updater.iteration
-
-    def go_on_from(self, iteration: int) -> None:
-        """Count steps from there on."""
-        self._training.updater.go_on_from(iteration)
-
-
-class FleetCheckpointGroup(TrainingGroup):
+class FleetCheckpointGroup(CheckpointGroup):
     """The ranks on which a model is in training."""
 
+    training: Training
+
     def __init__(self, training: Training, optimizer: torch.optim.Optimizer | None) -> None:
-        self.optimizer = optimizer
-        self.owner = training
-        self._training = training
+        super().__init__(training.model, optimizer, training)
         self._control = training.updater.collectives.control
-        self._members = self._control.members
+        self._members = list(self._control.members)
 
     @property
     def rank(self) -> int:
@@ -191,58 +193,44 @@ class FleetCheckpointGroup(TrainingGroup):
 
     def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let ranks that follow the others take part."""
-        self._training.announce_save({**told, "has_optimizer": self.optimizer is not None})
+        self.training.announce_save({**told, "has_optimizer": self.optimizer is not None})
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return every rank's value, in rank order; raises where these are no longer the ranks that began."""
-        own = list(self._members)
+        own = self._members
         answers = self._control.all_gather([own, value], every_rank(call))
         if [members for members, _ in answers] != [own] * len(own):
             raise MembersChangedError(f"Ranks were lost in {call}, which must be called again")
         return [value for _, value in answers]
 
+    def agree(self, value: Any, call: str) -> list[Any]:
+        """Return every rank's value, in rank order: all load together."""
+        return self.exchange(value, call)
+
+    def check_members(self) -> None:
+        """Raise :class:`MembersChangedError` if these are no longer the ranks that began."""
+        if list(self._control.members) != self._members:
+            raise MembersChangedError("Ranks were lost or came, and others have others' parts now")
+
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
-        self._training.synchronize()
+        self.training.synchronize()
 
-    def slots(self) -> Mapping[str, Slot]:
-        """Return the place of each trained parameter, by name."""
-        return {slot.name: slot for bucket in self._training.updater.buckets for slot in bucket.plan.slots}
-
-    def names(self) -> Mapping[torch.Tensor, str]:
-        """Return the name of each trained parameter."""
-        return {
-            tensor: slot.name
-            for bucket in self._training.updater.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-        }
+    @property
+    def places(self) -> list[tuple[Slot, nn.Parameter]]:
+        """The place of each trained parameter now."""
+        buckets = self.training.updater.buckets
+        return [pair for bucket in buckets for pair in zip(bucket.plan.slots, bucket.tensors, strict=True)]
 
     def entries(self) -> list[StateEntry]:
         """Return the optimizer state that this rank owns."""
-        if self.optimizer is None or not self._training.updater.is_in_first_replica:
+        if self.optimizer is None or not self.training.updater.is_in_first_replica:
             return []
-        return [entry for entry in self._training.updater.state_entries() if not entry.is_spare]
+        return [entry for entry in self.training.updater.state_entries() if not entry.is_spare]
 
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""
-        self._training.updater.load_state(source)
-
-
-class LocalCheckpointGroup(TrainingGroup):
-    """A rank whose fleet cannot be asked to do a thing together: ranks may be lost, or only serve.
-
-    Each reads a checkpoint by itself, as it has the whole state; one of them writes it.
-    """
-
-    def __init__(self, training: Training, optimizer: torch.optim.Optimizer | None, *, saves: bool) -> None:
-        super().__init__(training.model, optimizer)
-        self.owner = training
-        self.saves = saves
-        self._training = training
-
-    def agree(self, value: Any, call: str) -> list[Any]:
-        """Return the value of every rank of the job; none is lost where training begins."""
-        return self._training.updater.collectives.control.all_gather(value, every_rank(call))
+        self.training.updater.load_state(source)
 
 
 def checkpoint_group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckpointGroup:
@@ -264,7 +252,8 @@ def _checkpoint_group_in(training: Training, optimizer: DistributedOptimizer | N
     if checkpoint_writer is None:
         return FleetCheckpointGroup(training, optimizer)
     plain = None if optimizer is None else optimizer.inner
-    return LocalCheckpointGroup(training, plain, saves=checkpoint_writer == training.updater.collectives.rank)
+    saves = checkpoint_writer == training.updater.collectives.rank
+    return CheckpointGroup(training.model, plain, training, saves=saves)
 
 
 def _like(key: str, current: Any, value: Any) -> Any:
@@ -289,8 +278,14 @@ class Together:
         self._target = target
         self._call = call
 
-    def run(self, what: str, action: Callable[[], Any]) -> list[Any]:
-        """Return what each rank's ``action`` returned."""
+    def run(self, what: str, action: Callable[[], Result]) -> Result:
+        """Return what this rank's ``action`` returned."""
+        results: list[Result] = []
+        self.gather(what, lambda: results.append(action()))
+        return results[0]
+
+    def gather(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """Return what each rank's ``action`` returned, as JSON has it."""
         result, problem, cause = None, "", None
         try:
             result = action()

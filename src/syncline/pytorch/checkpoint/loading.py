@@ -40,6 +40,7 @@ from syncline.updates.state import SINGLE_VALUES, StateEntry
 from syncline.updates.state_values import encode_single
 
 if TYPE_CHECKING:
+    from syncline.pytorch.checkpoint.manifest import CheckpointManifest
     from syncline.pytorch.checkpoint.storage import ChunkTable
 
 _log = logging.getLogger(__name__)
@@ -75,10 +76,8 @@ def load_checkpoint(
     group.synchronize()
     together = Together(group.exchange, target, "load_checkpoint()")
     together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
-    loaded: list[Any] = []
     action = partial(_load, place.find(target), model, group, parts, strict=strict)
-    together.run("cannot load the checkpoint", lambda: loaded.append(action()))
-    return loaded[0].extra
+    return together.run("cannot load the checkpoint", action).extra
 
 
 @checked
@@ -169,7 +168,7 @@ def resume_together(
     group = checkpoint_group_of(model, optimizer)
     group.synchronize()
     together = Together(group.agree, target, _CALL)
-    names = together.run("cannot look for checkpoints", partial(_relative_candidates, target))[0]
+    names = together.gather("cannot look for checkpoints", partial(_relative_candidates, target))[0]
     if not names:
         return Resumption()
     problems: list[str] = []
@@ -182,7 +181,10 @@ def resume_together(
             continue
         if problems and (group.fleet is None or group.fleet.rank == 0):
             _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
-        return _load_together(folder, model, group, parts, together, strict=strict)
+        action = partial(_load, folder, model, group, parts, strict=strict)
+        loaded = together.run("cannot load the checkpoint", action)
+        extra = {} if loaded.extra is None else loaded.extra
+        return Resumption(iteration=loaded.iteration, extra=extra, path=folder)
     raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
 
 
@@ -201,26 +203,6 @@ def take_parts(growing: Growing, parts: Mapping[str, Stateful]) -> Resumption:
     return Resumption(iteration=growing.iteration)
 
 
-def _load_together(
-    folder: Path,
-    model: nn.Module,
-    group: CheckpointGroup,
-    parts: dict[str, Stateful],
-    together: Together,
-    *,
-    strict: bool,
-) -> Resumption:
-    found: list[Resumption] = []
-
-    def action() -> None:
-        contents = _load(folder, model, group, parts, strict=strict)
-        extra = {} if contents.extra is None else contents.extra
-        found.append(Resumption(iteration=contents.iteration, extra=extra, path=folder))
-
-    together.run("cannot load the checkpoint", action)
-    return found[0]
-
-
 def _relative_candidates(target: Path) -> list[str]:
     """Return what may be loaded as seen from beside ``target``, which ranks may have mounted in different places."""
     return [os.path.relpath(folder, target.parent) for folder in place.candidates(target)]
@@ -237,31 +219,32 @@ def _check(folder: Path, group: CheckpointGroup) -> None:
 
 def _load(
     folder: Path, model: nn.Module, group: CheckpointGroup, parts: Mapping[str, Stateful], *, strict: bool
-) -> CheckpointContents:
-    """Take from a folder what this rank needs, and return what it holds beside that."""
+) -> CheckpointManifest:
+    """Take from a folder what this rank needs, and return what is said of it."""
     targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    contents = _read_contents(folder, targets.keys(), group.slots(), group.names_by_group())
+    contents = _read_contents(folder, targets.keys(), group)
+    manifest = contents.manifest
     wanted = _model_chunks(contents, targets, strict=strict)
-    missing = [name for name in parts if name not in contents.parts]
+    missing = [name for name in parts if name not in manifest.parts]
     if strict and missing:
         raise CheckpointError(
             f"The checkpoint {folder} has no state of {missing[0]}=; save_checkpoint(..., {missing[0]}=...) writes it, "
             "and strict=False goes on without"
         )
     if group.optimizer is not None:
-        if contents.catalogue is None:
+        if manifest.optimizer is None:
             raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
-        source = CheckpointState(contents.catalogue, prefix=contents.state_prefix)
-        group.load_groups(contents.groups)
+        source = CheckpointState(manifest.optimizer.model_dump()["state"], prefix=contents.state_prefix)
+        group.load_groups(manifest.optimizer.groups)
         group.load_state(source)
         wanted += source.wanted
     with torch.no_grad():
         contents.table.read(wanted)
     for name, part in parts.items():
-        if name in contents.parts:
-            load_part(name, part, contents.parts[name])
-    group.go_on_from(contents.iteration)
-    return contents
+        if name in manifest.parts:
+            load_part(name, part, manifest.parts[name])
+    group.go_on_from(manifest.iteration)
+    return manifest
 
 
 def _model_chunks(contents: CheckpointContents, targets: Mapping[str, torch.Tensor], *, strict: bool) -> list[Chunk]:
@@ -281,15 +264,9 @@ class CheckpointContents:
     """What is to be loaded, by names; elements are still on the disk."""
 
     table: ChunkTable
+    manifest: CheckpointManifest
     model_prefix: str = MODEL_PREFIX
     state_prefix: str = STATE_PREFIX
-    catalogue: Catalogue | None
-    """None if it was saved without an optimizer."""
-    groups: list[dict[str, Any]]
-    iteration: int = 0
-    extra: Any = None
-    parts: Mapping[str, str]
-    """States of schedulers, samplers and the like, by name."""
 
     @property
     def model_names(self) -> set[str]:
@@ -298,55 +275,28 @@ class CheckpointContents:
         return {name.removeprefix(prefix) for name in self.table.tensors if name.startswith(prefix)}
 
 
-def _read_contents(
-    folder: Path, model_names: Collection[str], slots: Mapping[str, Slot], groups: Sequence[Collection[str]]
-) -> CheckpointContents:
-    """Read what there is for a model of these names, whose optimizer has these parameters and groups of their names."""
-    from syncline.pytorch.checkpoint.manifest import read_manifest
+def _read_contents(folder: Path, model_names: Collection[str], group: CheckpointGroup) -> CheckpointContents:
+    """Read what there is for a model of these names, and for its optimizer."""
+    from syncline.pytorch.checkpoint.manifest import CheckpointManifest, read_manifest
     from syncline.pytorch.checkpoint.storage import ChunkTable, read_index  # torch's part of it takes a second
 
-    if not (folder / place.MANIFEST).is_file():
-        return _of_others(read_index(folder), model_names, slots, groups)
-    manifest = read_manifest(folder)
-    optimizer = manifest.optimizer
-    return CheckpointContents(
-        table=ChunkTable.of_records(folder, manifest.records),
-        catalogue=None if optimizer is None else {name: one.model_dump() for name, one in optimizer.state.items()},
-        groups=[] if optimizer is None else optimizer.groups,
-        iteration=manifest.iteration,
-        extra=manifest.extra,
-        parts=manifest.parts,
-    )
-
-
-def _of_others(
-    table: ChunkTable, model_names: Collection[str], slots: Mapping[str, Slot], groups: Sequence[Collection[str]]
-) -> CheckpointContents:
+    if (folder / place.MANIFEST).is_file():
+        manifest = read_manifest(folder)
+        return CheckpointContents(table=ChunkTable.of_records(folder, manifest.records), manifest=manifest)
+    table = read_index(folder)
     model_prefix = _prefix_of_model(table, model_names)
-    names = [*table.tensors, *table.values]
-    found = {
-        name[: name.index(mark)]
-        for name in names
-        for mark in ("state.", "param_groups.")
-        if mark in name and not name.startswith(model_prefix + mark)
-    }
-    prefixes = {prefix for prefix in found if any(name.startswith(f"{prefix}param_groups.") for name in names)}
-    if len(prefixes) > 1:
-        raise CheckpointError(
-            f"The checkpoint {table.folder} has several optimizers ({', '.join(sorted(prefixes))}); load the "
-            "model alone"
-        )
-    if not prefixes:
-        return CheckpointContents(table=table, model_prefix=model_prefix, catalogue=None, groups=[], parts={})
-    (prefix,) = prefixes
-    return CheckpointContents(
-        table=table,
-        model_prefix=model_prefix,
-        state_prefix=f"{prefix}state.",
-        catalogue=_catalogue(table, f"{prefix}state.", slots),
-        groups=_groups(table, f"{prefix}param_groups.", groups),
-        parts={},
+    prefix = _prefix_of_optimizer(table, model_prefix)
+    optimizer = (
+        None
+        if prefix is None
+        else {
+            "state": _catalogue(table, f"{prefix}state.", group.slots()),
+            "groups": _groups(table, f"{prefix}param_groups.", group.names_by_group()),
+        }
     )
+    said = {"world_size": 1, "iteration": 0, "optimizer": optimizer, "extra": None}
+    manifest = CheckpointManifest.model_validate({**said, "parts": {}, "records": [], "files": {}})
+    return CheckpointContents(table=table, manifest=manifest, model_prefix=model_prefix, state_prefix=f"{prefix}state.")
 
 
 def _prefix_of_model(table: ChunkTable, model_names: Collection[str]) -> str:
@@ -370,6 +320,22 @@ def _prefix_of_model(table: ChunkTable, model_names: Collection[str]) -> str:
     return best[0] if len(best) == 1 else MODEL_PREFIX
 
 
+def _prefix_of_optimizer(table: ChunkTable, model_prefix: str) -> str | None:
+    """Return what stands before the names of the optimizer's state and groups; None if there is none."""
+    mark = "param_groups."
+    prefixes = {
+        name[: name.index(mark)]
+        for name in (*table.tensors, *table.values)
+        if mark in name and not name.startswith(model_prefix + mark)
+    }
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"The checkpoint {table.folder} has several optimizers ({', '.join(sorted(prefixes))}); load the "
+            "model alone"
+        )
+    return prefixes.pop() if prefixes else None
+
+
 def _endings(name: str) -> list[str]:
     """Return a dotted name, and what is left of it when words are taken from its beginning."""
     words = name.split(".")
@@ -389,7 +355,7 @@ def _catalogue(table: ChunkTable, prefix: str, slots: Mapping[str, Slot]) -> Cat
             catalogue.setdefault(parameter, {"state": {}})["state"][key] = str(stored.properties.dtype)
         else:
             singles.append((name, parameter, key))
-    found = _read_all(table, [name for name, _, _ in singles])
+    found = table.read_whole([name for name, _, _ in singles])
     for name, parameter, key in singles:
         entry = StateEntry(parameter=parameter, key=key, value=found[name])
         catalogue.setdefault(parameter, {"state": {}})["state"][key] = [encode_single(entry)]
@@ -398,7 +364,7 @@ def _catalogue(table: ChunkTable, prefix: str, slots: Mapping[str, Slot]) -> Cat
 
 def _groups(table: ChunkTable, prefix: str, names: Sequence[Collection[str]]) -> list[dict[str, Any]]:
     """Return hyper-parameters by group: stored by its number, or (``flatten_optimizer_state_dict``) by parameter."""
-    found = _read_all(table, [name for name in (*table.tensors, *table.values) if name.startswith(prefix)])
+    found = table.read_whole([name for name in (*table.tensors, *table.values) if name.startswith(prefix)])
     by_owner: dict[str, dict[str, Any]] = {}
     for name, value in found.items():
         owner, _, key = name.removeprefix(prefix).rpartition(".")
@@ -407,8 +373,3 @@ def _groups(table: ChunkTable, prefix: str, names: Sequence[Collection[str]]) ->
     if all(owner.isdecimal() for owner in by_owner):
         return [by_owner[owner] for owner in sorted(by_owner, key=int)]
     return [next((by_owner[name] for name in group if name in by_owner), {}) for group in names]
-
-
-def _read_all(table: ChunkTable, names: list[str]) -> dict[str, Any]:
-    values = table.read_values([name for name in names if name not in table.tensors])
-    return values | {name: table.read_tensor(name) for name in names if name in table.tensors}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,7 @@ from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint import folder as place
 from syncline.pytorch.checkpoint.background import CheckpointWork, writer_of
 from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
-from syncline.pytorch.checkpoint.state import (
-    Chunk,
-    Stateful,
-    encode_parts,
-    group_chunks,
-    join_catalogues,
-    model_chunks,
-    state_chunks,
-)
+from syncline.pytorch.checkpoint.state import SavedState, Stateful, encode_parts
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.updates.state import StateEntry
 from syncline.updates.state_values import describe_state
@@ -93,8 +84,7 @@ def prepare_save(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     group = checkpoint_group_of(model, optimizer)
     if group.saves:
         group.synchronize()
-        chunks, _ = _contents(model, group, group.entries())
-        writer_of(group.owner).prepare(chunks)
+        writer_of(group.owner).prepare(_owned_state(model, group, group.entries()).chunks)
 
 
 def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, iteration: int) -> Path:
@@ -125,13 +115,13 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """What this rank writes, and what it tells of it."""
+    """What this rank writes, what it tells of it, and on rank 0 what is said of the whole checkpoint."""
 
     target: Path
     keep: int | None
-    chunks: list[Chunk]
-    values: dict[str, Any]
+    state: SavedState
     told: dict[str, Any]
+    head: dict[str, Any]
 
 
 def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, wait: bool) -> CheckpointWork | None:
@@ -140,49 +130,41 @@ def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, 
     told = {"path": str(target), "extra": ask.extra, "iteration": ask.iteration, "keep": ask.keep, "wait": wait}
     group.announce_save(told)
     group.synchronize()
-    while True:
-        ranks = group.rank, group.world_size
-        try:
-            work = _save_once(target, model, group, ask, wait=wait)
-        except CheckpointError:
-            if ranks == (group.rank, group.world_size):
-                raise
-        else:
-            if work is not None or (wait and ranks == (group.rank, group.world_size)):
-                return work
-        # ranks were lost or came meanwhile, and others have others' parts now
+    try:
+        return _save_once(target, model, group, ask, wait=wait)
+    except CheckpointError:
+        group.check_members()
+        raise
 
 
 def _save_once(
     target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, wait: bool
 ) -> CheckpointWork | None:
     """Save, or begin to; None if there is nothing to be waited for."""
-    writer, ranks = writer_of(group.owner), (group.rank, group.world_size)
+    writer, exchange = writer_of(group.owner), group.exchange
     taken: list[_Snapshot] = []
 
     def begin() -> list[bool]:
         writer.finish()
         found = _describe(target, model, group, ask)
-        if not wait:
-            found = replace(found, chunks=writer.snapshot(found.chunks), values=deepcopy(found.values))
-        taken.append(found)
+        taken.append(found if wait else replace(found, state=writer.snapshot(found.state)))
         return [bool(ask.parts), group.fleet is not None and writer.is_connected(group.fleet)]
 
-    answers = Together(group.exchange, target, _SAVE).run("cannot begin", begin)
-    if ranks != (group.rank, group.world_size):
-        return None
+    answers = Together(exchange, target, _SAVE).gather("cannot begin", begin)
+    group.check_members()
     snapshot = taken[0]
     if group.rank != next((rank for rank, (has_parts, _) in enumerate(answers) if has_parts), 0):
         snapshot.told["parts"] = {}
     if wait:
-        _write(snapshot, group.rank, group.exchange)
+        _write(snapshot, group.rank, exchange)
+        group.check_members()
         return None
     writer.register(group.fleet)
-    if group.world_size == 1 or group.fleet is None:
-        return writer.start(snapshot.target, partial(_write, snapshot, group.rank, group.exchange))
-    if not all(is_connected for _, is_connected in answers):
-        writer.connect(group.fleet)
-    return writer.start(snapshot.target, partial(_write, snapshot, group.rank, writer.exchange))
+    if group.world_size > 1 and group.fleet is not None:
+        if not all(is_connected for _, is_connected in answers):
+            writer.connect(group.fleet)
+        exchange = writer.exchange
+    return writer.start(snapshot.target, partial(_write, snapshot, group.rank, exchange))
 
 
 def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask) -> _Snapshot:
@@ -197,16 +179,13 @@ def _describe(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask)
         place.check_keepable(target)
         target = place.place_of(target, iteration)
     entries = group.entries()
-    chunks, values = _contents(model, group, entries)
-    told: dict[str, Any] = {"catalogue": describe_state(entries), "parts": encode_parts(ask.parts)}
+    told = {"catalogue": describe_state(entries), "parts": encode_parts(ask.parts)}
+    head: dict[str, Any] = {}
     if group.rank == 0:
-        told |= {"groups": group.groups(), "has_optimizer": group.optimizer is not None}
-        told |= {
-            "world_size": group.world_size,
-            "iteration": iteration or 0,
-            "extra": _plain(ask.extra),
-        }
-    return _Snapshot(target=target, keep=ask.keep, chunks=chunks, values=values, told=told)
+        groups = json.loads(json.dumps(group.groups()))
+        head["world_size"], head["iteration"], head["extra"] = group.world_size, iteration or 0, _plain(ask.extra)
+        head["optimizer"] = None if group.optimizer is None else {"groups": groups}
+    return _Snapshot(target=target, keep=ask.keep, state=_owned_state(model, group, entries), told=told, head=head)
 
 
 def _plain(extra: Any) -> Any:
@@ -219,16 +198,15 @@ def _plain(extra: Any) -> Any:
         ) from error
 
 
-def _contents(
-    model: nn.Module, group: CheckpointGroup, entries: Sequence[StateEntry]
-) -> tuple[list[Chunk], dict[str, Any]]:
+def _owned_state(model: nn.Module, group: CheckpointGroup, entries: Sequence[StateEntry]) -> SavedState:
     """Return what this rank writes: the state that it owns, and on rank 0 the model and the hyper-parameters."""
-    chunks, values = state_chunks(entries, group.slots())
+    state = SavedState()
     if group.rank == 0:
-        groups = [] if group.optimizer is None else group.optimizer.param_groups
-        more_chunks, more_values = group_chunks(groups, group.names())
-        chunks, values = [*model_chunks(model), *chunks, *more_chunks], values | more_values
-    return chunks, values
+        state.add_model(model)
+    state.add_entries(entries, group.slots())
+    if group.rank == 0 and group.optimizer is not None:
+        state.add_groups(group.optimizer.param_groups, group.names())
+    return state
 
 
 def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
@@ -238,26 +216,17 @@ def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[A
 
     target = snapshot.target
     together = Together(exchange, target, _SAVE)
-    parts: list[dict[str, Any]] = []
-
-    def begin() -> None:
-        if rank == 0:
-            place.begin(target)
 
     def write_part() -> dict[str, Any]:
         folder = place.writing_folder(target)
-        records = storage.write_chunks(folder, snapshot.chunks, snapshot.values, rank=rank)
+        records = storage.write_chunks(folder, snapshot.state, rank=rank)
         files = checksums(folder, (record["file"] for record in records))
         return {**snapshot.told, "records": records, "files": files}
 
-    def complete() -> None:
-        if rank == 0:
-            _complete(snapshot, parts)
-
-    together.run("cannot make a folder", begin)
+    together.run("cannot make a folder", lambda: None if rank else place.begin(target))
     try:
-        parts += together.run("cannot write its part", write_part)
-        together.run("cannot complete the checkpoint", complete)
+        parts = together.gather("cannot write its part", write_part)
+        together.run("cannot complete the checkpoint", lambda: None if rank else _complete(snapshot, parts))
     except Exception:
         if rank == 0:
             place.discard(target)
@@ -268,20 +237,20 @@ def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
     from syncline.pytorch.checkpoint.manifest import CheckpointManifest, write_manifest
     from syncline.pytorch.checkpoint.storage import write_index
 
-    target, first = snapshot.target, parts[0]
-    catalogue = join_catalogues(part["catalogue"] for part in parts)
-    content = {
-        "world_size": first["world_size"],
-        "iteration": first["iteration"],
-        "optimizer": {"state": catalogue, "groups": first["groups"]} if first["has_optimizer"] else None,
-        "extra": first["extra"],
+    target, folder = snapshot.target, place.writing_folder(snapshot.target)
+    content = snapshot.head | {
         "parts": {name: text for part in parts for name, text in part["parts"].items()},
         "records": [record for part in parts for record in part["records"]],
         "files": {name: sums for part in parts for name, sums in part["files"].items()},
     }
+    if content["optimizer"] is not None:
+        catalogue: dict[str, dict[str, Any]] = {}
+        for name, keys in (one for part in parts for one in part["catalogue"].items()):
+            catalogue.setdefault(name, {"state": {}})["state"].update(keys)
+        content["optimizer"]["state"] = catalogue
     manifest = CheckpointManifest.model_validate(content)
-    write_index(place.writing_folder(target), manifest.records)
-    write_manifest(place.writing_folder(target), manifest)
+    write_index(folder, manifest.records)
+    write_manifest(folder, manifest)
     place.commit(target)
     if snapshot.keep is not None:
         try:

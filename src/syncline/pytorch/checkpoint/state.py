@@ -15,7 +15,7 @@ import io
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -52,62 +52,44 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a rectangle of a tensor begins, and its sizes."""
 
 
-def model_chunks(model: nn.Module) -> list[Chunk]:
-    """Return all tensors of a model's ``state_dict``, whole; changes to them change the model."""
-    chunks = []
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
-            )
-        chunks.append(Chunk.whole(f"{MODEL_PREFIX}{name}", value))
-    return chunks
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a rank writes, by names: chunks of tensors, which are those of the model itself, and what is no tensor."""
 
+    chunks: list[Chunk] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
 
-def state_chunks(entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> tuple[list[Chunk], dict[str, Any]]:
-    """Return this rank's state as chunks, and what of it is no tensor by name."""
-    chunks: list[Chunk] = []
-    values: dict[str, Any] = {}
-    for entry in entries:
-        name = f"{STATE_PREFIX}{entry.parameter}.{entry.key}"
-        if entry.start is not None:
-            slot = slots[entry.parameter]
-            chunks += [
-                Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
-                for offset, part in rectangles(slot, entry.start, entry.value)
-            ]
-        elif isinstance(entry.value, torch.Tensor):
-            chunks.append(Chunk.whole(name, entry.value))
+    def add_model(self, model: nn.Module) -> None:
+        """Add all tensors of a model's ``state_dict``, whole."""
+        for name, value in model.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
+                )
+            self._add(f"{MODEL_PREFIX}{name}", value)
+
+    def add_entries(self, entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> None:
+        """Add optimizer state that a rank owns."""
+        for entry in entries:
+            name = f"{STATE_PREFIX}{entry.parameter}.{entry.key}"
+            if entry.start is None:
+                self._add(name, entry.value)
+            else:
+                self.chunks.extend(chunks_of(name, slots[entry.parameter], entry.start, entry.value))
+
+    def add_groups(self, groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
+        """Add hyper-parameters as PyTorch's programs look for them."""
+        for number, group in enumerate(groups):
+            named = {**group, "params": [names[tensor] for tensor in group["params"] if tensor in names]}
+            for key, value in named.items():
+                if key != "param_names":
+                    self._add(f"{GROUPS_PREFIX}{number}.{key}", value)
+
+    def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.chunks.append(Chunk.whole(name, value))
         else:
-            values[name] = entry.value
-    return chunks, values
-
-
-def group_chunks(
-    groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
-) -> tuple[list[Chunk], dict[str, Any]]:
-    """Return hyper-parameters as PyTorch's programs look for them: tensors, and what is none."""
-    chunks: list[Chunk] = []
-    values: dict[str, Any] = {}
-    for number, group in enumerate(groups):
-        for key, value in group.items():
-            name = f"{GROUPS_PREFIX}{number}.{key}"
-            if key == "params":
-                values[name] = [names[tensor] for tensor in value if tensor in names]
-            elif isinstance(value, torch.Tensor):
-                chunks.append(Chunk.whole(name, value))
-            elif key != "param_names":
-                values[name] = value
-    return chunks, values
-
-
-def join_catalogues(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> Catalogue:
-    """Join what the ranks have."""
-    joined: Catalogue = {}
-    for part in parts:
-        for name, keys in part.items():
-            joined.setdefault(name, {"state": {}})["state"].update(keys)
-    return joined
+            self.values[name] = value
 
 
 class CheckpointState:
@@ -125,13 +107,15 @@ class CheckpointState:
 
     def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
         """Note that elements are wanted."""
-        if not target.numel():
-            return
-        name = f"{self._prefix}{slot.name}.{key}"
-        self.wanted += [
-            Chunk(name=name, size=slot.shape, offset=offset, tensor=part)
-            for offset, part in rectangles(slot, start, target)
-        ]
+        if target.numel():
+            self.wanted += chunks_of(f"{self._prefix}{slot.name}.{key}", slot, start, target)
+
+
+def chunks_of(name: str, slot: Slot, start: int, flat: torch.Tensor) -> list[Chunk]:
+    """Return elements of a parameter, in memory order from ``start`` on, as chunks of the tensor ``name``."""
+    return [
+        Chunk(name=name, size=slot.shape, offset=offset, tensor=part) for offset, part in rectangles(slot, start, flat)
+    ]
 
 
 def rectangles(slot: Slot, start: int, flat: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

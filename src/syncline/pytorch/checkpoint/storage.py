@@ -10,13 +10,18 @@ import io
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,12 +32,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -43,15 +45,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint.folder import DCP_INDEX, MANIFEST
 from syncline.pytorch.checkpoint.manifest import ChunkRecord, ValueRecord
-from syncline.pytorch.checkpoint.state import Chunk
+from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES, checkpoint_place
 from syncline.updates.state_values import dtype_of
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""
-
-Values = Mapping[str, Any]
-"""What is no tensor, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +77,13 @@ class ChunkTable:
     @classmethod
     def of_records(cls, folder: Path, records: Sequence[ValueRecord]) -> ChunkTable:
         """Make the table of what ranks have written."""
-        return cls(
-            folder=folder,
-            tensors=_tensors(records),
-            places={_index(record): _storage(record) for record in records},
-        )
+        places = {
+            MetadataIndex(record.name, record.offset if isinstance(record, ChunkRecord) else None): checkpoint_place(
+                record.file, start=record.start, length=record.length
+            )
+            for record in records
+        }
+        return cls(folder=folder, tensors=_tensors(records), places=places)
 
     @property
     def values(self) -> list[str]:
@@ -92,7 +93,6 @@ class ChunkTable:
     def read(self, wanted: Sequence[Chunk]) -> None:
         """Fill the tensors of ``wanted`` from whatever chunks there are of them."""
         items: list[ReadItem] = []
-        targets: dict[MetadataIndex, Chunk] = {}
         for chunk in wanted:
             stored = self.tensors.get(chunk.name)
             if stored is None or tuple(stored.size) != chunk.size or stored.properties.dtype != chunk.tensor.dtype:
@@ -101,44 +101,25 @@ class ChunkTable:
                     f"The checkpoint {self.folder} has {found} for {chunk.name!r}, but the model needs {chunk.size} of "
                     f"{chunk.tensor.dtype}; load it into the model that it was made from"
                 )
-            index = _index_of(chunk)
-            targets[index] = chunk
-            # DCP names the target after the place of the chunk in the list that it is given
-            found_items = create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)])
-            items += [replace(item, dest_index=index) for item in found_items]
-        self._read(items, _Targets(targets))
+            items += create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)])
+        self._read(LoadPlan(items), _Reading({_index_of(chunk): chunk.tensor.detach() for chunk in wanted}))
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, in memory of its own."""
-        stored = self.tensors[name]
-        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self.read([Chunk.whole(name, tensor)])
-        return tensor
+    def read_whole(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what is stored under ``names``: tensors, and plain values; nothing else is unpickled."""
+        stored = {name: self.tensors[name] for name in names if name in self.tensors}
+        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
+        self.read([Chunk.whole(name, tensor) for name, tensor in tensors.items()])
+        rest = [name for name in names if name not in tensors]
+        values = _Reading({})
+        self._read(create_default_local_load_plan(dict.fromkeys(rest), _values_index(rest)), values)
+        return tensors | values.found
 
-    def read_values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what is stored under ``names`` and is no tensor: plain values, nothing else is unpickled."""
-        targets = _Targets({})
-        nothing = torch.Size([])
-        items = [
-            ReadItem(
-                type=LoadItemType.BYTE_IO,
-                dest_index=MetadataIndex(name),
-                dest_offsets=nothing,
-                storage_index=MetadataIndex(name),
-                storage_offsets=nothing,
-                lengths=nothing,
-            )
-            for name in names
-        ]
-        self._read(items, targets)
-        return targets.values
-
-    def _read(self, items: list[ReadItem], targets: _Targets) -> None:
+    def _read(self, plan: LoadPlan, planner: _Reading) -> None:
         reader = FileSystemReader(self.folder)
         metadata = Metadata(state_dict_metadata={}, storage_data=self.places)
         reader.set_up_storage_reader(metadata, is_coordinator=False)
         try:
-            reader.read_data(LoadPlan(items), targets).wait()
+            reader.read_data(plan, planner).wait()
         except OSError:
             raise
         except Exception as error:  # what is stored may be anything, also a pickle that raises what it likes
@@ -147,13 +128,12 @@ class ChunkTable:
             ) from error
 
 
-def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank: int) -> list[dict[str, Any]]:
-    """Write this rank's chunks and values to ``folder`` and to the disk; return a record of each, as JSON has it."""
-    if not chunks and not values:
+def write_chunks(folder: Path, state: SavedState, *, rank: int) -> list[dict[str, Any]]:
+    """Write what this rank has to ``folder`` and to the disk; return a record of each, as JSON has it."""
+    if not state.chunks and not state.values:
         return []
-    planner = _Chunks(chunks, values)
     writer = _writer(folder)
-    items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in values]
+    items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in state.values]
     items += [
         WriteItem(
             index=_index_of(chunk),
@@ -164,12 +144,13 @@ def write_chunks(folder: Path, chunks: Sequence[Chunk], values: Values, *, rank:
                 size=torch.Size(chunk.size),
             ),
         )
-        for chunk in chunks
+        for chunk in state.chunks
     ]
     # a plan's place in the list is the rank that the writer names its file after
     plans = [*(SavePlan([]) for _ in range(rank)), SavePlan(items)]
-    results = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).wait()
-    return [_record(planner.chunks.get(result.index), result) for result in results]
+    results = writer.write_data(writer.prepare_global_plan(plans)[rank], _Writing(state)).wait()
+    by_index = {_index_of(chunk): chunk for chunk in state.chunks}
+    return [_record(by_index.get(result.index), result) for result in results]
 
 
 def write_index(folder: Path, records: Sequence[ValueRecord]) -> None:
@@ -178,14 +159,14 @@ def write_index(folder: Path, records: Sequence[ValueRecord]) -> None:
     Raises :class:`CheckpointError` if the records do not tell of whole tensors.
     """
     table = ChunkTable.of_records(folder, records)
+    metadata = _values_index(table.values)
+    metadata.state_dict_metadata.update(table.tensors)
+    metadata.planner_data = {name: _path_of(name) for name in metadata.state_dict_metadata}
     results = [
-        WriteResult(index=_index(record), size_in_bytes=record.length, storage_data=_storage(record))
-        for record in records
+        WriteResult(index=index, size_in_bytes=place.length, storage_data=place)
+        for index, place in table.places.items()
     ]
-    entries: dict[str, Any] = dict(table.tensors)
-    entries |= {name: BytesStorageMetadata() for name in table.values}
-    paths = {name: _path_of(name) for name in entries}
-    _writer(folder).finish(Metadata(state_dict_metadata=entries, planner_data=paths), [results])
+    _writer(folder).finish(metadata, [results])
 
 
 def _check_cover(name: str, stored: TensorStorageMetadata) -> None:
@@ -223,55 +204,35 @@ def _check_places(folder: Path, places: Mapping[MetadataIndex, Any]) -> None:
         last_name, last_stop = name, stop
 
 
-class _Chunks(SavePlanner):
+class _Writing(DefaultSavePlanner):
     """Gives the writer the data of each chunk and value."""
 
-    def __init__(self, chunks: Sequence[Chunk], values: Values) -> None:
-        self.chunks = {_index_of(chunk): chunk for chunk in chunks}
-        self._values = values
+    def __init__(self, state: SavedState) -> None:
+        super().__init__()
+        self._data = {MetadataIndex(name): value for name, value in state.values.items()}
+        self._data |= {_index_of(chunk): chunk.tensor.detach() for chunk in state.chunks}
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the chunk's elements, or the value in torch's format."""
-        chunk = self.chunks.get(write_item.index)
-        if chunk is not None:
-            return chunk.tensor.detach().contiguous()
-        data = io.BytesIO()
-        torch.save(self._values[write_item.index.fqn], data)
-        return data
-
-    def set_up_planner(self, *_: Any, **__: Any) -> NoReturn:
-        """Nobody asks: the plan is made already."""
-        raise NotImplementedError
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the chunk's elements, or the value, which DCP brings in torch's format."""
+        data = self._data[index]
+        return data.contiguous() if isinstance(data, torch.Tensor) else data
 
 
-class _Targets(LoadPlanner):
-    """Shows the reader where elements go, and takes values."""
+class _Reading(DefaultLoadPlanner):
+    """Shows the reader where elements go, and takes values: plain ones alone, where DCP would unpickle anything."""
 
-    def __init__(self, targets: Mapping[MetadataIndex, Chunk]) -> None:
+    def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__()
         self._targets = targets
-        self.values: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the target, of which DCP takes the part that is read now."""
+        return self._targets[index]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a plain value."""
-        self.values[read_item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the part of the target that is read now."""
-        part = self._targets[read_item.dest_index].tensor.detach()
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dimension, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do: the target itself was written."""
-
-    def set_up_planner(self, *_: Any, **__: Any) -> NoReturn:
-        """Nobody asks: the plan is made already."""
-        raise NotImplementedError
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner
+        self.found[read_item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _writer(folder: Path) -> FileSystemWriter:
@@ -303,8 +264,9 @@ def _place_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.tensor.shape))
 
 
-def _index(record: ValueRecord) -> MetadataIndex:
-    return MetadataIndex(record.name, record.offset if isinstance(record, ChunkRecord) else None)
+def _values_index(names: Sequence[str]) -> Metadata:
+    """Return an index that has values by these names, which are no tensors."""
+    return Metadata(state_dict_metadata={name: BytesStorageMetadata() for name in names})
 
 
 def _path_of(name: str) -> tuple[str | int, ...]:
@@ -318,10 +280,6 @@ def _path_of(name: str) -> tuple[str | int, ...]:
         number, _, key = last.partition(".")
         return first, second, int(number), key
     return first, rest
-
-
-def _storage(record: ValueRecord) -> Any:
-    return checkpoint_place(record.file, start=record.start, length=record.length)
 
 
 def _tensors(records: Sequence[ValueRecord]) -> dict[str, TensorStorageMetadata]:
