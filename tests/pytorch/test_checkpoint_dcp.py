@@ -149,6 +149,19 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         syncline.load_checkpoint(tmp_path / "two", model)
 
 
+def test_of_several_optimizers_none_is_chosen_and_the_model_alone_is_loaded(tmp_path: Path) -> None:
+    model = make()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, STEPS)
+    parameters, states = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "one": states, "two": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other = make()
+    with pytest.raises(CheckpointError, match=r"has several optimizers \(one\., two\.\); load the model alone"):
+        syncline.load_checkpoint(tmp_path / "dcp", other, make_optimizer(other))
+    syncline.load_checkpoint(tmp_path / "dcp", other)
+    equal(other, model)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("/tmp/evil"),)

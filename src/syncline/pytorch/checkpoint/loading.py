@@ -285,15 +285,10 @@ def _read_contents(folder: Path, model_names: Collection[str], group: Checkpoint
         return CheckpointContents(table=ChunkTable.of_records(folder, manifest.records), manifest=manifest)
     table = read_index(folder)
     model_prefix = _prefix_of_model(table, model_names)
-    prefix = _prefix_of_optimizer(table, model_prefix)
-    optimizer = (
-        None
-        if prefix is None
-        else {
-            "state": _catalogue(table, f"{prefix}state.", group.slots()),
-            "groups": _groups(table, f"{prefix}param_groups.", group.names_by_group()),
-        }
-    )
+    optimizer, prefix = None, None if group.optimizer is None else _prefix_of_optimizer(table, model_prefix)
+    if prefix is not None:
+        groups = _groups(table, f"{prefix}param_groups.", group.names_by_group())
+        optimizer = {"state": _catalogue(table, f"{prefix}state.", group.slots()), "groups": groups}
     said = {"world_size": 1, "iteration": 0, "optimizer": optimizer, "extra": None}
     manifest = CheckpointManifest.model_validate({**said, "parts": {}, "records": [], "files": {}})
     return CheckpointContents(table=table, manifest=manifest, model_prefix=model_prefix, state_prefix=f"{prefix}state.")
