@@ -112,7 +112,8 @@ class FabricClosedError(FabricError):
     >>> (alone,) = communicators_in_memory(1)
     >>> alone.close(); alone.barrier()
     Traceback (most recent call last):
-    syncline.errors.FabricClosedError: The communication loop 'syncline memory' is stopped; start a new communicator
+    syncline.errors.FabricClosedError: The communication loop 'syncline memory' is stopped, as its fleet was closed;
+        call syncline.init() again
     """
 
 

@@ -16,6 +16,8 @@ REMEDIES = {
     "backward pass of each step outside no_sync": "let the last pass of a step be synchronised",
     "by assigning the parameter itself": "tie the parameters themselves",
     "give a whole state to optimizer.load_state_dict": "use `load_state_dict()`",
+    "give the parameters memory of their own": "`p.data = p.data.clone()` first",
+    "write the values with p.data.copy_": "`p.data.copy_()`, or a `clone()` of the vector",
     "give each further optimizer parameters of its own": "one optimizer for each parameter",
     "needs a backward pass": "run a backward pass first",
     "save optimizer.state_dict()": "keep `optimizer.state_dict()`",

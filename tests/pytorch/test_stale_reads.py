@@ -393,3 +393,18 @@ def test_two_threads_hear_of_reads_once(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:
         thread.join()
     assert len(calls) == 1
+
+
+def test_an_alias_that_no_wait_can_reach_is_refused_with_the_name_of_its_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    named = trained_parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    waiting_parameters = WaitingParameters(flatten(named, plan_model(named, bucket_bytes=32)), lambda _: None)
+    waiting_parameters.begin()
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = model[1].weight.data
+    with pytest.raises(
+        UpdateError, match=r"aten\.add.* reads an alias of parameter '1\.weight', taken while .*synchronize"
+    ):
+        alias + 1
+    del waiting_parameters
+    assert (model[1].weight + 1).shape == (2, 2), "the parameter itself has arrived"

@@ -94,7 +94,10 @@ def batch_size(num_samples: float, model: nn.Module | None = None) -> None:
     >>> syncline.batch_size(len(x))
     >>> model(x).mean().backward(); optimizer.step()
     """
-    for training in trainings_of(model):
+    trainings = trainings_of(model)
+    if not trainings:
+        raise UpdateError(f"batch_size({num_samples:g}) counts for a model in training; call distribute() before")
+    for training in trainings:
         training.batch_size(num_samples)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.pytorch.shared_storages import mark_bucket
+from syncline.pytorch.shared_storages import check_no_vector, mark_bucket
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
 from syncline.updates.large_pages import zeros_in_large_pages
 from syncline.updates.private_torch import write_count
@@ -111,14 +111,20 @@ def _fill(plan: BucketPlan, owners: list[nn.Parameter], flat: torch.Tensor, grad
 def check_in_place(buckets: tuple[Bucket, ...]) -> None:
     """Take values that were assigned to a parameter's ``.data`` into its bucket, where its data lies from then on.
 
-    Raises :class:`UpdateError` if what was assigned does not fit there: another shape, number type or device.
+    Raises :class:`UpdateError` if what was assigned does not fit there: another shape, number type or device; or is a
+    part of a vector that is kept.
     """
+    moved: list[tuple[Bucket, Slot, nn.Parameter]] = []
     for bucket in buckets:
         base = bucket.parameters.data_ptr()
         size = bucket.parameters.element_size()
         for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
             if parameter.data_ptr() != base + slot.start * size or parameter.dtype is not bucket.plan.dtype:
-                _take_back(bucket, slot, parameter)
+                moved.append((bucket, slot, parameter))
+    if moved:
+        check_no_vector({parameter: slot.name for _, slot, parameter in moved})
+    for place in moved:
+        _take_back(*place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -372,6 +372,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> sorted(optimizer.state_dict())
         ['param_groups', 'state']
         """
+        self._check_state_is_here()
         self.synchronize()
         for hook in state_hooks(self, "state_dict_pre"):
             hook(self)
@@ -392,6 +393,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.param_groups[0]["lr"]
         0.5
         """
+        self._check_state_is_here()
         self.synchronize()
         given = dict(state_dict)
         for hook in state_hooks(self, "load_state_dict_pre"):
@@ -404,6 +406,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.training.calls.load_state_dict(given)
         for hook in state_hooks(self, "load_state_dict_post"):
             hook(self)
+
+    def _check_state_is_here(self) -> None:
+        """Raise :class:`UpdateError` where ranks that have left would be needed."""
+        if self.training.updater.divides_gradients:
+            self.training.check_open()
 
     @property
     def num_state_bytes(self) -> int:

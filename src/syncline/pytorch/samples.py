@@ -42,6 +42,8 @@ class SampleCount:
         self._was_reached = False
         self._taken = 0.0
         self._told: float | None = None
+        self._has_left = self._is_told_late = False
+        """Whether gradients have left in this step, and whether the number was told after they had."""
 
     @property
     def batch(self) -> float:
@@ -69,7 +71,15 @@ class SampleCount:
 
     def tell(self, num_samples: float) -> None:
         """Let the user's number stand for the whole step."""
-        self._told = checked_number(num_samples)
+        self._told, self._is_told_late = checked_number(num_samples), self._has_left
+
+    def check_told_early(self) -> None:
+        """Raise :class:`UpdateError` if the number for this step came when its gradients had left with another."""
+        if self._is_told_late:
+            raise UpdateError(
+                f"batch_size({self._told:g}) came after backward(), whose gradients had left with a weight of "
+                f"{self._taken:g}; call it before backward()"
+            )
 
     @property
     def so_far(self) -> float:
@@ -93,6 +103,7 @@ class SampleCount:
                 "their number with syncline.batch_size(n) before backward()"
             )
         self._taken = weight
+        self._has_left, self._is_told_late = True, False
         return weight
 
     def end_pass(self) -> None:
@@ -110,6 +121,11 @@ class SampleCount:
     def end_step(self) -> None:
         """Forget what was told for the step."""
         self._told = None
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Note that no gradients of the step are left."""
+        self._has_left = self._is_told_late = False
 
 
 def first_dimension(*args: Any, **kwargs: Any) -> float:

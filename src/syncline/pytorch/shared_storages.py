@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -52,6 +52,23 @@ def check_storages(model: nn.Module, trained: Mapping[nn.Parameter, tuple[str, i
             raise UpdateError(_tell_user(model, parameter, names))
 
 
+def check_no_vector(replaced: Mapping[nn.Parameter, str]) -> None:
+    """Raise :class:`UpdateError` if data that parameters were given later is a part of what something else uses.
+
+    Whole tensors are left alone: loops put back what they kept, and write it anew before they read it.
+    """
+    known = Counter(map(storage_number, replaced))
+    parts = [one for one in replaced if one.untyped_storage().nbytes() > one.nbytes]
+    if _used_by_others(parts, known):
+        gc.collect()
+        for parameter in _used_by_others(parts, known)[:1]:
+            raise UpdateError(
+                f"The data of parameter {replaced[parameter]!r} was replaced after distribute() by a part of a larger "
+                "tensor that is kept, as vector_to_parameters() does, and which would not see later steps; write the "
+                "values with p.data.copy_(...), or give vector_to_parameters() a clone()"
+            )
+
+
 def _check_apart(names: Mapping[nn.Parameter, str]) -> None:
     """Hold parameters to places that do not overlap; those in between the elements of others count as overlapping."""
     end, before, device = 0, "", None
@@ -78,7 +95,7 @@ def _is_between_processes(parameter: nn.Parameter) -> bool:
     return bool(is_shared) and not _is_in_bucket(parameter)
 
 
-def _used_by_others(trained: Mapping[nn.Parameter, tuple[str, int]], known: Mapping[int, int]) -> list[nn.Parameter]:
+def _used_by_others(trained: Iterable[nn.Parameter], known: Mapping[int, int]) -> list[nn.Parameter]:
     return [
         parameter
         for parameter in trained

@@ -163,13 +163,14 @@ class Training:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without weight if this rank ran no backward pass; return the closure's loss."""
-        self._check_open()
+        self.check_open()
         if backward_pass() != -1:
             raise UpdateError(
                 "step() was called within a backward pass, by a hook of it, where gradients are of this rank alone; "
                 "call it after backward(), or let update=Sharded(step_in_backward=True) step each layer as early"
             )
         self._collector.forget_broken()
+        self._samples.check_told_early()
         check_in_place(self.updater.buckets)
         self._check_unwritten()
         self._check_groups()
@@ -204,6 +205,7 @@ class Training:
                     tensor.grad.zero_()
             return
         self._after_pass = None
+        self._samples.drop_pass()
         self.updater.discard()
         for tensor in self._bucketed:
             tensor.grad = None
@@ -386,7 +388,7 @@ class Training:
             self._waiting.finish()
 
     def _before_backward(self) -> None:
-        self._check_open()
+        self.check_open()
         self._watch.read()
         if sum(tensor.grad is not None for tensor in self._bucketed) <= 1:  # only that whose gradient begins the pass
             self._watch.forget()
@@ -431,7 +433,8 @@ class Training:
                 "Sharded() cannot follow; freeze a parameter by dropping its gradient, or use update=AllReduce()"
             )
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise :class:`UpdateError` if the fleet was closed."""
         if self.is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -38,11 +39,13 @@ from syncline.updates.private_torch import (
     num_storage_users,
     on_unarrived_read,
     replace_data,
+    storage_number,
     tree_leaves,
     unarrived_data,
 )
 
 _lock = threading.Lock()
+_owners: WeakSet[WaitingParameters] = WeakSet()
 _waiting: dict[int, tuple[WaitingParameters, int]] = {}
 """By ``id`` of a parameter: who knows when it is final, and its bucket. An entry lives as long as the class does."""
 
@@ -57,6 +60,7 @@ class WaitingParameters:
         self._wait = wait
         self._unarrived: dict[int, torch.Tensor] = {}
         self._data: dict[int, torch.Tensor] = {}
+        _owners.add(self)
         self.is_compiled = False
         """Whether something was compiled while parameters were waiting: that may read them, and would be again."""
 
@@ -73,6 +77,15 @@ class WaitingParameters:
 
     def _count_holders(self) -> list[int]:
         return [num_storage_users(bucket.parameters) for bucket in self._buckets]
+
+    def name_of(self, alias: torch.Tensor) -> str | None:
+        """Return the name of the parameter of which this is an alias without memory; None if it is none of these."""
+        number = storage_number(alias)
+        for bucket in self._buckets:
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                if id(tensor) in self._unarrived and storage_number(self._unarrived[id(tensor)]) == number:
+                    return slot.name
+        return None
 
     def begin(self) -> None:
         """From now on nobody gets at the parameters before they are final."""
@@ -191,11 +204,14 @@ def _finish_buckets(wanted: Mapping[WaitingParameters, set[int]]) -> None:
 def _on_read(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wait for what an operation gets that is called where ``__torch_function__`` is not: in C++, or switched off."""
     _finish((*args, *kwargs.values()))
-    if any(isinstance(value, torch.Tensor) and is_unarrived(value) for value in tree_leaves((args, kwargs))):
-        raise UpdateError(
-            f"{operation} reads an alias of a parameter that was taken while its new value was under way; call "
-            "syncline.synchronize() after step(), or take Sharded(overlap_forward=False)"
-        )
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, torch.Tensor) and is_unarrived(value):
+            names = filter(None, (owner.name_of(value) for owner in tuple(_owners)))
+            raise UpdateError(
+                f"{operation} reads an alias of parameter {next(names, 'of a model that is gone')!r}, taken while its "
+                "new value was under way; call syncline.synchronize() after step(), or take "
+                "Sharded(overlap_forward=False)"
+            )
     return operation(*args, **kwargs)
 
 

@@ -91,7 +91,9 @@ class CommunicationLoop:
         """The asyncio loop itself, for what lives on it."""
         self.check_process()
         if self._loop is None:
-            raise FabricClosedError(f"The communication loop {self._name!r} is stopped; start a new communicator")
+            raise FabricClosedError(
+                f"The communication loop {self._name!r} is stopped, as its fleet was closed; call syncline.init() again"
+            )
         return self._loop
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:

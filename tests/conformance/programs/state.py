@@ -276,3 +276,29 @@ def second_stage(run: Run) -> Values:
     )
     losses += train(run, second, optimizer, steps=3)
     return final(run, second, losses=losses)
+
+
+@program(
+    "all moments of Adam cleared in mid-training by optimizer.state.clear()",
+    refused_by_sharded="give a whole state to optimizer.load_state_dict",
+)
+def moments_cleared(run: Run) -> Values:
+    model = perceptron()
+    model, optimizer = run.wrap(model, adam(model))
+    losses = train(run, model, optimizer, steps=3)
+    optimizer.state.clear()
+    return final(run, model, losses=losses + train(run, model, optimizer, steps=3))
+
+
+@program("step() replaced on the instance that the loop holds, by one that counts and calls the first")
+def step_replaced(run: Run) -> Values:
+    model = perceptron()
+    model, optimizer = run.wrap(model, adam(model))
+    plain, calls = optimizer.step, []
+
+    def step(closure: Any = None) -> Any:
+        calls.append(len(calls))
+        return plain(closure)
+
+    optimizer.step = step
+    return final(run, model, losses=train(run, model, optimizer), calls=len(calls))

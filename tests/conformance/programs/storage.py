@@ -162,3 +162,52 @@ def tied_by_data(run: Run) -> Values:
     model = Tied()
     batches = [(run.integers(10, 5), run.integers(10, 5)) for _ in range(4)]
     return trained(run, model, sgd(model), batches=batches, loss_of=nn.functional.cross_entropy)
+
+
+@program(
+    "parameters that are views of one flat vector, which is read after training",
+    refused="give the parameters memory of their own",
+)
+def views_of_a_vector(run: Run) -> Values:
+    model = perceptron()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    return {**trained(run, model, sgd(model)), "flat": flat}
+
+
+@program(
+    "parameters made views of one flat vector between steps, which is read after more of them",
+    refused="write the values with p.data.copy_",
+)
+def views_made_later(run: Run) -> Values:
+    model = perceptron()
+    model, optimizer = run.wrap(model, sgd(model))
+    losses = train(run, model, optimizer, steps=2)
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    losses += train(run, model, optimizer, steps=2)
+    return final(run, model, losses=losses, flat=flat)
+
+
+@program(
+    "the parameters' .data taken before the model is wrapped, and read after training",
+    refused="give the parameters memory of their own",
+)
+def data_kept(run: Run) -> Values:
+    model = perceptron()
+    kept = [parameter.data for parameter in model.parameters()]
+    return {**trained(run, model, sgd(model)), "kept": kept}
+
+
+@program(
+    "an actor in the memory of a model that share_memory() has moved, as for workers' processes",
+    refused="give the parameters memory of their own",
+)
+def actor_shares_memory(run: Run) -> Values:
+    model = perceptron().share_memory()
+    actor = perceptron()
+    for own, other in zip(actor.parameters(), model.parameters(), strict=True):
+        own.data = other.data
+    values = trained(run, model, sgd(model))
+    with torch.no_grad():
+        return {**values, "action": float(run.mean(actor(torch.ones(2, 6)).mean()))}
