@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from misuse_calls import CALLS, NOT_CALLED, World
 from reference_names import REFERENCE
@@ -107,3 +108,12 @@ def test_a_wrong_value_is_refused_in_our_words(name: str, tmp_path: Any, monkeyp
             if not is_told:
                 wrong.append(f"{parameter}={value!r} ({annotation}): {error!r}")
     assert not wrong, "\n".join(["", *wrong])
+
+
+@pytest.mark.parametrize("value", [one for one in WRONG if one is not None and not isinstance(one, int)], ids=repr)
+def test_a_work_waits_for_seconds(value: Any) -> None:
+    with World() as world:
+        work = world.fleet.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(SynclineError, match="timeout_s must be a number of seconds, or None, not"):
+            work.wait(value)
+        work.wait()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated
 
+from syncline.arguments import Bounds, Count, Whole, check_fields
 from syncline.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 32
@@ -12,6 +14,8 @@ MAX_CHUNK_BYTES = 256 << 10
 """The transport's limit on a chunk: no receiver ever drains more than this at once."""
 MAX_CLASSES = 16
 MAX_DSCP = 63
+Positive = Annotated[float, Bounds(above=0)]
+Mark = Annotated[int, Bounds(0, MAX_DSCP)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +40,42 @@ class FabricOptions:
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 
-    heartbeat_s: float = 1.0
-    suspect_s: float = 3.0
-    dead_s: float = 10.0
-    stall_s: float = 300.0
+    heartbeat_s: Positive = 1.0
+    suspect_s: Positive = 3.0
+    dead_s: Positive = 10.0
+    stall_s: Positive = 300.0
     """A rank whose training thread makes no call for this long is stalled, though its process lives."""
-    held_s: float = 300.0
+    held_s: Positive = 300.0
     """How long a foreign call may hold the interpreter's lock before this rank falls silent, where transports are
     compiled;
     else it falls silent at once."""
-    handshake_s: float = 5.0
-    connect_s: float = 60.0
-    close_s: float = 10.0
+    handshake_s: Positive = 5.0
+    connect_s: Positive = 60.0
+    close_s: Positive = 10.0
 
-    eager_bytes: int = 16 << 10
+    eager_bytes: Whole = 16 << 10
     """Messages of at most this size are sent without asking, within the credit; 0: always ask.
 
     Larger ones too between hosts of one switch, where the topology has rates and there is one class.
     """
-    credit_bytes: int = 4 << 20
+    credit_bytes: Whole = 4 << 20
     """How much one peer may send to this rank before its receives are posted; less where ``eager_bytes`` is larger."""
-    grant_window_bytes: int | None = None
+    grant_window_bytes: Count | None = None
     """How much may be granted and not yet here; None takes it from the topology's rates."""
-    chunk_bytes: int = 256 << 10
+    chunk_bytes: Annotated[int, Bounds(4096, MAX_CHUNK_BYTES)] = 256 << 10
     """An urgent message waits for at most one chunk of another on its connection. Slow routes have smaller ones."""
 
-    num_classes: int = 1
+    num_classes: Annotated[int, Bounds(1, MAX_CLASSES)] = 1
     """Number of data connections to each peer; class 0 is the most urgent."""
-    dscp: tuple[int, ...] | None = None
+    dscp: tuple[Mark, ...] | None = None
     """A DSCP mark (0 to 63) for each class; None leaves the marks alone."""
-    control_dscp: int = 46
+    control_dscp: Mark = 46
     """The mark of the control connection, where ``dscp`` is given."""
-    send_buffer_bytes: int | None = None
+    send_buffer_bytes: Count | None = None
     """``SO_SNDBUF``; None lets the kernel tune it."""
-    receive_buffer_bytes: int | None = None
+    receive_buffer_bytes: Count | None = None
     """``SO_RCVBUF``; None lets the kernel tune it."""
-    unsent_bytes: int = 256 << 10
+    unsent_bytes: Whole = 256 << 10
     """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
     shares_memory: bool = True
     """Copy messages between ranks of one machine straight from memory to memory, where the kernel allows it."""
@@ -83,10 +87,9 @@ class FabricOptions:
     system's default."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self._check_security()
-        self._check_times()
-        self._check_sizes()
-        self._check_classes()
+        self._check_together()
 
     @property
     def send_s(self) -> float:
@@ -123,20 +126,14 @@ class FabricOptions:
         if not self.job_id:
             raise ConfigurationError("job_id must not be empty; give each job its own name")
 
-    def _check_times(self) -> None:
-        for name in ("heartbeat_s", "suspect_s", "dead_s", "stall_s", "held_s", "handshake_s", "connect_s", "close_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)}")
+    def _check_together(self) -> None:
         if not self.heartbeat_s < self.suspect_s <= self.dead_s:
             raise ConfigurationError(
                 "heartbeat_s < suspect_s <= dead_s must hold, but they are "
                 f"{self.heartbeat_s}, {self.suspect_s} and {self.dead_s}; raise dead_s or lower heartbeat_s"
             )
 
-    def _check_sizes(self) -> None:
-        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ConfigurationError(f"chunk_bytes must be from 4096 to {MAX_CHUNK_BYTES}, not {self.chunk_bytes}")
-        if not 0 <= self.eager_bytes <= self.chunk_bytes:
+        if self.eager_bytes > self.chunk_bytes:
             raise ConfigurationError(
                 f"eager_bytes must be from 0 to chunk_bytes ({self.chunk_bytes}), not {self.eager_bytes}"
             )
@@ -145,18 +142,7 @@ class FabricOptions:
                 raise ConfigurationError(
                     f"{name} must be at least eager_bytes ({self.eager_bytes}), not {getattr(self, name)}"
                 )
-        if self.grant_window_bytes is not None and self.grant_window_bytes < 1:
-            raise ConfigurationError(f"grant_window_bytes must be at least 1 or None, not {self.grant_window_bytes}")
-
-    def _check_classes(self) -> None:
-        if not 1 <= self.num_classes <= MAX_CLASSES:
-            raise ConfigurationError(f"num_classes must be from 1 to {MAX_CLASSES}, not {self.num_classes}")
-        if self.dscp is None:
-            return
-        if len(self.dscp) != self.num_classes:
+        if self.dscp is not None and len(self.dscp) != self.num_classes:
             raise ConfigurationError(
                 f"dscp must hold one mark for each of the {self.num_classes} classes, not {len(self.dscp)} marks"
             )
-        for mark in (*self.dscp, self.control_dscp):
-            if not 0 <= mark <= MAX_DSCP:
-                raise ConfigurationError(f"a DSCP mark is from 0 to {MAX_DSCP}, not {mark}")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
-from syncline.errors import DeadlineError, FabricClosedError
+from syncline.arguments import is_number
+from syncline.errors import ConfigurationError, DeadlineError, FabricClosedError
 from syncline.fabric import Progress
 from syncline.runtime.loop import CommunicationLoop
 
@@ -76,6 +77,8 @@ class Work:
         Raises :class:`DeadlineError` if it is not over within ``timeout_s`` (it goes on then). None waits as long as
         the call itself may take.
         """
+        if timeout_s is not None and not is_number(timeout_s):
+            raise ConfigurationError(f"timeout_s must be a number of seconds, or None, not {timeout_s!r}")
         is_over = self._event.is_set
         assert is_over() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
         self._loop.check_process()
