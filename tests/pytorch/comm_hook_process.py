@@ -108,8 +108,20 @@ def dies() -> None:
         os._exit(0)  # gloo's group would wait for the dead
 
 
+def dies_in_its_group() -> None:
+    """Rank 1 ends in a group of Syncline's: torch words the error of a call, the hook raises it."""
+    plain, hooked = make_ddp(is_hooked=False), make_ddp(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    lost = r"PeerLostError: rank 1 \(host .*\) is lost: .*during all_reduce; rank 0 waits for it"
+    refused(plain, RuntimeError, lost)
+    with pytest.raises(PeerLostError, match="rank 1") as caught:
+        hooked(torch.ones(2, 16)).sum().backward()
+    assert caught.value.rank == 1
+
+
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    {"trains": trains, "fails": fails, "dies": dies}[sys.argv[1]]()
+    dist.init_process_group("syncline" if sys.argv[1] == "dies_in_its_group" else "gloo")
+    {"trains": trains, "fails": fails, "dies": dies, "dies_in_its_group": dies_in_its_group}[sys.argv[1]]()
     dist.destroy_process_group()
     print("ended", flush=True)

@@ -18,6 +18,12 @@ def test_hooked_training(what: str) -> None:
         assert output.splitlines()[-1] == "ended"
 
 
+def test_a_death_in_a_group_has_all_of_its_words_without_the_hook_and_its_type_with_it() -> None:
+    (status, output), (victims_status, _) = run_script(SCRIPT, 2, "dies_in_its_group")
+    assert (status, victims_status) == (0, 7), output
+    assert output.splitlines()[-1] == "ended"
+
+
 def test_a_death_comes_out_of_backward() -> None:
     (status, output), (victims_status, _) = run_script(SCRIPT, 2, "dies")
     assert (status, victims_status) == (0, 7), output
