@@ -1,10 +1,14 @@
 """A real slurmctld, and a slurmd for each of two nodes: ``srun`` starts jobs, and nobody tells the ranks anything."""
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 from launched_jobs import RANK_SCRIPT, check_one_job, run_together, what_ranks_said
 from slurm_cluster import slurm_cluster
 
-from rank_scripts import forked_python
+from rank_scripts import forked_python, reserved_port
 
 NODES = ("alpha", "beta")
 OTHER_ORDER = """
@@ -31,6 +35,23 @@ def test_tasks_are_the_ranks_of_one_job(cluster, tmp_path):
     folder = tmp_path / "job"
     run_together([srun(folder, "-n", "4")], [cluster.variables])
     check_one_job(what_ranks_said(folder), 4)
+
+
+def test_a_newcomer_of_the_same_user_comes_in_though_nobody_was_given_a_secret(cluster, tmp_path):
+    """It knows the ports of both ranks, which take them in whatever order; all make an epoch together."""
+    os.mkfifo(tmp_path / "asked")
+    script = str(Path(__file__).with_name("joining_rank.py"))
+    train = [forked_python(), script, str(tmp_path), "all-reduce", "3"]
+    with reserved_port() as port:
+        members = {"SYNCLINE_ELASTIC": "on", "SYNCLINE_JOIN_PORT": str(port)}
+        newcomer = {"SYNCLINE_ELASTIC": "on", "SYNCLINE_JOIN": ",".join(f"127.0.0.1:{port + one}" for one in range(4))}
+        run_together(
+            [["srun", "--export=ALL", "-n", number, *train] for number in ("2", "1")],
+            [cluster.variables | members, cluster.variables | newcomer],
+        )
+    ended = [json.loads((tmp_path / f"end-{number}.json").read_text()) for number in range(3)]
+    assert ended[0]["members"] == [0, 1, 2]
+    assert ended[1:] == ended[:1] * 2
 
 
 def test_two_jobs_at_once_do_not_meet(cluster, tmp_path):
