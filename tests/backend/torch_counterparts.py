@@ -6,6 +6,7 @@ Each check gives tensors, which are to be the same on both. Prints the name of e
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -235,12 +236,12 @@ class Branches(nn.Module):
     def __init__(self, *, has_first: bool, num_checkpoints: int) -> None:
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.has_first, self.num_checkpoints = has_first, num_checkpoints
+        self.has_first, self.num_checkpoints, self.use_reentrant = has_first, num_checkpoints, False
 
     def forward(self, batch: torch.Tensor) -> Output:
         hidden = self.norm(batch)
         for _ in range(self.num_checkpoints):
-            hidden = checkpoint(self.second, hidden, use_reentrant=False)
+            hidden = checkpoint(self.second, hidden, use_reentrant=self.use_reentrant)
         return Output(self.first(batch) if self.has_first else None, {"second": self.second(hidden)})
 
 
@@ -258,6 +259,27 @@ def data_parallel(group: Group) -> Tensors:
                 model(torch.ones(2, 4))  # ignored
             batch = torch.arange(8.0).reshape(2, 4).cos() * (RANK + 1)
             output = model(batch)
+            loss = output.rest["second"].square().mean()
+            (loss if output.first is None else loss + output.first.sum()).backward()
+            yield from (torch.empty(0) if one.grad is None else one.grad.clone() for one in plain.parameters())
+
+
+def changing_data_parallel(group: Group) -> Tensors:
+    """Models that use other layers from step to step, or recompute them as another pass within the backward pass."""
+    for is_shared, use_reentrant in itertools.product((False, True), repeat=2):
+        torch.manual_seed(RANK)
+        plain = Branches(has_first=not use_reentrant, num_checkpoints=1)
+        plain.use_reentrant = use_reentrant
+        if is_shared:
+            plain.first.weight = plain.second.weight
+        model = DistributedDataParallel(
+            plain, process_group=group, find_unused_parameters=not use_reentrant, static_graph=use_reentrant
+        )
+        for step in range(3):
+            if not use_reentrant:
+                plain.has_first, plain.num_checkpoints = step % 2 == 0, 1 + step % 2
+            model.zero_grad()
+            output = model((torch.arange(8.0).reshape(2, 4) + step).cos() * (RANK + 1))
             loss = output.rest["second"].square().mean()
             (loss if output.first is None else loss + output.first.sum()).backward()
             yield from (torch.empty(0) if one.grad is None else one.grad.clone() for one in plain.parameters())
@@ -408,6 +430,7 @@ CHECKS = (
     numbered,
     native,
     data_parallel,
+    changing_data_parallel,
     hooks,
     reducers,
     redistributions,

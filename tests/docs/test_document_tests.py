@@ -47,3 +47,15 @@ def test_each_row_names_tests_that_exist(page, known):
     for row, names in found:
         assert names, f"no test in {row}"
         assert set(names) <= known, f"{set(names) - known} in {row}"
+
+
+def test_each_of_pytorchs_tests_is_told_of_once() -> None:
+    """By its section, its file and its name: with a counterpart, or with a reason why not."""
+    seen = []
+    for section in (ROOT / "docs/torch-tests.md").read_text().split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        for row in re.findall(r"^\|(.*)\|$", section, re.MULTILINE):
+            *file, names, _ = cells_of(row)
+            seen += [(title, *file, name) for name in re.findall(r"`(test\w+)`", names)]
+    assert len(seen) > 250
+    assert sorted(seen) == sorted(set(seen))
