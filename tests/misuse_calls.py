@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline
@@ -84,6 +85,11 @@ def distribute(world: World) -> Right:
     return syncline.distribute, {"model": model, "optimizer": optimizer, "fleet": world.fleet}
 
 
+def reconfigure(world: World) -> Right:
+    world.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    return syncline.reconfigure, {}
+
+
 def tensor_call(name: str, *parts: str) -> Callable[[World], Right]:
     return lambda world: (getattr(world.fleet, name), {part: torch.ones(2) for part in parts or ("tensor",)})
 
@@ -111,7 +117,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.init": lambda world: (lambda **given: world.enter_context(syncline.init(**given)), {}),
     "syncline.launch": lambda world: (syncline.launch, {"function": int, "ranks": 1}),
     "syncline.distribute": distribute,
-    "syncline.reconfigure": lambda world: (syncline.reconfigure, {}),
+    "syncline.reconfigure": reconfigure,
     "syncline.no_sync": lambda world: (syncline.no_sync, {"model": world.model}),
     "syncline.join": lambda world: (syncline.join, {"model": world.model}),
     "syncline.synchronize": lambda world: (syncline.synchronize, {"model": world.model}),

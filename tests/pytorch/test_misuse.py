@@ -110,7 +110,9 @@ def test_a_wrong_value_is_refused_in_our_words(name: str, tmp_path: Any, monkeyp
     assert not wrong, "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize("value", [one for one in WRONG if one is not None and not isinstance(one, int)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [one for one in WRONG if one is not None and not isinstance(one, int)], ids=lambda one: type(one).__name__
+)
 def test_a_work_waits_for_seconds(value: Any) -> None:
     with World() as world:
         work = world.fleet.all_reduce(torch.ones(1), async_op=True)
