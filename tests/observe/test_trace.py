@@ -219,3 +219,13 @@ def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path):
     trace.close()
     names = [event["name"] for event in json.loads(path.read_text(encoding="utf-8"))]
     assert names.count("once") == 1
+
+
+def test_a_trace_stays_where_it_began_when_the_program_goes_to_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trace = Trace(path="trace.json")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trace.instant("peer lost", "communication")
+    trace.close()
+    assert [event["name"] for event in spans_of(tmp_path / "trace.json", "i")] == ["peer lost"]

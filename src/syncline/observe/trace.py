@@ -57,7 +57,7 @@ class Trace:
         self._rows = Rows(rank)
         self._lock = threading.Lock()
         self._anchor = (time.monotonic_ns(), time.time_ns())
-        self._path = Path(path) if path is not None else None
+        self._path = Path(path).absolute() if path is not None else None
         self._process = os.getpid()
         if self._path is not None:
             self._path.write_text(self._head(), encoding="utf-8")
