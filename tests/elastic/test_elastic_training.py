@@ -226,7 +226,7 @@ def test_a_loss_while_a_model_is_distributed_is_an_error():
 @pytest.mark.parametrize(
     ("rule", "settings", "message"),
     [
-        (syncline.Sharded(), True, "elastic= goes with AllReduce"),
+        (syncline.Sharded(), True, "take Sharded\\(spares=1\\) or AllReduce"),
         (syncline.Overlapped(), syncline.Elastic(min_ranks=2), "a quorum of its own"),
     ],
 )

@@ -150,7 +150,7 @@ def test_what_cannot_be_done_is_refused_where_training_begins():
 
     run_fleets(2, body)
     with pytest.raises(ConfigurationError, match="must be 'leave' or 'checkpoint', not 'flee'"):
-        read_environment({}, {"on_preemption": "flee"})
+        read_environment({"SYNCLINE_ON_PREEMPTION": "flee"})
     with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigurationError, match="main thread"):
         pool.submit(Preemption(Notice.LEAVE).begin).result()
 

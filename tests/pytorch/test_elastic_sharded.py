@@ -309,8 +309,8 @@ def test_what_would_lose_state_is_refused(run_fleets: Any) -> None:
         return messages
 
     plain, in_backward = run_fleets(2, body)[0]
-    assert "let Sharded() go back to checkpoints with elastic=Elastic(checkpoint=folder)" in plain
-    assert "does not go with Sharded(step_in_backward=True)" in in_backward
+    assert "or go back to checkpoints: elastic=Elastic(checkpoint=folder)" in plain
+    assert "does not go with Sharded(), if step_in_backward=True" in in_backward
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -161,7 +161,7 @@ def test_a_divided_state_is_refused(tmp_path: Path, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(UpdateError, match="whose ranks each have the whole state"):
+        with pytest.raises(UpdateError, match="of whose state each rank has a part"):
             syncline.distribute(model, optimizer, Sharded(), save_on_failure=tmp_path / "saved", fleet=fleet)
 
     run_fleets(2, body)

@@ -132,7 +132,7 @@ def test_helpers_take_no_samples(run_fleets: Any) -> None:
 def test_what_cannot_be_with_helpers_is_refused(run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         model = nn.Linear(2, 1)
-        with pytest.raises(UpdateError, match=r"has helpers \(ranks 0 and 2\), which need a rule in which every rank"):
+        with pytest.raises(UpdateError, match=r"gateway: helper does not go with Clustered\(\), in which not every"):
             distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), Clustered(clusters=1), fleet=fleet)
 
     run_fleets(hosts_of_2_3_1("helper"), body)

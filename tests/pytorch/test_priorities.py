@@ -54,6 +54,7 @@ def train(fleet: Fleet, rule: UpdateRule, priorities: Any) -> tuple[list[torch.T
     return result, distributed.class_statistics(), fleet.statistics()
 
 
+@pytest.mark.filterwarnings("ignore:Priorities.* is ignored by:syncline.SynclineWarning")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("priorities", PRIORITIES.values(), ids=PRIORITIES)
 def test_results_are_equal_to_the_bit_with_priorities_and_without(

@@ -23,9 +23,28 @@ from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
+from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
 from syncline.updates.private_torch import has_other_backends
 
 TOKEN_BYTES = 8
+OF_GROUPS = (
+    Combination("gateway: helper", "whose ranks all do what the program says", WRITE_ONE),
+    Combination(
+        "memory",
+        "where DDP, FSDP2 or the program says what a rank keeps",
+        "leave memory out of the topology",
+        is_refused=False,
+    ),
+    *(
+        Combination(
+            f'Priorities(search="{search}")',
+            "which have one connection to each peer",
+            "leave priorities out of the topology, or train with syncline.distribute()",
+            is_refused=False,
+        )
+        for search in ("auto", "equal")
+    ),
+)
 
 
 def create_group(distributed: Any, pg_options: object = None) -> Any:
@@ -88,6 +107,7 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
     environment = _restrict(environment, ranks)
     communicator = _connect(environment, distributed.store)
     try:
+        check_topology(communicator)
         # All meet here, so whoever goes on knows that the store is not needed for the meeting any more.
         communicator.open_segment(is_wanted=environment.uses_shared_memory)
         token = bytearray(secrets.token_bytes(TOKEN_BYTES))
@@ -104,6 +124,14 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
         streams=GroupStreams(distributed.store, token=token.hex()),
         uses_shared_memory=environment.uses_shared_memory,
     )
+
+
+def check_topology(communicator: Communicator) -> None:
+    """Refuse, or warn of, what a topology says that its process groups do not honour; no rank waits for another."""
+    topology = communicator.topology
+    request = TrainingRequest(topology=topology, priorities=topology.priorities)
+    tells = communicator.rank == 0
+    check_combinations(OF_GROUPS, "process groups", request, tells=tells, error=ConfigurationError)
 
 
 def _restrict(environment: Environment, ranks: list[int]) -> Environment:

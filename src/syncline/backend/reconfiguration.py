@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from syncline.arguments import Whole, checked
-from syncline.backend.creation import TOKEN_BYTES, find_world
+from syncline.backend.creation import TOKEN_BYTES, check_topology, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.name import NAME
 from syncline.elastic import Elastic
 from syncline.elastic.calls import LOSSES
 from syncline.elastic.reports import NO_FLAGS, Flags
-from syncline.errors import ConfigurationError, name_ranks
+from syncline.errors import ConfigurationError
 from syncline.pytorch.connecting import with_address
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment
@@ -35,7 +35,6 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
 from syncline.runtime.tags import NUM_STREAMS
-from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 
 NOBODY = -1
@@ -360,19 +359,10 @@ def _begin(options: BackendOptions, elastic: Elastic | None) -> WorldGrowth:
     environment = read_environment(given=Arguments.of_group(options))
     fleet = open_fleet(environment, is_current=False)
     try:
-        _check_topology(fleet.topology)
+        check_topology(fleet.communicator)
         growth = WorldGrowth(fleet, Elastic.choose(elastic) or Elastic(), environment)
         fleet.growth.begin(growth)
     except BaseException:
         fleet.close(is_failing=True)
         raise
     return growth
-
-
-def _check_topology(topology: Topology) -> None:
-    """Raise :class:`ConfigurationError` where some ranks could not do what others do."""
-    if topology.helpers:
-        raise ConfigurationError(
-            f"reconfigure() does not go with helpers ({name_ranks(topology.helpers)}); write 'gateway: one' in the "
-            "topology"
-        )

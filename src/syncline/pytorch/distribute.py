@@ -59,7 +59,8 @@ def distribute(
     without ranks that are lost, and with those that come, with ``AllReduce()`` and ``Sharded(spares=1)`` (True, or
     :class:`Elastic`). ``save_on_failure``: when the job ends because ranks are lost, the lowest rank of those that are
     left writes a checkpoint of what it has to this path (or into it, where :func:`save_checkpoint` keeps several
-    there), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part.
+    there), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part. What a
+    rule does not honour is refused, or told by rank 0 if it is harmless (docs/guide/combinations.md).
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ; and :class:`SystemExit` with status 0 in a
@@ -83,6 +84,7 @@ def distribute(
         priorities=priorities,
         saves_on_failure=save_on_failure is not None,
     )
+    installation.check()
     distributed = DistributedOptimizer(
         installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
     )

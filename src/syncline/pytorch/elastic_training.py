@@ -21,9 +21,9 @@ from syncline.elastic.epoch import Epoch, MembershipChange
 from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
 from syncline.elastic.settings import Elastic
-from syncline.errors import FabricClosedError, MismatchError, UpdateError, name_ranks
+from syncline.errors import FabricClosedError, MismatchError, UpdateError
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Clustered, Overlapped, Setting, Sharded, Updater, UpdateRule
+from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
@@ -340,31 +340,13 @@ class ElasticTraining:
             stream.forget(before=commit)
 
 
-def _check_keeps_state(rule: UpdateRule, settings: Elastic) -> None:
-    """Raise :class:`UpdateError` for a rule whose state is lost with a rank."""
-    if isinstance(rule, Sharded) and rule.step_in_backward:
-        raise UpdateError(
-            "elastic= does not go with Sharded(step_in_backward=True), which steps before a pass is committed; leave "
-            "out one of them"
-        )
-    if isinstance(rule, AllReduce):
-        return
-    if not isinstance(rule, Sharded) or not (rule.spares or rule.replicate or settings.checkpoint):
-        raise UpdateError(
-            "elastic= goes with AllReduce(), Sharded(spares=1), Overlapped() and Clustered(); the state of "
-            f"{type(rule).__name__}() as it is would be lost with a rank: take one of these, or let Sharded() go back "
-            "to checkpoints with elastic=Elastic(checkpoint=folder)"
-        )
-
-
 def begin_elastic(
     fleet: Fleet, rule: UpdateRule, settings: Elastic | None, plan: Callable[[int], tuple[BucketSchedule, ...]]
 ) -> ElasticTraining | None:
     """Return how a training with ``rule`` goes on after losses; None if it does not, or does so by itself.
 
-    Raises :class:`UpdateError` for what cannot: other rules, helpers, and models of one job of which not all can.
+    Raises :class:`UpdateError` for models of one job of which not all can.
     """
-    survives_by_itself = isinstance(rule, Overlapped | Clustered)
     if fleet.is_elastic is not None and fleet.is_elastic != (settings is not None):
         raise UpdateError(
             "Either all models of a job are elastic or none is: give distribute() the same elastic= for each"
@@ -372,16 +354,8 @@ def begin_elastic(
     fleet.is_elastic = settings is not None
     if settings is None:
         return None
-    if survives_by_itself:
-        if settings.min_ranks > 1:
-            raise UpdateError(f"{type(rule).__name__} has a quorum of its own; leave out Elastic(min_ranks=...)")
+    if isinstance(rule, Overlapped | Clustered):  # which survive by themselves
         return None
-    _check_keeps_state(rule, settings)
-    if fleet.topology.helpers:
-        raise UpdateError(
-            f"elastic= does not go with helpers ({name_ranks(fleet.topology.helpers)}); write 'gateway: one' in the "
-            "topology"
-        )
     if fleet.recovery is None:
         fleet.recovery = recovery = Recovery(fleet, settings)
         fleet.on_close(lambda _: recovery.close())

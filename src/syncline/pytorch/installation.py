@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from syncline.elastic.settings import Elastic
-from syncline.errors import UpdateError, name_ranks
+from syncline.errors import UpdateError
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
@@ -23,7 +23,6 @@ from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
-from syncline.pytorch.preemption import check_notice
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
 from syncline.pytorch.same_model import broadcast_model, check_agreement, describe, describe_model
 from syncline.pytorch.samples import SampleCount
@@ -40,6 +39,7 @@ from syncline.updates import Setting, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
+from syncline.updates.combinations import TrainingRequest, check_combinations
 from syncline.updates.control import ControlStream
 from syncline.updates.host_portions import most_shares
 
@@ -65,6 +65,17 @@ class Installation:
     """How it goes on after losses, if it does."""
     _layers: tuple[nn.SyncBatchNorm, ...] = ()
 
+    def check(self) -> None:
+        """Refuse, or tell of, what is asked for and the rule does not honour."""
+        request = TrainingRequest(
+            topology=self.fleet.topology,
+            priorities=self._chosen_priorities() if self._asks_for_priorities else None,
+            elastic=self.elastic,
+            preemption=self.fleet.preemption.wish.name.lower() if self.fleet.preemption else None,
+            saves_on_failure=self.saves_on_failure,
+        )
+        check_combinations(self.rule, f"{type(self.rule).__name__}()", request, tells=self.fleet.rank == 0)
+
     def install(self, *, has_values: bool = False) -> Training:
         """Put the model into training on the fleet; every rank calls it alike.
 
@@ -88,14 +99,12 @@ class Installation:
         buckets = flatten(named, plans)
         if not has_values:
             broadcast_model(model, buckets, control)
-        is_asked = self.priorities is not True or fleet.topology.priorities is not None
-        tuner = ClassTuner(collectives, sizes, chosen, is_asked_for=is_asked)
+        tuner = ClassTuner(collectives, sizes, chosen, is_asked_for=self._asks_for_priorities)
         setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
         updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
         try:
-            check_notice(fleet, is_elastic=going_on is not None, is_synchronous=updater.is_synchronous)
-            _check_saving(updater, is_asked_for=self.saves_on_failure)
-            helpers = _checked_helpers(model, updater, fleet)
+            if helpers := fleet.topology.helpers:
+                check_joinable(model)
         except UpdateError:
             updater.close()
             raise
@@ -143,6 +152,10 @@ class Installation:
             self.elastic_training.end()
         restore_layers(self._layers)
 
+    @property
+    def _asks_for_priorities(self) -> bool:
+        return self.priorities is not True or self.fleet.topology.priorities is not None
+
     def _chosen_priorities(self) -> Priorities:
         return Priorities.choose(self.priorities, self.fleet.topology.priorities)
 
@@ -167,28 +180,6 @@ class Installation:
             going_on.leaving = training.leaving
             going_on.begin(training.updater)
         self.training, self.elastic_training = training, going_on
-
-
-def _checked_helpers(model: nn.Module, updater: Updater, fleet: Fleet) -> tuple[int, ...]:
-    """Return the ranks without data, if the rule and the model can do with them."""
-    helpers = fleet.topology.helpers
-    if not helpers:
-        return ()
-    if not updater.is_synchronous:
-        raise UpdateError(
-            f"The topology has helpers ({name_ranks(helpers)}), which need a rule in which every rank makes every "
-            "step; take AllReduce() or Sharded(), or write 'gateway: one' in the topology"
-        )
-    check_joinable(model)
-    return helpers
-
-
-def _check_saving(updater: Updater, *, is_asked_for: bool) -> None:
-    if is_asked_for and updater.divides_gradients:
-        raise UpdateError(
-            "save_on_failure= is for rules whose ranks each have the whole state; with Sharded() each has a part: save "
-            "checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()"
-        )
 
 
 def _plan_schedules(

@@ -19,6 +19,7 @@ from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages,
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
 from syncline.updates.phased.computing import Loss
 from syncline.updates.phased.driver import PairDriver
 from syncline.updates.phased.instructions import Pass
@@ -27,6 +28,41 @@ from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 from syncline.updates.private_torch import note_step
+
+OF_PHASE = (
+    Combination("gateway: helper", "in which every rank computes stages", WRITE_ONE),
+    Combination(
+        "elastic=True",
+        "which needs all of its ranks (SYNCLINE_ELASTIC=on, as syncline run --elastic says)",
+        "say --restarts N without --elastic: then all ranks start again, with resume=True from storage",
+    ),
+    *(
+        Combination(
+            f'on_preemption="{wish}"',
+            "which keeps what is needed to go on in its storage",
+            "leave it out, and say resume=True",
+        )
+        for wish in ("leave", "checkpoint")
+    ),
+    Combination(
+        "gateway: one",
+        "in which both sides of the pairs have a gateway of their own",
+        "write 'gateway: every' in the topology",
+        is_refused=False,
+    ),
+    Combination(
+        "memory",
+        "which does not limit what a rank owns",
+        "set stages_in_memory and input_budget_bytes, and leave memory out of the topology",
+        is_refused=False,
+    ),
+    Combination(
+        'Priorities(search="auto")',
+        "which searches for nothing: pairs have the first class, updates the last",
+        "write 'search: equal' in the topology",
+        is_refused=False,
+    ),
+)
 
 
 @checked
@@ -83,8 +119,8 @@ def phase(
     (True, True)
     """
     refuse_scaled_loss(loss)
-    _refuse_elastic_job()
     fleet = fleet or current_fleet()
+    _check_request(fleet)
     schedule_options = BucketScheduleOptions(
         is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes
     )
@@ -279,12 +315,14 @@ class PhasedTrainer:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and phase() again")
 
 
-def _refuse_elastic_job() -> None:
-    if Elastic.choose(None) is not None:
-        raise ConfigurationError(
-            "phase() needs all of its ranks, so its job cannot be elastic, as SYNCLINE_ELASTIC=on says (syncline run "
-            "--elastic); say --restarts N without --elastic: then all ranks start again, with resume=True from storage"
-        )
+def _check_request(fleet: Fleet) -> None:
+    request = TrainingRequest(
+        topology=fleet.topology,
+        priorities=fleet.topology.priorities,
+        elastic=Elastic.choose(None),
+        preemption=fleet.preemption.wish.name.lower() if fleet.preemption else None,
+    )
+    check_combinations(OF_PHASE, "phase()", request, tells=fleet.rank == 0, error=ConfigurationError)
 
 
 def _storage(given: str | Path | Storage | None, rank: int, *, resumes: bool) -> Storage:

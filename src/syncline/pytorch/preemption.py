@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from syncline.errors import UpdateError
 from syncline.pytorch.checkpoint.saving import save_checkpoint
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.notices import Notice, leaving_of
@@ -40,22 +39,6 @@ def heed(fleet: Fleet, optimizer: DistributedOptimizer, notices: Mapping[int, No
         _say(fleet, f"leaves after step {optimizer.iteration}, as {_reason(fleet)}; {others} of the ranks go on")
         _leave(fleet)
         raise SystemExit(0)
-
-
-def check_notice(fleet: Fleet, *, is_elastic: bool, is_synchronous: bool) -> None:
-    """Raise :class:`UpdateError` for a training that cannot do what ``init(on_preemption=)`` wants."""
-    if fleet.preemption is None:
-        return
-    if not is_synchronous:
-        raise UpdateError(
-            "on_preemption= goes with AllReduce() and Sharded(), whose ranks end each step together; leave it out, and "
-            "call optimizer.end_period() and save_checkpoint() from a handler of your own"
-        )
-    if fleet.preemption.wish is Notice.LEAVE and not is_elastic:
-        raise UpdateError(
-            "on_preemption='leave' needs a job that goes on: distribute(..., elastic=True); or take "
-            "on_preemption='checkpoint'"
-        )
 
 
 def _save_and_end(fleet: Fleet, optimizer: DistributedOptimizer) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.combinations import ELASTIC_WITH_HELPERS, LEAVING, NOBODY_WAITS, WHOLE_STATE, Combination
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
@@ -42,6 +43,12 @@ class AllReduce:
 
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     slice_bytes: Count | None = None
+    combinations: ClassVar[tuple[Combination, ...]] = (
+        ELASTIC_WITH_HELPERS,
+        LEAVING,
+        NOBODY_WAITS,
+        WHOLE_STATE,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

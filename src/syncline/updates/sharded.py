@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from syncline.errors import ConfigurationError
 from syncline.schedule.replicas import Replicate
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.combinations import ELASTIC_WITH_HELPERS, LEAVING, NOBODY_WAITS, Combination
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.host_portions import Portions
 from syncline.updates.in_backward import InBackwardUpdater
@@ -83,6 +84,35 @@ class Sharded:
     step_in_backward: bool = False
     replicate: Replicate | DeviceMesh | None = None
     spares: Annotated[int, Bounds(0, 1), "0, or 1 for a second owner of each range"] = 0
+    combinations: ClassVar[tuple[Combination, ...]] = (
+        ELASTIC_WITH_HELPERS,
+        LEAVING,
+        Combination(
+            "elastic=True",
+            "if step_in_backward=True: it steps before a pass is committed",
+            "leave out one of them",
+            when=lambda rule, _: rule.step_in_backward,
+        ),
+        Combination(
+            "elastic=True",
+            "as it is: its state would be lost with a rank",
+            "take Sharded(spares=1) or AllReduce(), or go back to checkpoints: elastic=Elastic(checkpoint=folder)",
+            when=lambda rule, request: not (rule.spares or rule.replicate or request.elastic.checkpoint),
+        ),
+        Combination(
+            "save_on_failure=",
+            "of whose state each rank has a part",
+            "save checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()",
+        ),
+        replace(NOBODY_WAITS, when=lambda rule, request: not rule.overlap_forward or request.elastic is not None),
+        Combination(
+            "overlap_forward=True with elastic=",
+            "whose step() returns when all parameters are there then",
+            "leave out overlap_forward",
+            is_refused=False,
+            when=lambda rule, _: rule.overlap_forward,
+        ),
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

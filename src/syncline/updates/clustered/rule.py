@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.clustered.settings import ClusteredSettings
 from syncline.updates.clustered.updater import ClusteredUpdater
+from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.inner import check_is_served
 from syncline.updates.rule import Setting
 
@@ -69,6 +71,23 @@ class Clustered(ClusteredSettings):
     >>> optimizer.statistics().clusters
     ((0,),)
     """
+
+    combinations: ClassVar[tuple[Combination, ...]] = (
+        *OF_INDEPENDENT_RANKS,
+        Combination(
+            "gateway: one",
+            "in which whoever is elected server exchanges with other hosts",
+            "take AllReduce() or Sharded(), or write 'gateway: every' in the topology",
+            is_refused=False,
+        ),
+        WHOLE_STATE,
+        Combination(
+            'Priorities(search="equal")',
+            "whose messages all go in the last class",
+            "leave out priorities",
+            is_refused=False,
+        ),
+    )
 
     @property
     def schedule_options(self) -> BucketScheduleOptions:

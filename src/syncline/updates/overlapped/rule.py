@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.inner import check_is_served
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
@@ -91,6 +92,16 @@ class Overlapped:
     """Smaller than with collectives, so that a small model is spread over several servers too."""
     num_classes: Count = 1
     """Connection classes that the buckets are divided among, in forward order."""
+    combinations: ClassVar[tuple[Combination, ...]] = (
+        *OF_INDEPENDENT_RANKS,
+        Combination(
+            "gateway: one",
+            "in which every rank sends its gradients to the servers itself",
+            "take AllReduce() or Sharded(), or write 'gateway: every' in the topology",
+            is_refused=False,
+        ),
+        WHOLE_STATE,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

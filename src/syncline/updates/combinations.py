@@ -1,0 +1,142 @@
+"""What goes with what: whoever trains declares the settings beside it that it does not honour; one place looks.
+
+A rule's class attribute ``combinations``, and one constant each for ``phase()`` and for process groups, list what is
+refused, because the result would not be what was asked, and what is ignored with a warning, because it is harmless.
+Whatever is not listed is honoured. The table in docs/guide/combinations.md is made from the same lists.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.errors import SynclineError, SynclineWarning, UpdateError
+from syncline.priorities.terms import Priorities
+from syncline.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRequest:
+    """What a training or a process group is given beside its rule."""
+
+    topology: Topology
+    priorities: Priorities | None = None
+    """Those that somebody asked for; None for the defaults."""
+    elastic: Any = None
+    """The :class:`~syncline.elastic.Elastic` of an elastic job, else None."""
+    preemption: str | None = None
+    """``init(on_preemption=)``."""
+    saves_on_failure: bool = False
+
+
+SETTINGS: dict[str, Callable[[TrainingRequest], bool]] = {
+    "gateway: one": lambda request: bool(request.topology.gateways) and not request.topology.helpers,
+    "gateway: helper": lambda request: bool(request.topology.helpers),
+    "memory": lambda request: any(host.memory_bytes is not None for host in request.topology.hosts),
+    'Priorities(search="auto")': lambda request: request.priorities is not None and request.priorities.is_searched,
+    'Priorities(search="equal")': lambda request: (
+        request.priorities is not None and request.priorities.is_on and not request.priorities.is_searched
+    ),
+    "elastic=True": lambda request: request.elastic is not None,
+    "overlap_forward=True with elastic=": lambda request: request.elastic is not None,
+    "Elastic(min_ranks=)": lambda request: request.elastic is not None and request.elastic.min_ranks > 1,
+    'on_preemption="leave"': lambda request: request.preemption == "leave",
+    'on_preemption="checkpoint"': lambda request: request.preemption == "checkpoint",
+    "save_on_failure=": lambda request: request.saves_on_failure,
+}
+"""By the name that a user knows them by: keys of a topology, priorities, arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A setting that is not honoured; it is ignored with a warning unless ``is_refused``."""
+
+    setting: str
+    why: str
+    """Goes on after "SETTING does not go with RULE(),"."""
+    remedy: str
+    is_refused: bool = True
+    when: Callable[[Any, TrainingRequest], bool] = lambda _rule, _beside: True
+    """Holds of the rule, and of what is beside it."""
+
+
+def find_combinations(rule: object, request: TrainingRequest) -> list[Combination]:
+    """Return what of ``request`` is not honoured by a rule, or by a list of combinations, refusals first."""
+    declared: Sequence[Combination] = rule if isinstance(rule, tuple) else getattr(rule, "combinations", UNDECLARED)
+    found = [one for one in declared if SETTINGS[one.setting](request) and one.when(rule, request)]
+    return sorted(found, key=lambda one: not one.is_refused)
+
+
+def check_combinations(
+    rule: object, name: str, request: TrainingRequest, *, tells: bool, error: type[SynclineError] = UpdateError
+) -> None:
+    """Raise ``error`` for the first setting that is refused; else warn of those that are ignored, if this rank tells.
+
+    All ranks are given the same, and raise alike. ``name`` is what errors call the rule.
+    """
+    for one in find_combinations(rule, request):
+        text = f"{one.setting} does not go with {name}, {one.why}; {one.remedy}"
+        if one.is_refused:
+            raise error(text)
+        if tells:
+            warnings.warn(f"{one.setting} is ignored by {name}, {one.why}; {one.remedy}", SynclineWarning, stacklevel=5)
+
+
+WRITE_ONE = "write 'gateway: one' in the topology"
+ELASTIC_WITH_HELPERS = Combination(
+    "gateway: helper",
+    "if elastic= is given: who is left after a loss could not do what a helper did",
+    f"{WRITE_ONE}, or leave out elastic=",
+    when=lambda _, request: request.elastic is not None,
+)
+LEAVING = Combination(
+    'on_preemption="leave"',
+    "unless its job goes on without a rank",
+    'say distribute(..., elastic=True), or take on_preemption="checkpoint"',
+    when=lambda _, request: request.elastic is None,
+)
+NOBODY_WAITS = Combination(
+    'Priorities(search="auto")',
+    "which has no forward pass that waits for parameters, so that nothing could be measured: all goes in one class",
+    'take Sharded(overlap_forward=True), or search="equal", or leave out priorities',
+    is_refused=False,
+)
+"""Of rules in which no classes are searched for."""
+WHOLE_STATE = Combination(
+    "memory",
+    "in which every rank keeps all of the optimizer state, whatever its host has room for",
+    "take Sharded(), or leave memory out of the topology",
+    is_refused=False,
+)
+OF_INDEPENDENT_RANKS = (
+    Combination(
+        "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"
+    ),
+    Combination(
+        "Elastic(min_ranks=)",
+        "which has a quorum of its own and goes on without lost ranks by that",
+        "say elastic=True, and quorum= to the rule",
+    ),
+    *(
+        Combination(
+            f'on_preemption="{wish}"',
+            "whose ranks do not end each step together",
+            "leave it out, and call optimizer.end_period() and save_checkpoint() from a handler of your own",
+        )
+        for wish in ("leave", "checkpoint")
+    ),
+    NOBODY_WAITS,
+)
+"""Of rules in which ranks do not wait for each other in every step."""
+UNDECLARED = tuple(
+    Combination(
+        setting,
+        "which does not say that it serves that",
+        "take AllReduce() or Sharded(), or let the rule's class say combinations = () if it does",
+    )
+    for setting in SETTINGS
+    if setting.startswith(("gateway: helper", "elastic", "on_preemption", "save_on_failure"))
+)
+"""Of a rule that declares nothing."""
