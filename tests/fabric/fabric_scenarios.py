@@ -199,8 +199,7 @@ OPENERS = {
         unsent_bytes=4096,
         grant_window_bytes=30_000,
         chunk_bytes=4096,
-        send_buffer_bytes=4096,
-        receive_buffer_bytes=4096,
+        buffer_bytes=4096,
     ),
 }
 

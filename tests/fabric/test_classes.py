@@ -242,7 +242,7 @@ def test_what_waits_since_before_cuts_became_small_arrives():
         await gather(*sent, *received.values())
         assert {tag: future.result() for tag, future in received.items()} == payloads
 
-    run_over_tcp(2, scenario, send_buffer_bytes=8192)
+    run_over_tcp(2, scenario, buffer_bytes=8192)
 
 
 def test_after_a_failure_they_stay_closed_and_the_rest_goes_on():

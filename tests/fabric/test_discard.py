@@ -20,7 +20,7 @@ def test_what_was_granted_while_a_chunk_left_is_sent_after_a_discard():
     sent = []
 
     async def main():
-        fabric, peer = await open_hostile(chunk_bytes=200_000, send_buffer_bytes=4096, receive_buffer_bytes=4096)
+        fabric, peer = await open_hostile(chunk_bytes=200_000, buffer_bytes=4096)
         recorder = Recorder()
         fabric.set_listener(recorder)
         try:

@@ -89,7 +89,7 @@ def test_an_urgent_message_overtakes_bulk(sources):
         await gather(urgent, *futures)
         assert order.index("urgent") <= 4, "at most what was granted before goes ahead"
 
-    run_over_tcp(3, scenario, grant_window_bytes=2 * MIB, send_buffer_bytes=64 << 10, receive_buffer_bytes=64 << 10)
+    run_over_tcp(3, scenario, grant_window_bytes=2 * MIB, buffer_bytes=64 << 10)
 
 
 def test_each_class_has_its_own_connection():

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
-from syncline.fabric import FabricOptions
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
+from syncline.fabric.sockets import CONTROL_DSCP
 from syncline.priorities.terms import Priorities
 from syncline.pytorch.secret import read_secret, read_secret_file
 from syncline.variables import process_variables
@@ -55,7 +55,7 @@ def listen_for_probes(port: int, *, for_s: float, key: bytes) -> None:
 
 def class_names(priorities: Priorities) -> dict[int, str]:
     """Return what travels under each mark."""
-    control = FabricOptions().control_dscp
+    control = CONTROL_DSCP
     names = {control: "control"}
     for number, mark in enumerate(priorities.dscp or ()):
         names[mark] = f"{names[mark]}, class {number}" if mark in names else f"class {number}"

@@ -69,12 +69,8 @@ class FabricOptions:
     """Number of data connections to each peer; class 0 is the most urgent."""
     dscp: tuple[Mark, ...] | None = None
     """A DSCP mark (0 to 63) for each class; None leaves the marks alone."""
-    control_dscp: Mark = 46
-    """The mark of the control connection, where ``dscp`` is given."""
-    send_buffer_bytes: Count | None = None
-    """``SO_SNDBUF``; None lets the kernel tune it."""
-    receive_buffer_bytes: Count | None = None
-    """``SO_RCVBUF``; None lets the kernel tune it."""
+    buffer_bytes: Count | None = None
+    """``SO_SNDBUF`` and ``SO_RCVBUF``; None, but for tests that need small ones, lets the kernel tune them."""
     unsent_bytes: Whole = 256 << 10
     """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
     shares_memory: bool = True

@@ -17,6 +17,8 @@ from syncline.fabric.forks import close_in_children
 from syncline.fabric.options import FabricOptions
 
 BACKLOG = 1024
+CONTROL_DSCP = 46
+"""The mark of the control connection, where classes have marks: expedited forwarding."""
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from Python 3.12 on
 _TCP_RTO_MIN_US = 45  # Linux 6.15
 RESEND_US = 60_000
@@ -120,12 +122,9 @@ def _open(address: str, options: FabricOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = close_in_children(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
     # Buffer sizes count only if they are set before the connection is made.
-    for name, num_bytes in (
-        (socket.SO_SNDBUF, options.send_buffer_bytes),
-        (socket.SO_RCVBUF, options.receive_buffer_bytes),
-    ):
-        if num_bytes is not None:
-            sock.setsockopt(socket.SOL_SOCKET, name, num_bytes)
+    if options.buffer_bytes is not None:
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, name, options.buffer_bytes)
     return sock
 
 
@@ -184,7 +183,7 @@ def mark(sock: socket.socket, connection_class: int, options: FabricOptions) -> 
     if options.dscp is None:
         return
     is_control = connection_class < 0
-    field = (options.control_dscp if is_control else options.dscp[connection_class]) << 2
+    field = (CONTROL_DSCP if is_control else options.dscp[connection_class]) << 2
     if sock.family == socket.AF_INET6:
         _try_option(sock, socket.IPPROTO_IPV6, socket.IPV6_TCLASS, field, "IPV6_TCLASS")
     else:
