@@ -6,6 +6,9 @@ A message states the rule that was broken, the value that broke it, the remedy, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+Error = TypeVar("Error", bound="SynclineError")
 
 
 class SynclineError(RuntimeError):
@@ -23,6 +26,12 @@ class SynclineError(RuntimeError):
 
     ranks_at_fault: tuple[int, ...] = ()
     """Whom the error names: the ranks that are its cause as far as is known, the likeliest first."""
+
+
+def accusing(error: Error, *ranks: int) -> Error:
+    """Return ``error``, which names these ranks as those at fault, the likeliest first."""
+    error.ranks_at_fault = ranks
+    return error
 
 
 class ConfigurationError(SynclineError, ValueError):

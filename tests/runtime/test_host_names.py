@@ -118,7 +118,8 @@ def test_a_topology_that_differs_is_told_to_all_with_who_and_what(odd: int) -> N
     assert all(isinstance(error, TopologyError) for error in results)
     text = str(results[0])
     assert f"rank {odd} has digest {other.digest[:12]}" in text
-    assert f"has digest {usual.digest[:12]}" in text
+    assert f"have digest {usual.digest[:12]}" in text
+    assert all(error.ranks_at_fault == (odd,) for error in results)
     assert f"look first at rank {odd} (host h{odd})" in text
 
 

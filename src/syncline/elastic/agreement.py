@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from syncline.elastic.epoch import Epoch
-from syncline.errors import SynclineError, UpdateError
+from syncline.errors import SynclineError, UpdateError, accusing
 from syncline.updates.membership import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
 
 
@@ -163,7 +163,7 @@ class Agreement:
         accused = report.losses.get(self.rank)
         if accused is not None and self._is_believed(self.rank, report):
             return self._stop(
-                self._fenced(accused.accuser, "has lost its connection to this rank, or takes it for hung")
+                self._fenced(accused.accuser, "it has lost its connection to this rank, or takes it for hung")
             )
         has_grown = report.base.number > self.base.number
         self.base = report.base if has_grown else self.base
@@ -284,11 +284,12 @@ class Agreement:
         return Report(base=self.base, losses=dict(self.losses), first_free=self._first_free)
 
     def _fenced(self, by: int, why: str) -> QuorumLostError:
-        return QuorumLostError(
+        error = QuorumLostError(
             f"{self.describe(self.rank)} was left behind: {self.describe(by)} tells that {why}; start it again, or let "
             "it join anew",
             missing=tuple(rank for rank in self.epoch.members if rank != self.rank),
         )
+        return accusing(error, self.rank)
 
     def _stop(self, error: SynclineError) -> list[Effect]:
         self.is_over = True

@@ -17,6 +17,8 @@ from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_steps
 from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
+from syncline.runtime.control import Tally
+from syncline.runtime.failures import PHASED_STEP
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
@@ -180,6 +182,7 @@ class PhasedTrainer:
         self._samples = samples
         refuse_scaled_steps(setting.optimizer)
         self._driver = PairDriver(setting)
+        setting.collectives.communicator.count_by(lambda: Tally(count=self._driver.num_over, unit=PHASED_STEP))
         self._is_closed = False
         if self._driver.step:
             note_step(self.optimizer)  # schedulers may be brought to where they were

@@ -147,6 +147,7 @@ def set_up(
         clipping=clipping,
         storage=storage,
         manifest=manifest,
+        job=fleet.communicator,
         collectives=collectives,
         port=fleet.communicator.open_port(f"pairs of phased model {streams[3]}"),
         stream=streams[3],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -16,7 +16,7 @@ from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveC
 from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
-from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST
+from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
@@ -291,12 +291,17 @@ class Communicator:
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
         return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str | SynclineError) -> None:
         """End all calls, now and later, here and on the other ranks, for what went wrong beside them; from any thread.
 
-        Elsewhere they end with :class:`PeerLostError`, which says that this rank gave up, and ``why``.
+        Elsewhere they end with :class:`PeerLostError`, which says that this rank gave up, and ``why``; where that is an
+        error that names ranks at fault, with one of its kind that names them.
         """
-        failure = Failure(reason=CRASH, text=why, rank=self.rank, host=self.topology.host_of(self.rank).name)
+        failure = Failure(reason=CRASH, text=str(why), rank=self.rank, host=self.topology.host_of(self.rank).name)
+        if isinstance(why, SynclineError) and why.ranks_at_fault:
+            accused = tuple(self.members.index(rank) for rank in why.ranks_at_fault)
+            host = self.topology.host_of(accused[0]).name
+            failure = Failure(reason=reason_of(why), text=str(why), rank=accused[0], host=host, accused=accused)
         self._loop.call_soon(self._engine.give_up, failure)
 
     def interrupt(self, why: str, *, lost: int | None = None) -> None:
@@ -316,6 +321,14 @@ class Communicator:
         """Why calls have failed, if that is because a rank was lost or late; its rank is one of :attr:`members`."""
         failure = self._engine.failure
         return failure if failure is not None and failure.reason in LOSSES else None
+
+    def wait_beside(self, awaited: Iterable[int], what: str) -> None:
+        """Let errors of all ranks know whom this one waits for beside all calls; without ``what``: no more."""
+        self._loop.call_soon(self._engine.wait_beside, awaited, what)
+
+    def find_beside(self, rank: int) -> tuple[int, int, str] | None:
+        """Return whom ``rank`` waits for in the end beside all calls, who waits for that one, and in what."""
+        return self._engine.find_beside(rank)
 
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""

@@ -3,6 +3,7 @@
 =========  =============================================================================================
 DESCRIBE   to the next rank, for every call: what it is, so that calls that differ are found on every rank
 WAITING    to all, at half of a call's deadline: whom I wait for in what, so that the error can name the culprit
+BESIDE     to all, at half of an update rule's deadline: whom I wait for beside all calls; with no text: no more
 FAILED     to all: I have given up, and why; whatever waits for me may stop waiting
 PARTING    to all, before LEAVING: how many steps (or collectives) I have made, for the errors of those who go on
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
@@ -44,6 +45,7 @@ class ControlKind(IntEnum):
     FAILED = 3
     LEAVING = 4
     PARTING = 5
+    BESIDE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +85,22 @@ def decode_description(body: bytes) -> Description:
 
 def encode_waiting(stream: int, number: int, peers: Iterable[int], what: str) -> bytes:
     """Encode a WAITING message; ``what`` names the call."""
+    return _HEAD.pack(ControlKind.WAITING, stream, number) + _encode_wait(peers, what)
+
+
+def encode_beside(peers: Iterable[int], what: str) -> bytes:
+    """Encode a BESIDE message; it has no call's number."""
+    return _HEAD.pack(ControlKind.BESIDE, 0, 0) + _encode_wait(peers, what)
+
+
+def _encode_wait(peers: Iterable[int], what: str) -> bytes:
     text = what.encode()[:_MAX_TEXT]
     numbers = sorted(peers)[: (MAX_CONTROL_BYTES - len(text)) // 4 - 8]
-    head = _HEAD.pack(ControlKind.WAITING, stream, number)
-    return head + struct.pack(f"<{1 + len(numbers)}I", len(numbers), *numbers) + text
+    return struct.pack(f"<{1 + len(numbers)}I", len(numbers), *numbers) + text
 
 
 def decode_waiting(body: bytes, world_size: int) -> tuple[frozenset[int], str]:
-    """Decode the body of a WAITING message: who is waited for, and in what."""
+    """Decode the body of a WAITING or BESIDE message: who is waited for, and in what."""
     try:
         (count,) = _COUNT.unpack_from(body)
         end = _COUNT.size * (1 + count)

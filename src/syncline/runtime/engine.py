@@ -91,6 +91,8 @@ class Engine:
         self._calls: dict[CallKey, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
         self._lost: dict[int, Failure] = {}
+        self._beside: dict[int, tuple[frozenset[int], str]] = {}
+        """For each rank that waits beside all calls, whom it waits for, and in what."""
         self._completed_by: dict[int, dict[int, int]] = {}
         self._parted: dict[int, Tally] = {}
         self.count: Callable[[], Tally | None] = lambda: None
@@ -172,6 +174,20 @@ class Engine:
         """End all calls, here and on the other ranks (which know, without ``tell``), for what was found elsewhere."""
         self._fail(failure, tell=tell)
 
+    def wait_beside(self, awaited: Iterable[int], what: str) -> None:
+        """Tell everyone whom this rank waits for beside all calls, and in what; with no text, that it does no more."""
+        peers = frozenset(awaited)
+        self._note_beside(self._rank, peers, what)
+        self._tell_all(control.encode_beside(peers, what))
+
+    def find_beside(self, rank: int) -> tuple[int, int, str] | None:
+        """Return whom ``rank`` waits for in the end, beside all calls, who waits for that one, and in what."""
+        beside = dict(self._beside)  # any thread may ask
+        awaited = {peer: peers for peer, (peers, _) in beside.items()}
+        for culprit, waiters in failures.find_culprits(awaited, rank).items():
+            return culprit, waiters[0], beside[waiters[0]][1]
+        return None
+
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler`` once this has given up, with or without a call under way; at once if it has."""
         self._failure_handlers.append(handler)
@@ -218,6 +234,8 @@ class Engine:
             self._judge(key, is_agreed, disagreement)
         elif kind is ControlKind.WAITING:
             self._note_waiting(key, number, peer, *control.decode_waiting(body, self._world_size))
+        elif kind is ControlKind.BESIDE:
+            self._note_beside(peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.FAILED:
             failure = control.decode_failure(body, self._world_size)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
@@ -242,6 +260,12 @@ class Engine:
             return
         payload = control.encode_description(active.call.stream, active.number, active.description)
         self._fabric.send_control(peer, payload)
+
+    def _note_beside(self, rank: int, awaited: frozenset[int], what: str) -> None:
+        if what:
+            self._beside[rank] = awaited, what
+        else:
+            self._beside.pop(rank, None)
 
     def _note_waiting(self, key: CallKey, number: int, peer: int, awaited: frozenset[int], what: str) -> None:
         active = self._calls.get(key)
@@ -386,6 +410,8 @@ class Engine:
     ) -> None:
         """End all calls, as ``call``, in which ``waiting`` ranks wait, was not done; ``culprits`` have who waits."""
         elsewhere = {peer: self._early_waits.calls_of(peer) for peer in culprits}
+        for peer in culprits.keys() & self._beside.keys():
+            elsewhere[peer].append(self._beside[peer][1])
         sentences = []
         for peer, waiters in sorted(culprits.items()):
             silent_s = self._clock.time() - max(self._executor.heard_s(peer), since_s)
@@ -396,12 +422,15 @@ class Engine:
         odd = failures.find_odd(call.what, waiting, other_calls)
         odd_call = other_calls.get(odd[0], call.what) if odd else call.what
         whom = " and ".join(map(self._fabric.describe_peer, odd or sorted(waiting)))
+        remedy = failures.SAME_ORDER if other_calls else failures.LOOK
         if name := failures.common_call(odd_call):
+            remedy = ""  # the rule says what to do
             sentences = [failures.called_alone(name, whom, "; ".join(sentences))]
         elif odd and odd_call == call.what:
             sentences.insert(0, f"{whom} called {call.what}, and the others did not")
         accused = odd or sorted(culprits) or [self._rank]
-        self._fail(failures.late(call, sentences, accused=accused, host=self._host(accused[0])))
+        host = self._host(accused[0])
+        self._fail(failures.late(call, sentences, accused=accused, host=host, remedy=remedy))
 
     def _compared(self, loss: Failure, call: Call) -> Failure:
         """Say of a rank that has left how far it had come, and how far this one is, which makes ``call``."""
@@ -409,7 +438,7 @@ class Engine:
         theirs, ours = self._parted.get(loss.rank), self.count()
         if theirs is None or ours is None or theirs.unit != ours.unit:
             return loss
-        is_step = ours.unit == failures.STEP
+        is_step = ours.unit in failures.SAME_COUNTS
         # a sharded step counts as made while its collectives are still under way
         is_counted = call.step is not None and call.step < ours.count
         is_next = is_step and name is None and call.stream != self.user_stream and not is_counted
@@ -419,7 +448,7 @@ class Engine:
             return replace(loss, text=failures.called_alone(name, us, text), accused=(self._rank,))
         if ours.count + is_next <= theirs.count:
             return replace(loss, text=text)
-        return replace(loss, text=text, remedy=failures.SAME_BATCHES if is_step else failures.SAME_CALLS)
+        return replace(loss, text=text, remedy=failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS))
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""

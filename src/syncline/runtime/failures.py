@@ -38,14 +38,32 @@ SAME_CALLS = (
     "all ranks of a group make the same calls: give all the same number of batches (DistributedSampler, "
     "drop_last=True), or put the loop of a DistributedDataParallel in `with model.join():`"
 )
-STEP = "step"
+SAME_BATCHES_OF_PAIRS = (
+    "give all pairs the same number of batches (a DistributedSampler with num_replicas = number of pairs, or "
+    "drop_last=True of a DataLoader)"
+)
+LOOK = (
+    "look where it is (py-spy dump --pid), or raise timeout and stall of syncline.init() if it may compute for so long"
+)
+SAME_ORDER = "all ranks must make the same calls in the same order"
+STEP, PHASED_STEP = "step", "phased step"
+"""Units of a tally of training."""
+SAME_COUNTS = {STEP: SAME_BATCHES, PHASED_STEP: SAME_BATCHES_OF_PAIRS}
+"""By unit, what lets all ranks make as many."""
 _STEP = re.compile(r", step \d+\b")
-"""The unit of a tally of training."""
+"""In what a call of a step is called."""
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
 VIOLATION = "violation"
 LOSSES = (PEER_LOST, VIOLATION, DEADLINE)
+
+
+def reason_of(error: SynclineError) -> str:
+    """Return the reason of a failure that becomes an error of the same kind."""
+    if isinstance(error, PeerLostError):
+        return PEER_LOST
+    return DEADLINE if isinstance(error, DeadlineError) else MISMATCH
 
 
 def error_for(failure: Failure, call: Call | None, numbers: Sequence[int]) -> SynclineError:
@@ -95,8 +113,7 @@ def accuse(
     if still_s >= silent_s / 2 and not elsewhere:
         return (
             f"{whom} lives, but its training thread has made no call for {still_s:.1f} s, during {call.what} (deadline "
-            f"{call.timeout_s:g} s); {wait_for(waiters, 'it')}; look where it is (py-spy dump --pid), or raise timeout "
-            "and stall of syncline.init() if it may compute for so long"
+            f"{call.timeout_s:g} s); {wait_for(waiters, 'it')}"
         )
     text = (
         f"{whom} sent nothing of {call.what} for {silent_s:.1f} s (deadline {call.timeout_s:g} s); "
@@ -110,9 +127,10 @@ def was_away(whom: str, late_s: float, call: Call) -> str:
     return f"{whom} {describe_absence(late_s)}, and {call.what} (deadline {call.timeout_s:g} s) was not done before"
 
 
-def late(call: Call, sentences: list[str], *, accused: Sequence[int], host: str) -> Failure:
+def late(call: Call, sentences: list[str], *, accused: Sequence[int], host: str, remedy: str) -> Failure:
     """Return the failure of a ``call`` whose time is over; ``accused`` are those whom the sentences are about."""
     text = "; ".join(sentences[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
+    text += f"; {remedy}" if remedy else ""
     return Failure(reason=DEADLINE, text=text, rank=accused[0], accused=tuple(accused), host=host)
 
 
@@ -140,7 +158,7 @@ def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place
             f"where {describe(steps[0])} called step() ({place}: {', but '.join(called.values())})",
             (*passes, *steps),
         )
-    text = f"{', but '.join(called.values())}. All ranks must make the same calls in the same order; {place} differs"
+    text = f"{', but '.join(called.values())}. {SAME_ORDER.capitalize()}; {place} differs"
     return f"{text} ({details})" if details else text, tuple(called)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from syncline.errors import RendezvousError, TopologyError, escape_text, name_ranks
+from syncline.errors import RendezvousError, TopologyError, accusing, escape_text, name_ranks
 from syncline.fabric import Rendezvous, Store
 from syncline.fabric.rendezvous import LINGER_S, MAX_NAME_LENGTH, MAX_TOPOLOGY_LENGTH, SILENCE_S, Member
 from syncline.runtime.loop import CommunicationLoop
@@ -103,13 +103,15 @@ def _check_alike(members: Sequence[Member]) -> None:
         return
     groups = sorted(having.values(), key=lambda group: (group is having.get(_OF_NO_USE), -len(group), group[0].rank))
     told = "; ".join(
-        f"{name_ranks(member.rank for member in group)} has {group[0].topology}" for group in groups[:MAX_TOLD]
+        f"{name_ranks(member.rank for member in group)} {'has' if len(group) == 1 else 'have'} {group[0].topology}"
+        for group in groups[:MAX_TOLD]
     )
     odd = groups[-1][0]
-    raise TopologyError(
+    error = TopologyError(
         f"All ranks must be given the same topology, but they differ ({told}); give every rank the same file in "
         f"init(topology=...) or SYNCLINE_TOPOLOGY, and look first at rank {odd.rank} (host {odd.host})"
     )
+    raise accusing(error, *(member.rank for member in groups[-1]))
 
 
 def _numbered(topology: Topology | TopologyError | None, hosts: tuple[str, ...]) -> Topology:

@@ -40,7 +40,7 @@ class QuorumLostError(UpdateError):
 
     def __init__(self, message: str, *, missing: tuple[int, ...]) -> None:
         super().__init__(message)
-        self.missing = missing
+        self.missing = self.ranks_at_fault = missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

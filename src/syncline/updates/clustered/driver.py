@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError
+from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
 from syncline.fabric import GivenUpError, Progress
 from syncline.observe import Trace
+from syncline.runtime.failures import LOOK
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
@@ -26,6 +27,7 @@ from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.flat import Vector, VectorShape, combine, shares
+from syncline.updates.membership import describe_ranks
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 
@@ -123,11 +125,15 @@ class ClusterDriver(Driver):
         if self._entered:
             return self._entered.popleft()
         self.raise_failure()
-        state = self._port.call(lambda: repr(self._node).strip("<>"), ANSWER_S)
-        raise DeadlineError(
-            f"{self._port.describe_peer(self._port.rank)} waited {self._timeout_s:g} s: {state}; look at the "
-            "ranks that it names, or give syncline.init() a longer timeout"
-            f"{self.membership.describe_lost(self._port.describe_peer)}"
+        awaited, state = self._port.call(lambda: (self._culprits(), repr(self._node).strip("<>")), ANSWER_S)
+        who = self._port.describe_peer
+        raise accusing(
+            DeadlineError(
+                f"{describe_ranks(awaited, who)} did not deliver: {who(self._port.rank)} waited {self._timeout_s:g} s "
+                f"({state}); {LOOK}"
+                f"{self.membership.describe_lost(who)}"
+            ),
+            *awaited,
         )
 
     @property
@@ -181,6 +187,11 @@ class ClusterDriver(Driver):
 
     def _awaited_peers(self) -> Collection[int]:
         return self._node.awaited()
+
+    def _culprits(self) -> list[int]:
+        """Return whom this rank waits for, of these only who does nothing meanwhile if there are any."""
+        awaited = sorted(self._node.awaited() or self._node.departed.difference(self.membership.lost))
+        return [rank for rank in awaited if self._port.stalls.still_s(rank) > self._timeout_s / 2] or awaited
 
     def _leave(self, peer: int, text: str) -> None:
         error = PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name)
@@ -242,7 +253,7 @@ class ClusterDriver(Driver):
             host = self._topology.host_of(newest).name
             failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
             failure.__cause__ = error
-        self.fail(failure)
+        self.fail(accusing(failure, *stop.accused))
 
     def _take_statistics(self) -> ClusteredStatistics:
         node, view = self._node, self._node.view

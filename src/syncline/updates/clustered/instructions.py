@@ -47,9 +47,10 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """This rank cannot go on."""
+    """This rank cannot go on; ``accused`` are the ranks at fault."""
 
     reason: str
+    accused: tuple[int, ...]
 
 
 Instruction = Send | Enter | Run | Abandon | Stop

@@ -206,7 +206,7 @@ class Node:
             self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
         shortage = self.view.membership.shortage(self._quorum)
         if shortage is not None:
-            self._stop(f"{shortage}, or allow a smaller quorum")
+            self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing)
             return False
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
@@ -217,13 +217,14 @@ class Node:
     def _stop_as_dead(self, peer: int) -> None:
         self._stop(
             f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job went "
-            "on without it"
+            "on without it",
+            (self.view.rank,),
         )
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, accused: tuple[int, ...]) -> None:
         self.stopped = reason
         self._mail.clear()
-        self._instructions = [Stop(reason=reason)]
+        self._instructions = [Stop(reason=reason, accused=accused)]
 
     def _post(self, messages: Sequence[tuple[int, Message]], *, sender: int | None = None) -> None:
         """Send messages to others; deliver those to this rank itself, in order."""

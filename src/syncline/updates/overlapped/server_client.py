@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 
-from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError
+from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
 from syncline.fabric import GivenUpError, News, PeerLeftError, Progress
 from syncline.observe import Trace
+from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.updates.membership import Membership, describe_ranks, is_believed
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
@@ -272,7 +273,7 @@ class ServerClient(Driver):
             if is_over():
                 return  # what was waited for came, whatever else has failed since
         self.raise_failure()
-        raise DeadlineError(self._late(phase))
+        raise self._late(phase)
 
     def _look(self, *, is_first: bool) -> None:
         """Ask the servers, also new ones, whom they wait for."""
@@ -293,13 +294,16 @@ class ServerClient(Driver):
         told = (self._answers.get(server, ()) for server in servers)
         return tuple(sorted({rank for ranks in told for rank in ranks if rank != self._port.rank}))
 
-    def _late(self, phase: str) -> str:
+    def _late(self, phase: str) -> DeadlineError:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
         awaited = self._awaited() or tuple(sorted({link.server for link in self.links} - {self._port.rank}))
-        return (
-            f"rank {self._port.rank} waited {self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of "
-            f"period {self.counts.num_periods}; {describe_ranks(awaited, self._port.describe_peer)} did not deliver"
-            f"{self.membership.describe_lost(self._port.describe_peer)}"
+        return accusing(
+            DeadlineError(
+                f"{describe_ranks(awaited, self._port.describe_peer)} did not deliver: rank {self._port.rank} waited "
+                f"{self._timeout_s:g} s for {what} at iteration {self.clock.iteration} of period "
+                f"{self.counts.num_periods}; {LOOK}{self.membership.describe_lost(self._port.describe_peer)}"
+            ),
+            *awaited,
         )
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
@@ -356,7 +360,8 @@ class ServerClient(Driver):
         is_settled = note.is_left_behind or note.is_told
         if lost == self._port.rank and (is_settled or is_believed(reporter, lost)):
             what = "takes this rank for hung" if note.is_left_behind else "has lost its connection to this rank"
-            self.fail(UpdateError(f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"))
+            text = f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"
+            self.fail(accusing(UpdateError(f"{text}; start it again from a checkpoint"), lost))
         elif lost == self._port.rank:
             self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
         elif is_settled or self._news.hear(reporter, lost, known=self.lost):

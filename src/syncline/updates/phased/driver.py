@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from syncline.errors import DeadlineError, PeerLostError, UpdateError
+from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
 from syncline.fabric import PeerLeftError
+from syncline.runtime.failures import LOOK
 from syncline.updates.membership import Membership
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.driver import Driver
@@ -90,9 +91,16 @@ class PairDriver(Driver):
         """How many steps were made, those before a crash included."""
         return self._phases.step
 
+    @property
+    def num_over(self) -> int:
+        """How many steps are over: without the one that is under way."""
+        current = self._pass
+        return self.step - (current is not None and current.kind is Pass.TRAIN)
+
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
         self._port.call_soon(self._watch)
+        self._setting.job.watch_failure(self.fail)
         with self._changed:
             self._obey(self._phases.start())
 
@@ -106,8 +114,8 @@ class PairDriver(Driver):
                 self._compute(phase)
         except BaseException as error:
             self.fail(error)
-            if isinstance(error, PeerLostError):
-                self.raise_failure()  # which says, besides, where this rank was
+            if isinstance(error, PeerLostError | DeadlineError):
+                self.raise_failure()  # which says, besides, where this rank was, or who was waited for in the end
             raise
         done, self._pass = self._pass, None
         assert done is not None, "a pass was begun"
@@ -205,7 +213,7 @@ class PairDriver(Driver):
                 last = self._awaited() or last
                 return self._can_compute() or self._phases.is_idle or self._is_left_alone()
 
-            is_over = self._wait_for(can_go_on, self._timeout_s)
+            is_over = self._wait_told(can_go_on)
             self.raise_failure()
             if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
@@ -213,6 +221,19 @@ class PairDriver(Driver):
         if last:
             self._note_wait(last[0], start_ns)
         return phase
+
+    def _wait_told(self, can_go_on: Callable[[], bool]) -> bool:
+        """Wait until the deadline; from half of it on all ranks know that it is for the partner, if it is."""
+        if self._wait_for(can_go_on, self._timeout_s / 2):
+            return True
+        job, current = self._setting.job, self._pass
+        is_for_partner = self._awaited() in (["input"], ["sending"]) or self._next is not None
+        if is_for_partner and current is not None:
+            job.wait_beside([self._setting.partner], f"the {self._phases.current_phase}, step {current.step}")
+        is_over = self._wait_for(can_go_on, self._timeout_s / 2)
+        if is_for_partner and is_over and self._failure is None:  # else others are to know, who fail as well
+            job.wait_beside([], "")
+        return is_over
 
     def _can_compute(self) -> bool:
         """Whether a phase is to be computed; on what the partner sent, only when it was given the same batch."""
@@ -244,8 +265,8 @@ class PairDriver(Driver):
         phase, reasons = self._phases.current_phase, self._phases.awaited()
         if is_left and isinstance(self._left, PeerLeftError):
             return PeerLostError(
-                f"{self._partner} closed its fleet, but the {phase} needs its part; both ranks of a pair make the same "
-                "number of steps",
+                f"{self._partner} closed its fleet, but the {phase} needs its part; give all ranks the same number of "
+                "batches, as both ranks of a pair make the same steps",
                 rank=self._left.rank,
                 host=self._left.host,
             )
@@ -253,7 +274,7 @@ class PairDriver(Driver):
         if self._num_unsent >= MAX_UNSENT:
             return self._unsent_error()
         if "input" in reasons or self._next is not None:
-            return DeadlineError(f"{self._partner} sent nothing for the {phase} {limit}; it is far behind, or hangs")
+            return self._accuse(f"sent nothing for the {phase} {limit}; it is far behind, hangs, or made another call")
         what = "updated and stored" if reasons == ["update"] else "read"
         return DeadlineError(f"Stage {phase and phase.stage} was not {what} {limit} ({self._storage.place})")
 
@@ -280,12 +301,15 @@ class PairDriver(Driver):
         if not is_over:
             raise self._unsent_error()
 
+    def _accuse(self, what: str) -> DeadlineError:
+        return accusing(DeadlineError(f"{self._partner} {what}; {LOOK}"), self._setting.partner)
+
     def _unsent_error(self) -> DeadlineError:
         if not self._num_unsent:
             return DeadlineError(f"Spilled inputs were not written in {self._storage.place} in time; the disk hangs")
-        return DeadlineError(
-            f"{self._partner} took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not "
-            "left; it is far behind, or does not call step()"
+        return self._accuse(
+            f"took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not left; it is far "
+            "behind, or does not call step()"
         )
 
     def _note_wait(self, reason: str, start_ns: int) -> None:
@@ -298,11 +322,30 @@ class PairDriver(Driver):
     # --- any thread ----------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End everything with ``error``; that of a lost rank says in which step and stage this one was."""
+        """End everything with ``error``, on all ranks if it names ranks at fault.
+
+        That of a lost rank says in which step and stage this one was.
+        """
         with self._changed:
-            if self._failure is None and isinstance(error, PeerLostError):
-                error = with_place(error, self._port.rank, self._pass, self._phases)
+            if self._failure is None:
+                error = self._traced(error)
+                if isinstance(error, SynclineError) and error.ranks_at_fault:
+                    self._setting.job.give_up(error)
+                if isinstance(error, PeerLostError):
+                    error = with_place(error, self._port.rank, self._pass, self._phases)
             super().fail(error)
+
+    def _traced(self, error: BaseException) -> BaseException:
+        """Blame whom the one that ``error`` blames waits for itself, beside the collectives."""
+        if not isinstance(error, DeadlineError) or not error.ranks_at_fault:
+            return error
+        found = self._setting.job.find_beside(error.ranks_at_fault[0])
+        if found is None:
+            return error
+        culprit, waiter, what = found
+        name, other = map(self._port.describe_peer, (culprit, waiter))
+        text = f"{name} sent nothing for {what}; {other} waits for it. Therefore {error}"
+        return accusing(DeadlineError(text), culprit)
 
     @property
     def _partner(self) -> str:

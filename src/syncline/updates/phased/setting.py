@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from syncline.runtime.communicator import Communicator
 from syncline.runtime.port import Port
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
@@ -38,6 +39,8 @@ class PhasedSetting:
     storage: Storage
     manifest: Manifest | None
     """Of the step that training begins with, if versions are kept."""
+    job: Communicator
+    """Of all ranks of the job."""
     collectives: BucketCollectives
     """Between the ranks of this side, which hold the same stages."""
     port: Port
