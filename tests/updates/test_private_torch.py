@@ -30,12 +30,12 @@ import torch
 from syncline.updates import private_torch
 
 parameter = torch.nn.Parameter(torch.zeros(2))
-private_torch.replace_data(parameter, private_torch.unarrived_data(parameter))
+private_torch.replace_data([(parameter, private_torch.unarrived_data(parameter))])
 assert private_torch.is_unarrived(parameter)
 assert (parameter.shape, parameter.data_ptr()) == ((2,), 0)
 
 def arrive(operation, *args):
-    private_torch.replace_data(parameter, torch.ones(2))
+    private_torch.replace_data([(parameter, torch.ones(2))])
     return operation(*args)
 
 private_torch.on_unarrived_read(arrive)

@@ -166,7 +166,8 @@ class GradientCollector:
         if not self.is_synchronised:
             self.has_local_gradients = True
             return
-        self._begin_if_first()
+        if not self._is_running:
+            self._begin_first()
         position = slot.position
         if self._remaining[bucket.index] <= 0 and self._has_learnt:
             self._expected[position] = self._fired[position] + 1
@@ -181,13 +182,12 @@ class GradientCollector:
                 self._leave(bucket, is_early=self._weight > 0)
 
     def _on_outside(self, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
-        if self._outside.note(parameter) and self.is_synchronised:
-            self._begin_if_first()
+        if self._outside.note(parameter) and self.is_synchronised and not self._is_running:
+            self._begin_first()
 
-    def _begin_if_first(self) -> None:
-        if not self._is_running:
-            self._begin_task(backward_pass())
-            self._begin(self._samples.weight())
+    def _begin_first(self) -> None:
+        self._begin_task(backward_pass())
+        self._begin(self._samples.weight())
 
     def _begin(self, weight: float) -> None:
         self._before()

@@ -92,15 +92,14 @@ class WaitingParameters:
         _hear_of_reads()
         before_compiling(_on_compile)
         with _lock:
-            for tensor, bucket in chain.from_iterable(self._members):
-                key = id(tensor)
-                if key in _waiting:
-                    continue
-                self._data[key] = tensor.data
-                if key not in self._unarrived:
-                    self._unarrived[key] = unarrived_data(tensor)
-                _waiting[key] = self, bucket
-                replace_data(tensor, self._unarrived[key])
+            new = [member for member in chain.from_iterable(self._members) if id(member[0]) not in _waiting]
+            for tensor, _ in new:
+                self._data[id(tensor)] = tensor.data
+                if id(tensor) not in self._unarrived:
+                    self._unarrived[id(tensor)] = unarrived_data(tensor)
+            _waiting.update((id(tensor), (self, bucket)) for tensor, bucket in new)
+            replace_data((tensor, self._unarrived[id(tensor)]) for tensor, _ in new)
+            for tensor, _ in new:
                 _set_class(tensor, _waiting_class(type(tensor)))
 
     def finish(self, buckets: Iterable[int] | None = None) -> None:
@@ -125,8 +124,7 @@ class WaitingParameters:
                 del _waiting[id(tensor)]
 
     def _give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            replace_data(tensor, self._data.pop(id(tensor)))
+        replace_data((tensor, self._data.pop(id(tensor))) for tensor in tensors)
 
 
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__

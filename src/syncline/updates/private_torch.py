@@ -6,7 +6,7 @@ changed one is found out by its name. Where a public name serves, it is used whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import CodeType
@@ -236,13 +236,15 @@ _libraries: list[torch.library.Library] = []
 """They take back what they registered when they are freed."""
 
 
-def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Assign to ``tensor.data``, without a call of :func:`on_unarrived_read`'s function or ``__torch_function__``.
+def replace_data(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Assign the second of each to the first's ``.data``, unheard of by ``__torch_function__``.
 
-    Call it on a thread of its own where functorch or a mode may be at work: those begin to dispatch anew.
+    :func:`on_unarrived_read`'s function does not hear of it either. Call it on a thread of its own where functorch or a
+    mode may be at work: those begin to dispatch anew.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_read_keys()):
-        tensor.data = data
+        for tensor, data in pairs:
+            tensor.data = data
 
 
 def before_compiling(function: Callable[[Any], None]) -> None:
