@@ -104,3 +104,24 @@ def test_a_rank_may_look_ahead_with_gradients(rule: UpdateRule, run_fleets: Any)
         return model.seen
 
     run_fleets(2, body)
+
+
+@by_rule
+def test_without_broadcasts_each_rank_keeps_its_own_from_the_same_start_as_in_ddp(
+    rule: UpdateRule, run_fleets: Any
+) -> None:
+    """They may differ then, and no comparison of ranks objects."""
+
+    def body(fleet: Fleet) -> list[int]:
+        model = Queue()
+        model.pointer += 10 * fleet.rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = distribute(model, optimizer, rule, broadcast_buffers=False, check_every=1, fleet=fleet)
+        for _ in range(3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.pointer += 1 + fleet.rank
+        return model.seen
+
+    assert run_fleets(2, body) == [[0, 1, 2], [0, 2, 4]]

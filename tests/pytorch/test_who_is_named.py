@@ -16,8 +16,9 @@ from syncline.errors import SynclineError
 from syncline.pytorch.checkpoint import save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.phased import phase
 from syncline.topology import Topology
-from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
 
 WORLD, GUILTY, STEPS, AT = 4, 1, 4, 2
 TIMEOUT_S = 1.5
@@ -36,6 +37,13 @@ RULES: dict[str, UpdateRule] = {
     "sharded, replicated": Sharded(replicate="host"),
     "sharded, spares": Sharded(spares=1),
 }
+SURVIVING: dict[str, tuple[UpdateRule, dict[str, Any]]] = {
+    "elastic all-reduce": (AllReduce(), {"elastic": True}),
+    "elastic sharded": (Sharded(spares=1), {"elastic": True}),
+    "overlapped": (Overlapped(period=3), {}),
+    "clustered": (Clustered(clusters=2, period=3, measures=False), {}),
+}
+"""Rules that go on without the rank at fault, and how they are asked to."""
 
 
 class GuiltyError(Exception):
@@ -45,13 +53,16 @@ class GuiltyError(Exception):
 class Loop:
     """One rank's training; the rank at fault does something in its third step."""
 
-    def __init__(self, fleet: Fleet, rule: UpdateRule, folder: Path, others_failed: threading.Event) -> None:
+    def __init__(
+        self, fleet: Fleet, rule: UpdateRule, folder: Path, others_failed: threading.Event, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.fleet = fleet
         self.folder = folder
         self.others_failed = others_failed
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.model, self.optimizer = distribute(module, torch.optim.SGD(module.parameters(), 0.1), rule, fleet=fleet)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        self.model, self.optimizer = distribute(module, optimizer, rule, fleet=fleet, **options)
 
     def run(self, faults: dict[str, Callable[[Loop], None]]) -> None:
         """Train; ``faults`` has what happens in the step ``AT``, by where."""
@@ -75,7 +86,32 @@ class Loop:
         raise GuiltyError
 
 
-def act_normally(_: Loop) -> Any:
+class PhasedLoop:
+    """The same of a pair's rank: of the ranks 0 to 3, ranks 0 and 1 are a pair, and 0 and 2 have the same stages."""
+
+    sleep = Loop.sleep
+
+    def __init__(self, fleet: Fleet, others_failed: threading.Event) -> None:
+        torch.manual_seed(0)
+        self.fleet = fleet
+        self.others_failed = others_failed
+        self._do: Callable[[Any], Any] = act_normally
+        stages = [nn.Linear(4, 4) for _ in range(4)]
+        for stage in stages:
+            stage.register_forward_pre_hook(lambda *_: self._do(self))
+        self.trainer = phase(stages, lambda some: torch.optim.SGD(some, 0.1), loss=nn.MSELoss(), fleet=fleet)
+
+    def run(self, faults: dict[str, Callable[[Any], Any]]) -> None:
+        """Train; ``faults`` has what happens in the step ``AT``, by where."""
+        for number in range(STEPS):
+            now = faults if number == AT else {}
+            if now.get("start", act_normally)(self) is StopIteration:
+                return
+            self._do = now.get("forward", act_normally)
+            self.trainer.step(torch.ones(2, 4), torch.ones(2, 4))
+
+
+def act_normally(_: Any) -> Any:
     """Do nothing else."""
 
 
@@ -158,3 +194,85 @@ def test_the_errors_of_all_survivors_name_the_rank_at_fault_first(
         assert error.ranks_at_fault[0] == GUILTY, text
         assert re.findall(r"rank (\d) \(host", text)[0] == str(GUILTY), text
         assert FOUND_BY_ITSELF.get((rule, fault), words) in text
+
+
+PHASED = {
+    "sleeps in forward": "rank 1 (host memory) sent nothing ",
+    "stops calling": "rank 1 (host memory) sent nothing ",
+    "raises": "is lost: it ended with GuiltyError: no such file",
+    "is killed": "is lost: its process died or was killed",
+    "leaves early": "give all ",
+    "evaluates more": "rank 1 (host memory) ",
+}
+"""What errors say of a rank of a pair; the partner hears of some first, and ranks of its side of others."""
+
+
+@pytest.mark.parametrize("fault", PHASED)
+def test_the_errors_of_all_pairs_name_the_rank_at_fault_first(fault: str, run_fleets: Any) -> None:
+    place, act, _ = FAULTS[fault]
+    errors: dict[int, SynclineError] = {}
+    others_failed = threading.Event()
+
+    def body(fleet: Fleet) -> None:
+        loop = PhasedLoop(fleet, others_failed)
+        if fleet.rank == GUILTY:
+            loop.run({place: act})
+            return
+        try:
+            loop.run({})
+            loop.trainer.synchronize()
+        except SynclineError as error:
+            errors[fleet.rank] = error
+            if len(errors) == WORLD - 1:
+                others_failed.set()
+            raise
+
+    run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+    assert set(errors) == set(range(WORLD)) - {GUILTY}
+    for error in errors.values():
+        assert error.ranks_at_fault[0] == GUILTY, error
+        assert re.findall(r"rank (\d) \(host", str(error))[0] == str(GUILTY), error
+        assert PHASED[fault] in str(error)
+
+
+ELASTIC = ("stops calling", "raises", "is killed", "leaves early", "saves alone")
+GOING_ON = [
+    pytest.param(rule, fault, id=f"{rule}: {fault}")
+    for rule in SURVIVING
+    for fault in (ELASTIC if rule.startswith("elastic") else ("raises", "is killed"))
+]
+
+
+@pytest.mark.parametrize(("rule", "fault"), GOING_ON)
+def test_survivors_that_go_on_know_who_is_lost(
+    rule: str, fault: str, run_fleets: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else is; and if the rank at fault is told, its error names itself."""
+    place, act, words = FAULTS[fault]
+    update, options = SURVIVING[rule]
+    lost: dict[int, tuple[int, ...]] = {}
+    others_are_done = threading.Event()
+
+    def body(fleet: Fleet) -> None:
+        rank = fleet.rank  # at the start
+        loop = Loop(fleet, update, tmp_path, others_are_done, **options)
+        if options:
+            loop.optimizer.on_membership_change(lambda change: told.extend(change.lost))
+        told: list[int] = []
+        if rank == GUILTY:
+            loop.run({place: act})
+            return
+        loop.run({})
+        loop.optimizer.synchronize()
+        counted: Any = loop.optimizer.statistics()
+        lost[rank] = tuple(told) if options else counted.lost if rule == "overlapped" else counted.dead
+        if len(lost) == WORLD - 1:
+            others_are_done.set()
+
+    topology = Topology.parse(HOSTS, source="two-hosts")
+    results = run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+    assert lost == {rank: (GUILTY,) for rank in range(WORLD) if rank != GUILTY}, results
+    if options and fault in {"raises", "is killed"}:
+        assert words in capsys.readouterr().err
+    if isinstance(results[GUILTY], SynclineError):
+        assert results[GUILTY].ranks_at_fault[0] == GUILTY, results[GUILTY]

@@ -21,7 +21,7 @@ from syncline.elastic.epoch import Epoch, MembershipChange
 from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
 from syncline.elastic.settings import Elastic
-from syncline.errors import FabricClosedError, MismatchError, UpdateError
+from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text, name_ranks
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
@@ -221,7 +221,8 @@ class Recovery:
             steps = f" in step {self._parts[0].iteration + 1}" if self._parts else ""
             left = f"{go.epoch.world_size} ranks go on" if go.epoch.world_size > 1 else "one rank goes on"
             verb = "left" if all(loss.has_left for loss in go.lost.values()) else "lost"
-            print(f"syncline: {names} {verb}{steps}; {left} in epoch {go.epoch.number}", file=sys.stderr, flush=True)
+            line = f"{names} {verb}{steps}; {left} in epoch {go.epoch.number} ({escape_text(str(cause))})"
+            print(f"syncline: {line}", file=sys.stderr, flush=True)
 
 
 class ElasticTraining:
