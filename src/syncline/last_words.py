@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,15 @@ def read_number(last_words: Path) -> int | None:
         return None
 
 
+def note(error: SynclineError) -> None:
+    """Remember what a communicator ended with: foreign code may raise an error that has no more of it than its text."""
+    if error.ranks_at_fault:
+        _noted.append(error)
+
+
+_noted: deque[SynclineError] = deque(maxlen=8)
+
+
 def leave_at_exit() -> None:
     """Leave last words when the interpreter ends with an error of ours; a second call does nothing more."""
     if LAST_WORDS in process_variables():
@@ -63,11 +73,20 @@ def leave_at_exit() -> None:
 
 def _leave() -> None:
     for error in _chain(getattr(sys, "last_value", None)):
-        if isinstance(error, SynclineError) and error.ranks_at_fault:
-            words = {"ranks": error.ranks_at_fault, "text": str(error)}
+        known = _known(error)
+        if known is not None:
+            words = {"ranks": known.ranks_at_fault, "text": str(known)}
             with contextlib.suppress(OSError):  # the launcher then reads what stands on standard error
                 Path(process_variables()[LAST_WORDS]).write_text(json.dumps(words))
             return
+
+
+def _known(error: BaseException) -> SynclineError | None:
+    """Return the error of ours that names ranks at fault, which ``error`` is, or tells of as a future's callback."""
+    if isinstance(error, SynclineError) and error.ranks_at_fault:
+        return error
+    told = str(error)
+    return next((each for each in _noted if str(each).partition(";")[0] in told), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

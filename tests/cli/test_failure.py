@@ -1,8 +1,12 @@
 """What the user reads when a rank fails."""
 
+import sys
+
+from syncline import last_words
 from syncline.cli.launcher.failure import describe_failures, describe_first, describe_restarts, pick_cause, traceback_of
 from syncline.cli.launcher.supervisor import Exit, Failure
-from syncline.last_words import LastWords
+from syncline.errors import DeadlineError, accusing
+from syncline.last_words import LAST_WORDS, LastWords
 
 NAMES = {0: "rank 0 (host a1)", 1: "rank 1 (host a1)", 2: "rank 2 (host b1)"}
 TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "ValueError: boom"]
@@ -96,3 +100,15 @@ def test_the_summary_has_the_cause_of_each_attempt_that_failed():
         "no further restart, as --restarts allows it once in 60 s; attempts: "
         "1. rank 1 was killed by SIGKILL; 2. rank 0 ended with exit code 3"
     )
+
+
+def test_whom_an_error_names_is_left_also_where_foreign_code_raises_its_text_alone(tmp_path, monkeypatch):
+    """As DistributedDataParallel does of what a process group's future ended with."""
+    path = tmp_path / "words"
+    monkeypatch.setenv(LAST_WORDS, str(path))
+    text = "rank 1 (host a1) lives, but its training thread has made no call for 2.0 s; look where it is"
+    last_words.note(accusing(DeadlineError(text), 1))
+    raised = RuntimeError(f"Got the following error when running the callback: DeadlineError: {text}")
+    monkeypatch.setattr(sys, "last_value", raised, raising=False)
+    last_words._leave()
+    assert LastWords.read(path) == LastWords(ranks=(1,), text=text)

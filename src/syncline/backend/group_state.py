@@ -22,6 +22,7 @@ from syncline.backend.layers import Layers, LayerSource
 from syncline.backend.point_to_point import PointToPoint
 from syncline.backend.staged_collectives import StagedCollectives
 from syncline.backend.staging import Staging
+from syncline.last_words import note
 from syncline.pytorch.collectives import PendingCalls, TensorWork
 from syncline.pytorch.host_memory import ScratchPool, host_memory_of, landing_memory_of, put_back
 from syncline.runtime import Communicator
@@ -88,6 +89,7 @@ class GroupState:
         self.under_way = PendingCalls()
         """What a barrier joins."""
         communicator.count_by(lambda: Tally(count=self.num_calls, unit="collective"))
+        communicator.watch_failure(note)  # DistributedDataParallel raises its text alone
         self.coalesced: list[TensorWork] | None = None
         self.owner = owner
         self._message_stream = message_stream
