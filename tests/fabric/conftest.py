@@ -20,8 +20,8 @@ def transport(request, monkeypatch):
 
 
 @pytest.fixture(params=list(OPENERS))
-def on_fabrics(request, transport, monkeypatch):
+def on_fabrics(request, transport):
     """Run ``scenario(fabrics, recorders, mail)`` on a fabric of each kind."""
-    if request.param == AUTHENTICATED:
-        monkeypatch.delenv(VARIABLE)  # nobody asks for compiled transport; where they could be used, they are not
+    if request.param == AUTHENTICATED and "native" not in TRANSPORTS:
+        pytest.skip("compiled code authenticates frames, and it is not installed")
     return lambda world_size, scenario: run_scenario(OPENERS[request.param], world_size, scenario)

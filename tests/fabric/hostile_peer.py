@@ -19,6 +19,7 @@ class HostilePeer:
     def __init__(self, options):
         self.options = options
         self.sockets = {}
+        self.keys = {}
         self.checks = {}
         """Of each connection, those of what it sends and of what it receives."""
 
@@ -47,6 +48,7 @@ class HostilePeer:
                 address=(target.address, target.port),
                 connection_class=connection_class,
             )
+            self.keys[connection_class] = keys
             self.checks[connection_class] = make_checks(keys)
         return self
 

@@ -11,8 +11,8 @@ from isal.isal_zlib import crc32
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, HandshakeError, PeerLostError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.frame_checks import KeyedChecks, derive_frame_keys
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, transport_sets
+from syncline.fabric.frame_checks import FrameKeys, derive_frame_keys, make_checks
 from syncline.fabric.frames import (
     BODY_BYTES,
     HEADER_BYTES,
@@ -23,9 +23,11 @@ from syncline.fabric.frames import (
     decode_header,
     encode_header,
 )
-from syncline.fabric.transport_sets import VARIABLE
+from transports import TRANSPORTS
 
+pytestmark = pytest.mark.skipif("native" not in TRANSPORTS, reason="compiled code authenticates frames")
 SECRET = b"s" * 32
+KEY = b"k" * 16
 PAYLOADS = [b"first" * 30, b"second" * 30, b"third" * 30]
 
 
@@ -71,11 +73,7 @@ def over_authenticated(scenario):
     loops.run(main())
 
 
-@pytest.fixture(autouse=True)
-def nobody_asks_for_compiled_wires(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_what_is_tampered_with_ends_the_peer_before_it_is_heard(tampering):
     async def scenario(fabric, peer, recorder):
@@ -88,6 +86,7 @@ def test_what_is_tampered_with_ends_the_peer_before_it_is_heard(tampering):
     over_authenticated(scenario)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_data_that_is_tampered_with_never_arrives(tampering):
     async def scenario(fabric, peer, recorder):
@@ -112,6 +111,7 @@ def test_data_that_is_tampered_with_never_arrives(tampering):
     over_authenticated(scenario)
 
 
+@pytest.mark.usefixtures("transport")
 def test_frames_that_nobody_touched_are_taken():
     async def scenario(fabric, peer, recorder):
         for payload in PAYLOADS:
@@ -122,6 +122,7 @@ def test_frames_that_nobody_touched_are_taken():
     over_authenticated(scenario)
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
     async def scenario(fabric, peer, recorder):
         sending = peer.checks[0][0]  # the keys of class 0
@@ -137,7 +138,7 @@ def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
 
 
 def test_a_payload_may_come_in_parts():
-    sending, receiving = KeyedChecks(SECRET), KeyedChecks(SECRET)
+    sending, receiving = make_checks(FrameKeys(KEY, KEY))
     for payload in PAYLOADS:
         header = encode_header(FrameType.DATA, 0, payload=payload, checks=sending)
         frame = decode_header(memoryview(header), receiving)
@@ -172,11 +173,13 @@ def test_ranks_that_differ_are_told_on_both_sides(wants):
     loops.run(main())
 
 
-def test_compiled_wires_and_authenticated_frames_exclude_each_other(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
+def test_where_nothing_is_compiled_nobody_authenticates_frames(monkeypatch):
+    monkeypatch.setattr(transport_sets, "NativeTransportSet", None)
+    monkeypatch.setattr(transport_sets, "_why_not", "no module named _native")
+    monkeypatch.setattr(loops, "factory", asyncio.new_event_loop)
 
     async def main():
-        with pytest.raises(ConfigurationError, match=r"SYNCLINE_NATIVE=1 .* authenticate_frames"):
+        with pytest.raises(ConfigurationError, match=r"needs compiled code.*no module named _native.*install a C\+\+"):
             await connect_tcp(
                 FabricOptions(secret=SECRET, authenticate_frames=True),
                 rank=0,
@@ -184,10 +187,69 @@ def test_compiled_wires_and_authenticated_frames_exclude_each_other(monkeypatch)
                 rendezvous=Rendezvous(DictStore(), job_id="syncline"),
             )
 
-    monkeypatch.setattr(loops, "factory", asyncio.new_event_loop)
     loops.run(main())
 
 
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (b"", "113145FB"),
+        (b"aaa", "3B91D102"),
+        (b"a" * 2**10, "599B350B"),
+        (b"a" * 2**15, "58DCF532"),
+        (b"a" * 2**20, "DB6364D1"),
+        (b"abc", "ABF3A3A0"),
+        (b"abc" * 500, "ABEB3C8B"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
+)
+def test_codes_are_those_of_rfc_4418(message, code):
+    from syncline.fabric._native import KeyedChecks, umac32
+
+    key, nonce = b"abcdefghijklmnop", int.from_bytes(b"bcdefghi", "big")
+    assert f"{umac32(key, nonce, message):08X}" == code
+    # in parts: the payload's code of a frame has twice its number as its nonce
+    checks = KeyedChecks(key)
+    for _ in range(3):
+        checks.next_frame()
+    for start in range(0, len(message), 700):
+        checks.add(memoryview(message)[start : start + 700])
+    assert checks.payload_field(b"") == umac32(key, 6, message)
+
+
+def beat(number, *, key, payload=b""):
+    """Return a heartbeat beside the stream, as the compiled transport's thread makes it."""
+    _, checks = make_checks(FrameKeys(key, key))
+    header = encode_header(FrameType.HEARTBEAT, -1, tag=5, signature=1, offset=number, checks=checks)
+    body = header[: BODY_BYTES - 4] + bytes(4)
+    return body + struct.pack("<I", checks.header_field(body)) + payload
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("numbers", [(1, 2, 2), (7, 6), (1, 9, 1)])
+def test_a_heartbeat_beside_the_stream_is_heard_once(numbers):
+    async def scenario(fabric, peer, recorder):
+        key = peer.keys[-1].sending
+        for number in numbers[:-1]:
+            await peer.send(-1, beat(number, key=key))
+            await peer.frame(-1, FrameType.CONTROL, payload=b"go on")  # the stream's own numbers go on
+        await recorder.wait_until(lambda: len(recorder.controls) == len(numbers) - 1)
+        await peer.send(-1, beat(numbers[-1], key=key))
+        assert "the authentication code does not fit" in await peer.verdict()
+
+    over_authenticated(scenario)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_heartbeat_beside_the_stream_without_the_key_is_refused():
+    async def scenario(fabric, peer, recorder):
+        await peer.send(-1, beat(1, key=b"x" * 16))
+        assert "the authentication code does not fit" in await peer.verdict()
+
+    over_authenticated(scenario)
+
+
+@pytest.mark.usefixtures("transport")
 def test_ranks_of_one_machine_still_copy_from_memory_to_memory():
     async def scenario(fabrics, recorders, mail):
         payload = bytes(range(256)) * 8192

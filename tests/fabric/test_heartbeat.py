@@ -22,10 +22,10 @@ def make_exchange():
     return NativeTransport(GrantScheduler(window=window, quantum_bytes=1000))
 
 
-def connect(native_transport, sock, peer=1):
+def connect(native_transport, sock, peer=1, keys=None):
     sock.setblocking(False)
     native_transport.add_peer(peer, eager_bytes=100, credit_bytes=10_000)
-    native_transport.attach_control(peer, sock.fileno())
+    native_transport.attach_control(peer, sock.fileno(), keys=keys)
     native_transport.start(peer, CONTROL_CLASS)
 
 
@@ -44,12 +44,13 @@ def read_until(native_transport, is_enough, also=lambda: None):
     return frames
 
 
-@pytest.fixture
-def pair():
+@pytest.fixture(params=[None, (b"1" * 16, b"2" * 16)], ids=["checksums", "keys"])
+def pair(request):
+    keys = request.param
     ours, theirs = socket.socketpair()
     sender, receiver = make_exchange(), make_exchange()
-    connect(sender, ours)
-    connect(receiver, theirs)
+    connect(sender, ours, keys=keys)
+    connect(receiver, theirs, keys=keys and keys[::-1])
     yield sender, receiver, ours, theirs
     for native_transport in (sender, receiver):
         native_transport.close_peer(1)

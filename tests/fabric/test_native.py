@@ -177,6 +177,8 @@ def test_ranks_of_both_kinds_make_one_job(monkeypatch, first, second):
 
     run_over_tcp(2, scenario)
     run_over_tcp(2, scenario, shares_memory=True)
+    if "native" in KINDS:
+        run_over_tcp(2, scenario, secret=b"s" * 32, authenticate_frames=True)
 
 
 def test_the_variable_is_checked(monkeypatch):

@@ -2,7 +2,7 @@
 
 Every frame is a header of 48 bytes and at most one chunk of payload. Both carry a CRC-32: TCP's own checksum misses
 about one damaged packet in some ten million (Stone and Partridge, 2000), and a damaged gradient is worse than an error.
-The checksum is not a MAC: it finds accidents, not attackers. With ``authenticate_frames`` keyed hashes stand in the
+The checksum is not a MAC: it finds accidents, not attackers. With ``authenticate_frames`` keyed codes stand in the
 fields of the checksums (:mod:`syncline.fabric.frame_checks`).
 """
 
@@ -59,7 +59,7 @@ class FrameType(IntEnum):
     """A message of the layer above."""
     HEARTBEAT = 9
     """The sender's loop runs; or it does not, and its process lives. Then its signature is not 0, and it stands beside
-    the connection's stream: it is not counted, and never sent again."""
+    the connection's stream: it is not counted, and never sent again. With keys ``offset`` is its number."""
     FAREWELL = 10
     """The END of every connection has been seen: all that was sent has been read."""
     LOST = 11
@@ -146,7 +146,7 @@ def encode_header(
 def decode_header(buffer: memoryview, checks: FrameChecks = _CRCS) -> Frame:
     """Read a header from the first bytes of ``buffer``; raise :class:`FrameError` if it is none."""
     frame = Frame._make(_HEADER.unpack_from(buffer))
-    is_sound = frame.header_crc == checks.header_field(buffer[:BODY_BYTES])
+    is_sound = checks.is_sound(buffer[:HEADER_BYTES])
     if frame.magic != MAGIC or frame.version != VERSION:
         raise (FrameError if is_sound else DamagedFrameError)(
             f"frame begins with {frame.magic:#06x} version {frame.version}: not one of ours"

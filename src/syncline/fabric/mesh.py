@@ -85,7 +85,7 @@ async def connect_tcp(
             numbers=numbers,
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            transport_set=open_transport_set(grants, has_keys=options.authenticate_frames, native=options.native),
+            transport_set=open_transport_set(grants, native=options.native),
             offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )

@@ -139,16 +139,17 @@ class NativePeerTransport:
         return self._native_transport.progress(self._peer)
 
     def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
-        """Take the next sockets, control before the data connections; compiled code has no keyed hash."""
+        """Take the next sockets, control before the data connections."""
         for sock, keys in sockets:
-            assert keys is None, "frames are authenticated in Python, which is chosen where that is asked for"
             sock.setblocking(False)
             connection_class = CONTROL_CLASS + len(self._sockets)
             self._sockets.append(sock)
             if connection_class == CONTROL_CLASS:
-                self._native_transport.attach_control(self._peer, sock.fileno())
+                self._native_transport.attach_control(self._peer, sock.fileno(), keys=keys)
             else:
-                self._native_transport.attach_data(self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes)
+                self._native_transport.attach_data(
+                    self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes, keys=keys
+                )
             self._native_transport.start(self._peer, connection_class)
 
     def suspend(self, connection_class: int) -> bool:

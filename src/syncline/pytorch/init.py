@@ -60,7 +60,7 @@ def init(
     machine it may be left out: the ranks use their user's own, which is made when it is first needed. On several it is
     needed, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
     ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame carries a code
-    keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent; slower. ``interface``
+    keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent. ``interface``
     (``SYNCLINE_INTERFACE``): the address, or the interface's name, that the other ranks reach.
 
     Seconds, alike on all ranks: ``timeout_s`` (``SYNCLINE_TIMEOUT``, 300): how long a collective may take, and so how

@@ -1,10 +1,14 @@
 // Checksums of what a peer sends, of any length, at any alignment, in parts: equal to those of one bit at a time, and
-// not a byte is read beyond the end (each input ends where its memory does).
+// not a byte is read beyond the end (each input ends where its memory does). Codes with a key are the same in parts and
+// at once, and by instructions as without them.
+#include <algorithm>
+#include <array>
 #include <vector>
 
 #include "crc32.hpp"
 #include "crc32_folding.hpp"
 #include "fuzzing.hpp"
+#include "umac.hpp"
 
 namespace {
 
@@ -15,6 +19,26 @@ uint32_t bit_by_bit(const uint8_t* bytes, size_t num_bytes) {
         for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ (state & 1 ? 0xEDB88320u : 0);
     }
     return ~state;
+}
+
+void check_codes(const uint8_t* bytes, size_t num_bytes, size_t part, fuzzing::Random& random) {
+    syncline::Aes::Block key, block;
+    for (auto& byte : key) byte = static_cast<uint8_t>(random.next());
+    for (auto& byte : block) byte = static_cast<uint8_t>(random.next());
+    const syncline::Aes aes(key);
+    fuzzing::require(aes.encrypt(block) == aes.encrypt_anywhere(block), "AES is the same without its instructions");
+    syncline::Umac umac(key);
+    const uint64_t nonce = random.next();
+    const uint32_t expected = umac.code_of(bytes, num_bytes, nonce);
+    umac.add(bytes, part);
+    umac.add(bytes + part, num_bytes - part);
+    fuzzing::require(umac.finish(nonce) == expected, "a code is that of its bytes, in parts too");
+    std::array<uint32_t, syncline::Umac::BLOCK_BYTES / 4> words;
+    for (auto& word : words) word = static_cast<uint32_t>(random.next());
+    for (size_t size = 32; size <= std::min(num_bytes, syncline::Umac::BLOCK_BYTES); size *= 2)
+        fuzzing::require(
+            syncline::hash_block(bytes, words.data(), size) == syncline::hash_block_anywhere(bytes, words.data(), size),
+            "blocks hash alike on every processor");
 }
 
 }  // namespace
@@ -40,5 +64,6 @@ void fuzzing::run_checksums(uint64_t seed, Outcomes& outcomes) {
         require(~syncline::crc32_by_wide_folding(bytes, wide, ~0u) == bit_by_bit(bytes, wide), "wide folding is, too");
         ++outcomes["folded widely"];
     }
+    check_codes(bytes, num_bytes, part, random);
     ++outcomes["right"];
 }

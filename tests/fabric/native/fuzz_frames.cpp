@@ -77,6 +77,7 @@ class Run {
         // No descriptors: each connection waits for the kernel to take more, and is asked here for what it would send.
         peer().connections.control.attach(0);
         for (int number = 0; number < NUM_CLASSES; ++number) peer().attach_data(0, 4096);
+        if (seed % 3 == 0) use_keys();
         peer().connections.each([](Connection& connection) { connection.is_watching_writer = true; });
         transport_.state().read_memory = &read_ones;
         peer().receiver.pid = random_.chance(0.4) ? 1 : 0;
@@ -123,6 +124,7 @@ class Run {
     std::map<uint64_t, uint64_t> granted_, sent_, sizes_;  // by tag: of what the peer sends
     std::map<uint64_t, Header> asked_;                     // by tag: requests of the rank under attack
     std::map<uint64_t, uint64_t> allowed_, arrived_;       // by tag: what the rank may send, and has sent
+    std::map<int, FrameChecks> made_, read_;               // by connection: of what it sends, and of what it is sent
     std::map<int, Bytes> begun_;                           // by connection: what is not fed yet
     std::array<Bytes, NUM_CLASSES> inboxes_;
     uint64_t num_tags_ = 0;
@@ -170,16 +172,33 @@ class Run {
         }
     }
 
+    // Each connection and direction has a key of its own.
+    void use_keys() {
+        peer().connections.each([this](Connection& connection) {
+            Aes::Block key{};
+            key[0] = static_cast<uint8_t>(2 + connection.connection_class);
+            connection.sending.use_key(key);
+            read_[connection.connection_class].use_key(key);
+            key[1] = 1;
+            connection.receiving.use_key(key);
+            made_[connection.connection_class].use_key(key);
+        });
+    }
+
     // --- what it sends ---
 
     void read_control() {
         ControlConnection& control = peer().connections.control;
+        FrameChecks& checks = read_[CONTROL_CLASS];
         while (control.has_unsent()) {
             const SendStream::Gathered gathered = control.gather();
             for (size_t part = 0; part < gathered.num_parts; ++part)
                 for (size_t place = 0; place < gathered.parts.at(part).iov_len;) {
                     const Header frame =
-                        decode_header(static_cast<const uint8_t*>(gathered.parts.at(part).iov_base) + place);
+                        decode_header(static_cast<const uint8_t*>(gathered.parts.at(part).iov_base) + place, checks);
+                    checks.add(static_cast<const uint8_t*>(gathered.parts.at(part).iov_base) + place + HEADER_BYTES,
+                               frame.chunk_bytes);
+                    check_payload(frame, checks);
                     place += HEADER_BYTES + frame.chunk_bytes;
                     if (frame.type == GRANT) granted_[frame.tag] = frame.message_bytes;
                     if (frame.type == REQUEST) asked_[frame.tag] = frame;
@@ -202,18 +221,19 @@ class Run {
                 rest -= num_bytes;
             }
             connection->sent(num_taken);
-            while (take_chunk(inbox)) {
+            while (take_chunk(inbox, read_[connection->connection_class])) {
             }
         }
     }
 
-    bool take_chunk(Bytes& inbox) {
+    bool take_chunk(Bytes& inbox, FrameChecks& checks) {
         if (inbox.size() < HEADER_BYTES) return false;
-        const Header frame = decode_header(inbox.data());
+        const Header frame = decode_header(inbox.data(), checks);
         const size_t end = HEADER_BYTES + frame.chunk_bytes;
         if (inbox.size() < end) return false;
         const Bytes payload(inbox.begin() + HEADER_BYTES, inbox.begin() + static_cast<std::ptrdiff_t>(end));
-        check_payload(frame, crc32(payload.data(), payload.size()));
+        checks.add(payload.data(), payload.size());
+        check_payload(frame, checks);
         require(payload == payload_of(frame.offset, frame.offset + frame.chunk_bytes), "what is sent is the message");
         if (frame.type == DATA) {
             require(frame.offset == arrived_[frame.tag], "a message is sent in order");
@@ -242,7 +262,8 @@ class Run {
         Header header = frame.header;
         if (frame.connection != CONTROL_CLASS && header.connection_class == CONTROL_CLASS)
             header.connection_class = static_cast<int16_t>(frame.connection);
-        const EncodedHeader encoded = seal(header, frame.payload.data(), static_cast<uint32_t>(frame.payload.size()));
+        const EncodedHeader encoded =
+            seal(header, frame.payload.data(), static_cast<uint32_t>(frame.payload.size()), made_[frame.connection]);
         if (header.type == GRANT) allowed_[header.tag] = std::max(allowed_[header.tag], header.message_bytes);
         Bytes bytes(encoded.begin(), encoded.end());
         bytes.insert(bytes.end(), frame.payload.begin(), frame.payload.end());

@@ -73,7 +73,11 @@ struct Call {
 class Run {
    public:
     explicit Run(uint64_t seed)
-        : random_(seed), num_ranks_(2 + random_.below(3)), breaks_(~seed), break_rate_(seed % 3 ? 0.0 : 0.02) {
+        : random_(seed),
+          num_ranks_(2 + random_.below(3)),
+          breaks_(~seed),
+          break_rate_(seed % 3 ? 0.0 : 0.02),
+          has_keys_(seed % 2) {
         const int64_t window_bytes = 500 + random_.below(20'000);
         for (int rank = 0; rank < num_ranks_; ++rank) add_rank(rank, window_bytes);
         for (int from = 0; from < num_ranks_; ++from)
@@ -112,6 +116,7 @@ class Run {
     std::vector<Rank> ranks_;
     Random breaks_;  // a generator of its own, so that seeds without breaks replay what they did before there were any
     double break_rate_;  // of connections, and of bytes that are changed on the way
+    const bool has_keys_;
     std::map<Route, Wire> wires_;
     std::vector<Call> calls_;
 
@@ -130,6 +135,10 @@ class Run {
 
     PeerTransport& peer(int rank, int other) { return ranks_[static_cast<size_t>(rank)].transport->peer(other); }
 
+    static Aes::Block key(int from, int to, int connection_class) {
+        return {static_cast<uint8_t>(from), static_cast<uint8_t>(to), static_cast<uint8_t>(2 + connection_class)};
+    }
+
     // No descriptors: each connection waits for the kernel to take more, and is asked here for what it would send.
     void connect(int from, int to) {
         PeerTransport& connected = peer(from, to);
@@ -137,6 +146,12 @@ class Run {
         const int num_classes = 2;
         for (int number = 0; number < num_classes; ++number) connected.attach_data(0, 100 + random_.below(5000));
         connected.connections.each([](Connection& connection) { connection.is_watching_writer = true; });
+        if (has_keys_) {
+            connected.connections.each([from, to](Connection& connection) {
+                connection.sending.use_key(key(from, to, connection.connection_class));
+                connection.receiving.use_key(key(to, from, connection.connection_class));
+            });
+        }
         connected.send_frame(CREDIT, 0, CREDIT_BYTES, "");
         if (random_.chance(0.5)) return;
         connected.sender.reads_us = true;
@@ -161,7 +176,8 @@ class Run {
             call.buffers.push_back(std::make_shared<std::vector<float>>(std::move(values)));
             const auto layout = std::make_shared<Layout>();
             const auto dataflow = all_reduce(rank, num_ranks_);
-            for (const auto& slice : offsets) layout->slices.push_back({dataflow, slice, addition_of("float32", "sum")});
+            for (const auto& slice : offsets)
+                layout->slices.push_back({dataflow, slice, addition_of("float32", "sum")});
             const auto& buffer = call.buffers.back();
             const Memory memory{reinterpret_cast<uint8_t*>(buffer->data()), static_cast<int64_t>(end), buffer};
             const MessageSettings settings{static_cast<uint64_t>(number) << 20, 7, number % 2, random_.below(2)};

@@ -1,4 +1,5 @@
 // The transport for Python: messages, connections, what happened and what was counted.
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -70,6 +71,28 @@ int64_t resume(NativeTransport& self, int peer, int connection_class, int fd, ui
     return resent_bytes;
 }
 
+// The key of what is sent and of what is received, if frames are authenticated.
+using Keys = std::optional<std::pair<py::bytes, py::bytes>>;
+
+void use_keys(Connection& connection, const Keys& keys) {
+    if (!keys) return;
+    connection.sending.use_key(key_of(keys->first));
+    connection.receiving.use_key(key_of(keys->second));
+}
+
+void attach_control(NativeTransport& self, int peer, int fd, const Keys& keys) {
+    ControlConnection& control = self.peer(peer).connections.control;
+    control.attach(fd);
+    use_keys(control, keys);
+    if (keys) control.beats->checks.use_key(key_of(keys->first));
+}
+
+void attach_data(NativeTransport& self, int peer, int fd, int64_t chunk_bytes, const Keys& keys) {
+    PeerTransport& transport = self.peer(peer);
+    transport.attach_data(fd, chunk_bytes);
+    use_keys(*transport.connections.data.back(), keys);
+}
+
 // A method of one peer's transport by which Python asks for something.
 template <typename... Arguments>
 auto asking(void (PeerTransport::*method)(Arguments...)) {
@@ -98,16 +121,8 @@ Counters counters_of(NativeTransport& transport, int rank) {
 
 void bind_connections(TransportClass& bound) {
     bound.def("add_peer", &NativeTransport::add_peer, "peer"_a, py::kw_only(), "eager_bytes"_a, "credit_bytes"_a)
-        .def(
-            "attach_control",
-            [](NativeTransport& self, int peer, int fd) { self.peer(peer).connections.control.attach(fd); }, "peer"_a,
-            "fd"_a)
-        .def(
-            "attach_data",
-            [](NativeTransport& self, int peer, int fd, int64_t chunk_bytes) {
-                self.peer(peer).attach_data(fd, chunk_bytes);
-            },
-            "peer"_a, "fd"_a, py::kw_only(), "chunk_bytes"_a)
+        .def("attach_control", &attach_control, "peer"_a, "fd"_a, py::kw_only(), "keys"_a)
+        .def("attach_data", &attach_data, "peer"_a, "fd"_a, py::kw_only(), "chunk_bytes"_a, "keys"_a)
         .def("start", asking(&PeerTransport::start), "peer"_a, "connection_class"_a)
         .def(
             "use",

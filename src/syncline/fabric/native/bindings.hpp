@@ -7,7 +7,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 
 #include "memory.hpp"
 #include "python_reference.hpp"
@@ -16,6 +18,7 @@
 namespace syncline {
 
 void bind_kernel(pybind11::module_& module);
+void bind_checks(pybind11::module_& module);
 void bind_grants(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_slices(pybind11::module_& module);
@@ -25,6 +28,14 @@ inline Memory memory_of(const pybind11::handle& object, int flags) {
     Py_buffer view;
     if (PyObject_GetBuffer(object.ptr(), &view, flags) < 0) throw pybind11::error_already_set();
     return {static_cast<uint8_t*>(view.buf), view.len, std::make_shared<PythonBuffer>(view)};
+}
+
+// The 16 bytes of a key.
+inline Aes::Block key_of(const std::string& bytes) {
+    Aes::Block key;
+    if (bytes.size() != key.size()) throw pybind11::value_error("a key of frames has 16 bytes");
+    std::copy(bytes.begin(), bytes.end(), key.begin());
+    return key;
 }
 
 // A new reference; none for None.

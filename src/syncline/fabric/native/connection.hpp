@@ -67,6 +67,7 @@ class Connection {
     bool has_ended = false, has_spoken = false;
     int64_t overhead_bytes = 0;
     int64_t num_resumed = 0;
+    FrameChecks sending, receiving;
     SendStream stream;
     uint64_t received_bytes_of_stream = 0, acknowledged_bytes = 0;  // in whole frames, of what the peer sends
 };

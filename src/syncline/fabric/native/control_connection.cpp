@@ -12,8 +12,8 @@ namespace {
 constexpr size_t INBOX_BYTES = 128 << 10;  // room for frames that arrive at once; none is larger
 constexpr size_t BLOCK_BYTES = 64 << 10;
 
-Header decode_control(const uint8_t* bytes) {
-    const Header frame = decode_header(bytes);
+Header decode_control(const uint8_t* bytes, FrameChecks& checks) {
+    const Header frame = decode_header(bytes, checks);
     if (frame.type == EAGER || frame.type == DATA || frame.connection_class != CONTROL_CLASS)
         throw FrameError(format("frame type %u of class %d on the control connection", unsigned{frame.type},
                                 int{frame.connection_class}));
@@ -34,7 +34,12 @@ void ControlConnection::attach(int attached_fd) {
 }
 
 void ControlConnection::queue(Header header, const void* payload, uint32_t num_bytes) {
-    append_frame(stream, header, payload, num_bytes);
+    append_frame(stream, sending, header, payload, num_bytes);
+}
+
+void ControlConnection::interrupt() {
+    num_inbox_bytes_ = 0;
+    receiving.restart();
 }
 
 void ControlConnection::read() {
@@ -51,11 +56,12 @@ void ControlConnection::arrived(size_t num_bytes) {
     size_t start = 0;
     const size_t stop = num_inbox_bytes_;
     while (stop - start >= HEADER_BYTES) {
-        const Header frame = decode_control(inbox + start);
+        const Header frame = decode_control(inbox + start, receiving);
         const size_t end = start + HEADER_BYTES + frame.chunk_bytes;
         if (end > stop) break;
         const uint8_t* payload = inbox + start + HEADER_BYTES;
-        check_payload(frame, crc32(payload, frame.chunk_bytes));
+        receiving.add(payload, frame.chunk_bytes);
+        check_payload(frame, receiving);
         start = end;
         if (frame.is_counted()) received_bytes_of_stream += HEADER_BYTES + frame.chunk_bytes;
         if (frame.type == END) has_ended = true;

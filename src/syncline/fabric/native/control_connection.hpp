@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "connection.hpp"
@@ -16,13 +17,15 @@ class ControlConnection : public Connection {
 
     // Begin to use a socket; it stays the caller's.
     void attach(int fd);
+    // Of the heartbeats that are sent beside the stream, which has the same key.
+    const std::shared_ptr<BeatChecks> beats = std::make_shared<BeatChecks>();
     bool is_attached() const { return !inbox_.empty(); }
 
     void queue(Header header, const void* payload, uint32_t num_bytes);
     bool has_unsent() const { return stream.unsent_bytes() > 0; }
     void read() override;
     bool write() override;
-    void interrupt() override { num_inbox_bytes_ = 0; }
+    void interrupt() override;
 
     // Where the next bytes go, and that some of them are there: every whole frame is handed over.
     uint8_t* room() { return inbox_.data() + num_inbox_bytes_; }

@@ -71,12 +71,11 @@ void DataConnection::arrived(size_t num_bytes) {
 
 void DataConnection::begin_chunk() {
     num_header_bytes_ = 0;
-    frame_ = decode_header(header_.data());
+    frame_ = decode_header(header_.data(), receiving);
     if (frame_.type > END || frame_.connection_class != connection_class || has_ended)
         throw FrameError(format("frame type %u of class %d on a connection of class %d%s", unsigned{frame_.type},
                                 int{frame_.connection_class}, connection_class, has_ended ? " after its end" : ""));
     overhead_bytes += HEADER_BYTES;
-    crc_before_ = 0;
     num_chunk_bytes_ = 0;
     chunk_ = frame_.type == END ? nullptr : destination();
     has_frame_ = true;
@@ -101,6 +100,7 @@ void DataConnection::interrupt() {
         interrupted_ = frame_;
         interrupted_chunk_ = is_wasted_ ? nullptr : chunk_;
     }
+    receiving.restart();
     has_frame_ = false;
     num_header_bytes_ = chunk_size_ = num_chunk_bytes_ = 0;
 }
@@ -113,7 +113,8 @@ void DataConnection::use_socket(int socket) {
 
 void DataConnection::end_chunk() {
     const Header frame = frame_;
-    check_payload(frame, crc32(chunk_, chunk_size_, crc_before_));
+    receiving.add(chunk_, chunk_size_);
+    check_payload(frame, receiving);
     has_frame_ = false;
     chunk_size_ = num_chunk_bytes_ = 0;
     received_bytes_of_stream += HEADER_BYTES + frame.chunk_bytes;
@@ -145,7 +146,7 @@ void DataConnection::redirect(uint64_t tag) {
     if (interrupted_ && interrupted_->tag == tag) interrupted_chunk_ = nullptr;
     if (!has_frame_ || frame_.tag != tag) return;
     is_wasted_ = true;
-    crc_before_ = crc32(chunk_, num_chunk_bytes_, crc_before_);
+    receiving.add(chunk_, num_chunk_bytes_);
     chunk_ = waste(frame_.chunk_bytes);
     chunk_size_ -= num_chunk_bytes_;
     num_chunk_bytes_ = 0;
@@ -213,7 +214,7 @@ void DataConnection::refill() {
     Header end;
     end.type = END;
     end.connection_class = static_cast<int16_t>(connection_class);
-    append_frame(stream, end, nullptr, 0);
+    append_frame(stream, sending, end, nullptr, 0);
 }
 
 void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
@@ -225,7 +226,7 @@ void DataConnection::append_chunk(Outgoing& message, int64_t num_bytes) {
     header.signature = message.signature;
     header.message_bytes = static_cast<uint64_t>(message.num_bytes);
     header.offset = static_cast<uint64_t>(message.sent_bytes);
-    append_frame(stream, header, message.payload.data + message.sent_bytes, static_cast<uint32_t>(num_bytes));
+    append_frame(stream, sending, header, message.payload.data + message.sent_bytes, static_cast<uint32_t>(num_bytes));
     message.sent_bytes += num_bytes;
     sent_bytes += num_bytes;
     overhead_bytes += HEADER_BYTES;

@@ -62,7 +62,6 @@ class DataConnection : public Connection {
     Header frame_;
     uint8_t* chunk_ = nullptr;
     size_t chunk_size_ = 0, num_chunk_bytes_ = 0;
-    uint32_t crc_before_ = 0;
     bool is_wasted_ = false;                // the rest of the chunk is for nobody
     std::optional<Header> interrupted_;     // of a chunk that comes again on this socket, from its first byte,
     uint8_t* interrupted_chunk_ = nullptr;  // and where it goes (null: it is for nobody)

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "crc32.hpp"
+#include "frame_checks.hpp"
 #include "little_endian.hpp"
 
 namespace syncline {
@@ -68,10 +68,6 @@ struct FrameError : std::runtime_error {
     bool is_damage;
 };
 
-constexpr const char* BLAME =
-    "they were changed between the sender's memory and this one, or while they were being sent; "
-    "check memory, cable and NIC offloads";
-
 template <typename... Args>
 std::string format(const char* pattern, Args... args) {
     char text[512];
@@ -79,7 +75,8 @@ std::string format(const char* pattern, Args... args) {
     return text;
 }
 
-inline EncodedHeader encode_header(const Header& header) {
+// Return the header of the next frame, whose payload is in `header.payload_crc`.
+inline EncodedHeader encode_header(const Header& header, FrameChecks& checks) {
     EncodedHeader bytes;
     store_little(&bytes[0], MAGIC);
     store_little(&bytes[2], VERSION);
@@ -92,26 +89,29 @@ inline EncodedHeader encode_header(const Header& header) {
     store_little(&bytes[28], header.offset);
     store_little(&bytes[36], header.chunk_bytes);
     store_little(&bytes[40], header.payload_crc);
-    store_little(&bytes[HEADER_CRC_PLACE], crc32(bytes.data(), HEADER_CRC_PLACE));
+    store_little(&bytes[HEADER_CRC_PLACE], checks.header_field(bytes.data()));
     return bytes;
 }
 
-// Return the header of a frame with this payload, which is sent behind it and not copied.
-inline EncodedHeader seal(Header header, const void* payload, uint32_t num_bytes) {
+// Return the header of the next frame, with this payload, which is sent behind it and not copied.
+inline EncodedHeader seal(Header header, const void* payload, uint32_t num_bytes, FrameChecks& checks) {
     header.chunk_bytes = num_bytes;
-    header.payload_crc = crc32(payload, num_bytes);
-    return encode_header(header);
+    checks.add(payload, num_bytes);
+    header.payload_crc = checks.payload_field();
+    const EncodedHeader encoded = encode_header(header, checks);
+    checks.next_frame();
+    return encoded;
 }
 
-inline Header decode_header(const uint8_t* bytes) {
+inline Header decode_header(const uint8_t* bytes, FrameChecks& checks) {
     const auto magic = load_little<uint16_t>(bytes);
     const auto version = load_little<uint8_t>(bytes + 2);
-    const bool is_sound = load_little<uint32_t>(bytes + HEADER_CRC_PLACE) == crc32(bytes, HEADER_CRC_PLACE);
+    const bool is_sound = checks.is_sound(bytes);
     if (magic != MAGIC || version != VERSION)
         throw FrameError(
             format("frame begins with 0x%04x version %u: not one of ours", unsigned{magic}, unsigned{version}),
             !is_sound);
-    if (!is_sound) throw FrameError(std::string("a frame header failed its checksum: ") + BLAME, true);
+    if (!is_sound) throw FrameError(std::string("a frame header failed its checksum: ") + checks.blame(), true);
     Header header;
     header.type = load_little<uint8_t>(bytes + 3);
     header.connection_class = load_little<int16_t>(bytes + 4);
@@ -132,11 +132,13 @@ inline Header decode_header(const uint8_t* bytes) {
 // An unsigned number as `format` takes it.
 constexpr unsigned long long ull(uint64_t number) { return number; }
 
-inline void check_payload(const Header& header, uint32_t crc) {
-    if (crc != header.payload_crc)
+// Throws FrameError unless what was added to `checks` is what the header promised. The frame is complete with this.
+inline void check_payload(const Header& header, FrameChecks& checks) {
+    if (checks.payload_field() != header.payload_crc)
         throw FrameError(format("%u bytes of message %#llx failed their checksum: %s", unsigned{header.chunk_bytes},
-                                static_cast<unsigned long long>(header.tag), BLAME),
+                                static_cast<unsigned long long>(header.tag), checks.blame()),
                          true);
+    checks.next_frame();
 }
 
 }  // namespace syncline

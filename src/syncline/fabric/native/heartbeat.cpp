@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <csignal>
+#include <utility>
 
 #include "sockets.hpp"
 
@@ -14,10 +15,12 @@ namespace {
 
 constexpr double LATE = 1.5;  // intervals after which the loop is late
 
-std::string encode(Header frame) {
+// Where there are keys each has a number of its own, or anybody could repeat it for a rank that is gone.
+std::string encode(Header frame, BeatChecks& beats) {
     frame.type = HEARTBEAT;
     frame.signature = 1;
-    const EncodedHeader encoded = seal(frame, nullptr, 0);
+    if (beats.checks.has_key()) frame.offset = ++beats.number;
+    const EncodedHeader encoded = encode_header(frame, beats.checks);
     return {encoded.begin(), encoded.end()};
 }
 
@@ -29,7 +32,6 @@ void Heartbeat::start(double interval_s, double limit_s) {
     interval_s_ = interval_s;
     limit_s_ = limit_s;
     renewed_s_ = kernel_.now_s();
-    if (frame_.empty()) frame_ = encode(Header{});
     if (!kernel_.has_threads()) return;
     process_ = getpid();
     // Signals are for Python's threads: a new thread inherits what is blocked.
@@ -57,9 +59,9 @@ void Heartbeat::stop() {
 // In a forked child the mutex may be locked for ever, by a thread that is not there.
 bool Heartbeat::is_of_parent() const { return process_ && process_ != getpid(); }
 
-void Heartbeat::add(int fd) {
+void Heartbeat::add(int fd, std::shared_ptr<BeatChecks> beats) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    lines_[fd] = Line();
+    lines_[fd] = Line{std::move(beats), {}, true};
 }
 
 void Heartbeat::remove(int fd) {
@@ -70,7 +72,7 @@ void Heartbeat::remove(int fd) {
 
 void Heartbeat::renew(Header frame) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    frame_ = encode(frame);
+    frame_ = frame;
     renewed_s_ = kernel_.now_s();
 }
 
@@ -96,7 +98,7 @@ void Heartbeat::beat() {
     for (auto& [fd, line] : lines_) {
         if (!line.is_whole) continue;
         if (line.rest.empty()) {
-            line.rest = frame_;
+            line.rest = encode(frame_, *line.beats);
             iovec part{line.rest.data(), line.rest.size()};
             const ssize_t num_bytes = kernel_.send(fd, &part, 1);
             line.rest.erase(0, num_bytes > 0 ? static_cast<size_t>(num_bytes) : line.rest.size());

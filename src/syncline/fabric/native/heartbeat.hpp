@@ -14,6 +14,7 @@
 
 #include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -23,8 +24,15 @@
 
 namespace syncline {
 
+// The checks of the heartbeats that the thread sends to one peer, and how many there were.
+struct BeatChecks {
+    FrameChecks checks;
+    uint64_t number = 0;
+};
+
 class Heartbeat {
     struct Line {
+        std::shared_ptr<BeatChecks> beats;
         std::string rest;      // of a heartbeat of which the kernel took a part
         bool is_whole = true;  // the loop's last frame is with the kernel, or none of it
     };
@@ -38,7 +46,7 @@ class Heartbeat {
     // Where the kernel has no threads, `beat_if_late` is called instead.
     void start(double interval_s, double limit_s);
     void stop();
-    void add(int fd);
+    void add(int fd, std::shared_ptr<BeatChecks> beats);
     void remove(int fd);
     // The loop runs, and sends `frame` itself.
     void renew(Header frame);
@@ -65,7 +73,7 @@ class Heartbeat {
     std::mutex mutex_;
     std::condition_variable changed_;
     std::map<int, Line> lines_;
-    std::string frame_;
+    Header frame_;
     double interval_s_ = 0, limit_s_ = 0, renewed_s_ = 0;
     bool is_stopping_ = false;
     pid_t process_ = 0;

@@ -32,7 +32,7 @@ void PeerTransport::attach_data(int fd, int64_t chunk_bytes) {
 void PeerTransport::start(int connection_class) {
     Connection& connection = connections.of_class(connection_class);
     state_.reactor.add(connection);
-    if (connection_class == CONTROL_CLASS) state_.heartbeat.add(connection.fd);
+    if (connection_class == CONTROL_CLASS) state_.heartbeat.add(connection.fd, connections.control.beats);
     state_.reactor.schedule_write(connection);
 }
 

@@ -85,17 +85,18 @@ bool SendStream::rewind(uint64_t position) {
     return acknowledge(position);
 }
 
-void append_frame(SendStream& stream, Header header, const void* payload, uint32_t num_bytes) {
+void append_frame(SendStream& stream, FrameChecks& checks, Header header, const void* payload, uint32_t num_bytes) {
     uint8_t* const place = stream.append(HEADER_BYTES + num_bytes);
     const auto* const from = static_cast<const uint8_t*>(payload);
     header.chunk_bytes = num_bytes;
-    header.payload_crc = 0;
     for (uint32_t start = 0; start < num_bytes; start += PIECE_BYTES) {
         const size_t rest = std::min(PIECE_BYTES, num_bytes - start);
-        header.payload_crc = crc32(from + start, rest, header.payload_crc);
+        checks.add(from + start, rest);
         std::memcpy(place + HEADER_BYTES + start, from + start, rest);
     }
-    const EncodedHeader encoded = encode_header(header);
+    header.payload_crc = checks.payload_field();
+    const EncodedHeader encoded = encode_header(header, checks);
+    checks.next_frame();
     std::memcpy(place, encoded.data(), HEADER_BYTES);
 }
 

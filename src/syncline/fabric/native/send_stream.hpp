@@ -54,6 +54,6 @@ class SendStream {
 };
 
 // Send a frame; its payload is copied, as whoever sends it may change it before the peer has it.
-void append_frame(SendStream& stream, Header header, const void* payload, uint32_t num_bytes);
+void append_frame(SendStream& stream, FrameChecks& checks, Header header, const void* payload, uint32_t num_bytes);
 
 }  // namespace syncline
