@@ -21,7 +21,7 @@ from syncline.elastic.epoch import Epoch, MembershipChange
 from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
 from syncline.elastic.settings import Elastic
-from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text, name_ranks
+from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
