@@ -108,8 +108,9 @@ def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_
         import json
         words = os.environ["SYNCLINE_LAST_WORDS"]
         if "SYNCLINE_JOIN" in os.environ:
+            with open(words.replace(".json", ".number"), "w") as number:  # rank 0 ends when this one is in
+                number.write("2")
             open({left!r}).read()
-            open(words.replace(".json", ".number"), "w").write("2")
             print("is in", flush=True)
             sys.exit()
         if os.environ["RANK"] == "1":
