@@ -312,6 +312,7 @@ NOT_CALLED: dict[str, str] = {
             "syncline.CheckpointWork.end",
             "syncline.CheckpointWork.settle",
             "syncline.Priorities.choose",
+            "syncline.errors.accusing",
             "syncline.errors.escape_text",
             "syncline.errors.name_ranks",
         ),

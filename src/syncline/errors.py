@@ -29,7 +29,12 @@ class SynclineError(RuntimeError):
 
 
 def accusing(error: Error, *ranks: int) -> Error:
-    """Return ``error``, which names these ranks as those at fault, the likeliest first."""
+    """Return ``error``, which names these ranks as those at fault, the likeliest first.
+
+    >>> from syncline.errors import DeadlineError, accusing
+    >>> accusing(DeadlineError("Rank 1 has not come"), 1).ranks_at_fault
+    (1,)
+    """
     error.ranks_at_fault = ranks
     return error
 

@@ -50,21 +50,21 @@ def blocks(page: Path) -> list[Block]:
 
 def inline_code(page: Path) -> Iterator[tuple[str, str]]:
     """Yield place and text of each piece of inline code."""
-    for number, line in _prose(page):
+    for number, line in prose(page):
         for match in INLINE_CODE.finditer(line):
             yield f"{page.relative_to(ROOT)}:{number}", match[1]
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
     """Yield place and target of each link."""
-    for number, line in _prose(page):
+    for number, line in prose(page):
         for match in LINK.finditer(INLINE_CODE.sub("", line) if "`](" not in line else line):
             yield f"{page.relative_to(ROOT)}:{number}", match[1]
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
-    headings = (HEADING.fullmatch(line) for _, line in _prose(page))
+    headings = (HEADING.fullmatch(line) for _, line in prose(page))
     return {slug(heading[1]) for heading in headings if heading}
 
 
@@ -73,7 +73,8 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-def _prose(page: Path) -> Iterator[tuple[int, str]]:
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line that is not in a block of code."""
     is_code = False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.lstrip().startswith("```"):

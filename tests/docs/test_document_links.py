@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from markdown_pages import ROOT, anchors, links, slug, written_pages
+from markdown_pages import ROOT, anchors, links, prose, slug, written_pages
 
 CODE = [path for folder in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGE = re.compile(r"docs/[\w/-]+\.md")
@@ -18,6 +18,16 @@ HERE = Path(__file__).parent
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = [f"{place}: {target}" for place, target in links(page) if not leads_somewhere(page, target)]
     assert not wrong, "\n".join(wrong)
+
+
+PAGES = [page for page in written_pages() if "records" not in page.parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_as_short_as_those_of_code(page: Path) -> None:
+    cannot_be_broken = ("|", "![", "[", "    ")  # tables, images, links, code
+    long = [number for number, line in prose(page) if len(line) > 120 and not line.startswith(cannot_be_broken)]
+    assert not long, f"{page.relative_to(ROOT)}: lines {long}"
 
 
 def leads_somewhere(page: Path, target: str) -> bool:

@@ -21,7 +21,7 @@ from syncline.variables import process_variables
 MIN_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.13.0", "2.14.1")
-"""What the tests run with: all of them with the first, those of process groups, frameworks and training with each."""
+"""What the tests run with: all of them with the first, those of process groups and frameworks with each."""
 MIN_OPEN_FILES = 4096
 """Two connections to each of a thousand peers, with room for data loaders."""
 MIN_SOCKET_BUFFER_BYTES = 4 << 20
