@@ -280,7 +280,7 @@ def test_a_job_that_is_not_elastic_has_no_changes():
 
 @pytest.mark.parametrize("value", ["yes", 2])
 def test_elastic_is_a_setting(value):
-    with pytest.raises(syncline.ConfigurationError, match="elastic must be an Elastic, True or False, or None, not"):
+    with pytest.raises(syncline.ConfigurationError, match="must be an Elastic, True or False, or None, not"):
         syncline.Elastic.choose(value)
     with pytest.raises(syncline.ConfigurationError, match="min_ranks"):
         syncline.Elastic(min_ranks=0)

@@ -25,7 +25,7 @@ NATIVE_MUTANTS = (
         changes=(
             Change(
                 file=f"{_NATIVE}/data_connection.cpp",
-                before="    check_payload(frame, crc32(chunk_, chunk_size_, crc_before_));\n",
+                before="    check_payload(frame, receiving);\n",
                 after="",
             ),
         ),

@@ -248,10 +248,10 @@ def test_tensors_of_a_batch_that_have_other_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batches": 0}, "micro_batches is at least 1, not 0"),
-        ({"input_budget_bytes": -1}, "input_budget_bytes is at least 0, or None, not -1"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm is above 0, or None, not 0\.0"),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm is above 0, or None, not nan"),
+        ({"micro_batches": 0}, "micro_batches must be a whole number from 1 up, not 0"),
+        ({"input_budget_bytes": -1}, "input_budget_bytes must be a whole number from 0 up, or None, not -1"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be a number above 0, or None, not 0\.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0, or None, not nan"),
     ],
 )
 def test_options(options: dict[str, Any], message: str, run_fleets: Any) -> None:

@@ -196,7 +196,9 @@ def test_a_job_cannot_be_elastic_as_well(run_fleets: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("SYNCLINE_ELASTIC", "on")
 
     def body(fleet: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"cannot be elastic, .* say --restarts N without --elastic"):
+        with pytest.raises(
+            ConfigurationError, match=r"elastic=True does not go with phase\(\).* say --restarts N without --elastic"
+        ):
             phase(make_stages(4), adam, loss=squared, fleet=fleet)
 
     run_fleets(2, body)

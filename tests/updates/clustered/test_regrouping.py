@@ -1,6 +1,7 @@
 """Clusters that are made anew while a training runs."""
 
 import copy
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_members_of_new_clusters_are_equal_to_the_bit_and_as_the_formulas_say(ma
 
 
 def vars_of(rule: Clustered) -> dict:
-    return {name: getattr(rule, name) for name in rule.__dataclass_fields__}
+    return {field.name: getattr(rule, field.name) for field in fields(rule)}
 
 
 def by_the_book(make) -> list[torch.Tensor]:
