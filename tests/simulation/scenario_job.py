@@ -70,7 +70,7 @@ class JobScenario:
             self.time,
             self.network,
             self.topology,
-            authenticate_frames=choose.random() < 0.2 and self.fault != "held",  # no thread has the keys
+            authenticate_frames=choose.random() < 0.2,
             eager_bytes=choose.choice((0, 500, 4000)),
             credit_bytes=choose.choice((6000, 40_000)),
             chunk_bytes=4096,
@@ -269,8 +269,7 @@ class JobScenario:
                 raise SimulationError(f"rank {rank.rank} has slices under way: {rank.engine!r}")
             if rank.fabric._mesh.acceptor.num_unauthenticated:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
-            if isinstance(transports, NativeTransportSet):  # frames that are authenticated are not compiled
-                self._check_grants(rank.rank, transports)
+            self._check_grants(rank.rank, transports)
 
     def _check_grants(self, rank: int, transports: NativeTransportSet) -> None:
         if transports._scheduler.underway_bytes:
