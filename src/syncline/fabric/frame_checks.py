@@ -94,9 +94,9 @@ def make_checks(keys: FrameKeys | None) -> tuple[FrameChecks, FrameChecks]:
     """Return the checks of what is sent and of what is received."""
     if keys is None:
         return CrcChecks(), CrcChecks()
-    from syncline.fabric._native import KeyedChecks  # it is there: else keys are refused (see transport_sets)
+    from syncline.fabric import _native  # it is there: else keys are refused (see transport_sets)
 
-    return KeyedChecks(keys.sending), KeyedChecks(keys.receiving)
+    return _native.KeyedChecks(keys.sending), _native.KeyedChecks(keys.receiving)
 
 
 def derive_frame_keys(key: bytes, transcript: bytes, *, is_dialer: bool) -> FrameKeys:
