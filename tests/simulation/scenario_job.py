@@ -83,6 +83,8 @@ class JobScenario:
         self.other: VirtualRank | None = None
         self.stranger: Host | None = None
         self.strikes_s = self._fault_s()
+        self.held_until_s = 0.0
+        """A held rank reads no more than its threads do, and returns credit afterwards."""
         self.may_close = False
         self.is_harmless = self.fault in (*HARMLESS, *MENDED)
 
@@ -113,7 +115,7 @@ class JobScenario:
                 limit_s = 70.0 + 3 * TIMEOUT_S * len(self.calls)
                 self._go_on_until(self._is_done, limit_s)
                 if self.is_harmless:
-                    self.time.run(lambda: False, limit_s=max(self.time.now_s, self.strikes_s) + QUIET_S)
+                    self._let_all_be_quiet()
                     self._check_quiet()
                 self.may_close = True
                 self._go_on_until(self._is_over, limit_s + 2 * QUIET_S)
@@ -133,6 +135,10 @@ class JobScenario:
         if not self.time.run(is_over, limit_s=limit_s):
             waiting = [rank.rank for rank in self.job.living if not rank.is_over]
             raise SimulationError(f"ranks {waiting} hang at {self.time.now_s:.1f} s after {self.fault}")
+
+    def _let_all_be_quiet(self) -> None:
+        self.time.run(lambda: False, limit_s=self.strikes_s)
+        self.time.run(lambda: False, limit_s=max(self.time.now_s, self.held_until_s) + QUIET_S)
 
     def _is_done(self) -> bool:
         return all(rank.is_over or len(rank.outcomes) == len(self.calls) for rank in self.job.living)
@@ -217,7 +223,9 @@ class JobScenario:
         if self.fault == "slow":
             victim.turn_s = choose.choice((0.002, 0.02))
         elif self.fault == "held":
-            victim.hold(choose.uniform(2.0, 30.0))
+            for_s = choose.uniform(2.0, 30.0)
+            self.held_until_s = self.time.now_s + for_s
+            victim.hold(for_s)
         else:
             victim.stop(choose.uniform(0.1, 4.0) if self.fault == "pause" else choose.uniform(14.0, 30.0))
 
