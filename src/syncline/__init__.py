@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UnitError,
         UpdateError,
     )
+    from syncline.members import QuorumLostError
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import (
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
         Clustered,
         Nesterov,
         Overlapped,
-        QuorumLostError,
         Sharded,
         StateLostError,
     )
@@ -80,7 +80,7 @@ _HOMES = {
     "AllReduce": "syncline.updates",
     "Overlapped": "syncline.updates",
     "Nesterov": "syncline.updates",
-    "QuorumLostError": "syncline.updates",
+    "QuorumLostError": "syncline.members",
     "StateLostError": "syncline.updates",
     "Clustered": "syncline.updates",
     "Elastic": "syncline.elastic",

@@ -9,7 +9,7 @@ from syncline.elastic.agreement import Agreement, Go, Interrupt, Loss, Report, S
 from syncline.elastic.epoch import Epoch
 from syncline.elastic.regroup import decode_report, encode_report
 from syncline.errors import FabricError
-from syncline.updates.membership import QuorumLostError
+from syncline.members import QuorumLostError
 
 
 def check(world: World) -> None:

@@ -13,6 +13,7 @@ WITHOUT_TORCH = (
     "syncline.variables",
     "syncline.observe",
     "syncline.topology",
+    "syncline.members",
     "syncline.schedule",
     "syncline.fabric",
     "syncline.runtime",

@@ -112,7 +112,7 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="        tag = lost if self._rank < lost else on_word_of(accuser, lost)\n",
+                before="        tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)\n",
                 after="        tag = lost\n",
             ),
         ),
@@ -127,13 +127,13 @@ FABRIC_MUTANTS = (
         breaks="when a rank dies, those who are left lose another on the word of one that they have lost long before",
         changes=(
             Change(
-                file="fabric/news.py",
+                file="members/belief.py",
                 before="if known.isdisjoint(told)}\n",
                 after="}\n",
             ),
         ),
         found_by=NamedTest(
-            file="tests/fabric/test_news.py",
+            file="tests/members/test_belief.py",
             name="test_what_a_rank_told_that_is_lost_itself_is_forgotten",
         ),
     ),
@@ -142,9 +142,9 @@ FABRIC_MUTANTS = (
         breaks="of two ranks that lose each other, all others lose both",
         changes=(
             Change(
-                file="fabric/news.py",
-                before="        if accuser > lost:\n",
-                after="        if accuser == lost:\n",
+                file="members/belief.py",
+                before="    return accuser < lost and all(",
+                after="    return accuser != lost and all(",
             ),
         ),
         found_by=NamedTest(

@@ -117,9 +117,9 @@ JOB_MUTANTS = (
         breaks="both sides of a cut train on, and the model splits",
         changes=(
             Change(
-                file="updates/membership.py",
-                before="        if len(living) >= quorum.part * len(base) and (",
-                after="        if len(living) >= 0 * len(base) and (",
+                file="members/membership.py",
+                before="        if len(living) < quorum.part * len(base) or (",
+                after="        if len(living) < 0 * len(base) or (",
             ),
         ),
         found_by=Simulation(scenario="agreement", num_seeds=100),
@@ -129,7 +129,7 @@ JOB_MUTANTS = (
         breaks="both halves of a cut go on",
         changes=(
             Change(
-                file="updates/membership.py",
+                file="members/membership.py",
                 before="        is_tie = quorum.part >= HALF and 2 * len(living) == len(base)\n",
                 after="        is_tie = quorum.part >= HALF and 2 * len(living) < len(base)\n",
             ),

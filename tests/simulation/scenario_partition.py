@@ -16,8 +16,8 @@ from virtual_time import SimulationError, VirtualTime
 
 from syncline.errors import PeerLostError
 from syncline.fabric import PeerLeftError
+from syncline.members import Membership, Quorum
 from syncline.topology import Topology
-from syncline.updates.membership import Membership, Quorum
 
 CONNECTED_S = 2.0
 STRIKES_S = 6.0

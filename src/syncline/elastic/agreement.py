@@ -9,9 +9,9 @@ report that knows more than it agreed to.
 A rank reports only while its training thread rests: then it finishes no call of the old epoch any more, and what it has
 finished can be told to the others. A report that comes before interrupts the epoch's calls, so that it comes to rest.
 
-Where two ranks that live have lost each other, *the one of the higher number is lost*: a report says of each lost rank
-the lowest one that accuses it, and is believed only if that one is lower than whom it accuses. All see deaths for
-themselves. Two sides of a cut do not both go on: it takes more than half of the base's members, or half and the lowest.
+A report says of each lost rank the lowest one that accuses it, and is believed of it or not
+(:func:`~syncline.members.is_believed`). All see deaths for themselves. Two sides of a cut do not both go on: it takes a
+quorum of the base's members.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from syncline.elastic.epoch import Epoch
 from syncline.errors import SynclineError, UpdateError, accusing
-from syncline.updates.membership import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
+from syncline.members import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +211,10 @@ class Agreement:
         return any(has_grown)
 
     def _is_believed(self, rank: int, report: Report) -> bool:
-        """Whether a report is right that ``rank`` is lost.
-
-        Who accuses it must be lower, and must not have lost a lower one itself that lives as far as is known here: of
-        these two it is the lost one, and accuses those who know that already (as in the fabric's :class:`News`).
-        """
+        """Whether a report is right that ``rank`` is lost, as far as is known here."""
         accuser = report.losses[rank].accuser
-        doubts = (
-            one for one, loss in report.losses.items() if loss.accuser == accuser and not is_believed(accuser, one)
-        )
-        return is_believed(accuser, rank) and all(one in self.losses for one in doubts)
+        found = (one for one, loss in report.losses.items() if loss.accuser == accuser)
+        return is_believed(accuser, rank, found=found, known=self.losses)
 
     def _take(self, rank: int, loss: Loss) -> bool:
         """Hold a rank lost; return whether that is new."""
@@ -275,10 +269,7 @@ class Agreement:
         membership = Membership(self.base.members)
         for rank, loss in self.losses.items():
             membership.lose(rank, has_left=loss.has_left)
-        shortage = membership.shortage(Quorum(), describe=self.describe)
-        if shortage is None and len(membership.living) < self.min_ranks:
-            shortage = membership.shortage(Quorum(count=self.min_ranks), describe=self.describe)
-        return shortage
+        return membership.shortage(Quorum(least=self.min_ranks), describe=self.describe)
 
     def _report(self) -> Report:
         return Report(base=self.base, losses=dict(self.losses), first_free=self._first_free)

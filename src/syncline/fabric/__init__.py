@@ -3,7 +3,6 @@
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
-from syncline.fabric.news import News
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.progress import PeerStalls, Progress, StallHandler
 from syncline.fabric.protocol import (
@@ -27,7 +26,6 @@ __all__ = [
     "Fabric",
     "FabricListener",
     "GivenUpError",
-    "News",
     "PeerLeftError",
     "ABORTED",
     "MAX_CONTROL_BYTES",

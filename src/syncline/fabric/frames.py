@@ -18,6 +18,7 @@ from syncline.fabric.options import MAX_CHUNK_BYTES
 MAGIC = 0x4C53
 VERSION = 3
 MAX_FLAGS = 0xFFFF
+MAX_REASON_BYTES = 1024
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
 MEMORY_CLASS = -2
@@ -82,6 +83,11 @@ class FrameType(IntEnum):
 DATA_TYPES = frozenset({FrameType.EAGER, FrameType.DATA, FrameType.END})
 _CRCS = CrcChecks()
 _TYPES = frozenset(int(kind) for kind in FrameType)
+
+
+def cut_reason(reason: str) -> bytes:
+    """Return why a rank is lost as a frame tells it."""
+    return reason.encode()[:MAX_REASON_BYTES]
 
 
 def on_word_of(accuser: int, lost: int) -> int:

@@ -16,11 +16,10 @@ from typing import Protocol, Unpack
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.cores import ThreadBinding
-from syncline.fabric.frames import FrameType, on_word_of, read_loss
+from syncline.fabric.frames import FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
 from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
-from syncline.fabric.news import News, cut_reason
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.peer_transport import TransportSet
@@ -39,6 +38,7 @@ from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics, add_peers
+from syncline.members import News, is_believed
 from syncline.priorities.terms import Priorities
 
 _log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class TcpFabric:
             if away_s := self._standstill.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
-            must_tell = accuser == peer.rank or peer.rank < lost  # a lower one is told of, so this rank is not believed
+            must_tell = accuser == peer.rank or is_believed(peer.rank, lost)  # of it this rank is not believed
             self._lose(
                 peer,
                 error,
@@ -326,7 +326,7 @@ class TcpFabric:
             reason = reason.removesuffix(as_told) + as_told
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
-        tag = lost if self._rank < lost else on_word_of(accuser, lost)
+        tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)
         self._lose(outcast, error, news=[(tag, reason)])  # to whom the accuser has no link
 
     def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:

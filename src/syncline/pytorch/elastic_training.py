@@ -22,12 +22,12 @@ from syncline.elastic.regroup import Regroup
 from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
 from syncline.elastic.settings import Elastic
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text
+from syncline.members import describe_ranks
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
-from syncline.updates.membership import describe_ranks
 
 Watcher = Callable[[MembershipChange], None]
 

@@ -30,6 +30,7 @@ from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.last_words import tell_number
+from syncline.members import Membership, Quorum
 from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.fabric_place import FabricPlace
@@ -43,7 +44,6 @@ from syncline.topology import Topology
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
-from syncline.updates.membership import Membership, Quorum
 from syncline.updates.peer_state import HeldState
 
 SEVERAL = "it trains several models, or one with several optimizers, whose states are not of the same step"

@@ -2,7 +2,6 @@
 
 from syncline.updates.allreduce import AllReduce
 from syncline.updates.clustered.rule import Clustered
-from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.parameter_owners import matrix_cost
@@ -18,7 +17,6 @@ __all__ = [
     "AllReduce",
     "Overlapped",
     "Nesterov",
-    "QuorumLostError",
     "StateLostError",
     "Clustered",
     "UpdateRule",

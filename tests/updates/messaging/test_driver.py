@@ -8,7 +8,7 @@ import pytest
 
 from memory_ports import WAIT_S, Ports, on_loop
 from syncline.errors import FabricError, UpdateError
-from syncline.updates.membership import Membership
+from syncline.members import Membership
 from syncline.updates.messaging.driver import Driver
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from syncline.errors import PeerLostError
 from syncline.fabric import GivenUpError, News
-from syncline.updates.membership import Membership, Quorum
+from syncline.members import Membership, Quorum
 from syncline.updates.overlapped.messages import Lost
 from syncline.updates.overlapped.server_client import ServerClient
 

@@ -6,9 +6,9 @@ from overlapped_training import one_step, start
 
 from small_regression import make_adam, make_model, parameters_of
 from syncline.fabric.slice_executor import CALL_TAGS, SLICE_TAGS
+from syncline.members import QuorumLostError
 from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
-from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.messages import DOWN
 from thread_fleets import run_fleets
 

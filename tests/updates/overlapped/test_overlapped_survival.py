@@ -9,8 +9,8 @@ from overlapped_training import one_step, start
 
 from small_regression import make_adam, parameters_of
 from syncline.errors import PeerLostError, UpdateError
+from syncline.members import QuorumLostError
 from syncline.updates import Overlapped
-from syncline.updates.membership import QuorumLostError
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import UpHeader
 from syncline.updates.overlapped.succession import Move, Succession

@@ -13,6 +13,7 @@ from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
 from syncline.fabric import GivenUpError, Progress
+from syncline.members import describe_ranks
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import BULK_CLASS, Port
@@ -27,7 +28,6 @@ from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.flat import Vector, VectorShape, combine, shares
-from syncline.updates.membership import describe_ranks
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 

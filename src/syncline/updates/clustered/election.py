@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from syncline.updates.membership import successor
+from syncline.members import successor
 
 
 def draw_order(job: str, term: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """What members and servers say to one another. A message may have a payload: a vector, which the protocol never opens.
 
 Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
-carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it. Of two that live
-and have lost each other the one of the higher number is lost (:mod:`syncline.updates.membership`).
+carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.updates.membership import is_believed
+from syncline.members import is_believed
 from syncline.updates.messaging.records import decode_record, encode_record
 
 Payload = Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from syncline.errors import UpdateError
+from syncline.members import Quorum
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
 from syncline.updates.clustered.member import Member, MemberState, Provided
 from syncline.updates.clustered.messages import (
@@ -26,14 +27,13 @@ from syncline.updates.clustered.messages import (
 from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.server import Server
 from syncline.updates.clustered.view import View
-from syncline.updates.membership import Quorum
 
 
 class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself (see :mod:`syncline.updates.membership`). ``shares_results`` says that an
+    stops, instead of training on by itself (see :mod:`syncline.members`). ``shares_results`` says that an
     exchange's result is the same for all clusters, so that one who has it can give it to the others.
     """
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from syncline.members import Membership
 from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Clusters, Participants
-from syncline.updates.membership import Membership
 
 
 class View:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 
 from syncline.errors import UpdateError
 from syncline.fabric import Progress
+from syncline.members import Membership
 from syncline.runtime.port import Port
-from syncline.updates.membership import Membership
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
-from syncline.fabric import GivenUpError, News, PeerLeftError, Progress
+from syncline.fabric import GivenUpError, PeerLeftError, Progress
+from syncline.members import Membership, News, describe_ranks, is_believed
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
-from syncline.updates.membership import Membership, describe_ranks, is_believed
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.messaging.records import encode_record

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import UpdateError
-from syncline.updates.membership import successor
+from syncline.members import successor
 from syncline.updates.overlapped.terms import Terms
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from syncline.fabric import BULK
+from syncline.members import Quorum
 from syncline.runtime.port import Port
 from syncline.updates.flat import sum_dtype
-from syncline.updates.membership import Quorum
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
@@ -37,7 +37,7 @@ class Terms:
     @property
     def survival(self) -> Quorum:
         """How many workers must live for the others to go on."""
-        return Quorum() if self.shrinks else Quorum(count=self.quorum)
+        return Quorum() if self.shrinks else Quorum(part=0.0, least=self.quorum)
 
     @property
     def keeps_start(self) -> bool:

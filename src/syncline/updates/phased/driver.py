@@ -16,8 +16,8 @@ import torch
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
 from syncline.fabric import PeerLeftError
+from syncline.members import Membership
 from syncline.runtime.failures import LOOK
-from syncline.updates.membership import Membership
 from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream

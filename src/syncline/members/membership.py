@@ -1,10 +1,7 @@
 """Who is in a job, who is lost and since when, whether those who are left may go on, and who takes over from whom.
 
-For the rules that survive losses; decisions without I/O. Ranks do not vote on who is lost. Each finds losses by itself
-and tells the others; what is known only grows, so all come to the same membership, whichever report comes first. Where
-two ranks that live have lost each other, one rule settles it without a vote: *the one of the higher number is lost*. So
-a rank believes another that tells of a loss if its number is lower than that of the lost one, and else waits for what
-it sees itself.
+Each rank finds losses by itself and tells the others, who believe it or not (:mod:`~syncline.members.belief`). What is
+known only grows, so all come to the same membership, whichever report comes first.
 
 A rank cannot tell a death from a cut of the network, so those in reach go on only where they cannot do so elsewhere
 too: with more than half of the members that have not left by themselves, or with exactly half of them and the lowest
@@ -30,7 +27,7 @@ class QuorumLostError(UpdateError):
     ``step()`` raises it on the training thread, with :class:`Overlapped` and :class:`Clustered`: start again from a
     checkpoint (``distribute(..., save_on_failure=...)`` has written one).
 
-    >>> from syncline.updates.membership import Membership, Quorum
+    >>> from syncline.members import Membership, Quorum
     >>> membership = Membership((0, 1, 2))
     >>> membership.lose(1), membership.lose(2)
     (True, True)
@@ -45,10 +42,10 @@ class QuorumLostError(UpdateError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """How many must live: ``count`` of all members, or without it this ``part`` of those that have not left."""
+    """How many must live: this ``part`` of the members that have not left, and ``least`` of all."""
 
     part: float = HALF
-    count: int | None = None
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,36 +104,26 @@ class Membership:
         self, quorum: Quorum, *, what: str = "ranks", describe: Callable[[int], str] = "rank {}".format
     ) -> QuorumLostError | None:
         """Return why those who are left cannot go on, if they cannot; ``what`` the members are called."""
-        if quorum.count is not None:
-            missing = [rank for rank in self.members if rank in self.losses]
-            num_left = len(self.members) - len(missing)
-            if num_left >= quorum.count:
-                return None
-            text = f"A global gradient needs {quorum.count} of {len(self.members)} {what}, but {num_left} are left"
-            remedy = "start again from a checkpoint, or with a smaller quorum"
-            return _quorum_lost(f"{text}: {describe_ranks(missing, describe)} lost; {remedy}", missing)
-        base = [rank for rank in self.members if rank not in self.losses or not self.losses[rank].has_left]
         living = self.living
+        base = [rank for rank in self.members if rank not in self.losses or not self.losses[rank].has_left]
         is_tie = quorum.part >= HALF and 2 * len(living) == len(base)
-        if len(living) >= quorum.part * len(base) and (not is_tie or base[:1] == [*living[:1]]):
+        if len(living) < quorum.part * len(base) or (is_tie and base[:1] != [*living[:1]]):
+            fewer = f"fewer than the quorum of {quorum.part:g}"
+            rule = "only more than half go on, or half with the lowest rank" if quorum.part == HALF else fewer
+            missing = tuple(rank for rank in base if rank in self.losses)
+            text = (
+                f"{len(living)} of {len(base)} {what} are in reach: {describe_ranks(missing, describe)} lost, who may "
+                f"live and go on elsewhere; {rule}; start again from a checkpoint"
+            )
+        elif len(living) < quorum.least:
+            missing = tuple(rank for rank in self.members if rank in self.losses)
+            text = (
+                f"A global gradient needs {quorum.least} of {len(self.members)} {what}, but {len(living)} are left: "
+                f"{describe_ranks(missing, describe)} lost; start again from a checkpoint, or with a smaller quorum"
+            )
+        else:
             return None
-        missing = [rank for rank in base if rank in self.losses]
-        fewer = f"fewer than the quorum of {quorum.part:g}"
-        rule = "only more than half go on, or half with the lowest rank" if quorum.part == HALF else fewer
-        return _quorum_lost(
-            f"{len(living)} of {len(base)} {what} are in reach: {describe_ranks(missing, describe)} lost, who may live "
-            f"and go on elsewhere; {rule}; start again from a checkpoint",
-            missing,
-        )
-
-
-def _quorum_lost(text: str, missing: Sequence[int]) -> QuorumLostError:
-    return QuorumLostError(text, missing=tuple(missing))
-
-
-def is_believed(reporter: int, lost: int) -> bool:
-    """Whether a rank that has lost neither believes ``reporter`` that ``lost`` is lost."""
-    return reporter < lost
+        return QuorumLostError(text, missing=missing)
 
 
 def successor(order: Iterable[int], lost: Collection[int]) -> int | None:

@@ -1,10 +1,11 @@
-"""Which losses that others tell of are believed, decided without I/O.
+"""Which losses that others tell of are believed.
 
 Ranks do not vote on who is lost: each finds losses by itself, and tells the others. Of two that live and have lost each
 other, *the one of the higher number is lost*, for all; so a teller is believed only of ranks above its own. And who has
 lost a rank below its own that lives, as far as is known here, is the lost one of the two. Those who have heard that
-already give it up, and it takes them for lost in turn; whoever has not heard it yet must not believe that. So what it
-tells is kept until the rank below it is found lost here as well.
+already give it up, and it takes them for lost in turn; whoever has not heard it yet must not believe that.
+:func:`is_believed` is this rule, for everything that is told of losses; :class:`News` keeps what is told one by one, as
+on a fabric, until the rank below is found lost here as well.
 
 Who believes passes it on. A rank below the lost one does so in its own name; one above it, which would not be believed,
 names the *accuser*, whose word it took. That is believed once the accuser is lost here: it cannot tell of it any more.
@@ -13,15 +14,19 @@ As long as it lives, it tells of it itself, or it is a lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-MAX_REASON_BYTES = 1024
 
+def is_believed(accuser: int, lost: int, *, found: Iterable[int] = (), known: Collection[int] = ()) -> bool:
+    """Whether ``accuser`` is right that ``lost`` is, where ``known`` are known to be; ``found``: all that it accuses.
 
-def cut_reason(reason: str) -> bytes:
-    """Return why a rank is lost as a frame tells it."""
-    return reason.encode()[:MAX_REASON_BYTES]
+    >>> is_believed(1, 2), is_believed(2, 1)
+    (True, False)
+    >>> is_believed(1, 2, found=[0, 2]), is_believed(1, 2, found=[0, 2], known={0})  # rank 0 lives, or it is dead
+    (False, True)
+    """
+    return accuser < lost and all(one in known for one in found if one <= accuser)
 
 
 class News:
@@ -39,7 +44,8 @@ class News:
     """
 
     def __init__(self) -> None:
-        self._lost_below: dict[int, set[int]] = {}
+        self._found_below: dict[int, set[int]] = {}
+        """Whom a teller accuses of the ranks below it."""
         self._kept: dict[tuple[int, int], int] = {}
         """On whose word a teller holds a rank for lost."""
 
@@ -50,13 +56,12 @@ class News:
         """
         if accuser is None:
             accuser = teller
-        if accuser > lost:
-            if accuser == teller:
-                self._lost_below.setdefault(teller, set()).add(lost)
-            return False
-        if self._is_believed(teller, accuser, known):
-            return True
-        self._kept[teller, lost] = accuser
+        if is_believed(accuser, lost):
+            if self._counts(teller, accuser, lost, known):
+                return True
+            self._kept[teller, lost] = accuser
+        elif accuser == teller:
+            self._found_below.setdefault(teller, set()).add(lost)
         return False
 
     def find(self, *, known: AbstractSet[int]) -> Iterator[tuple[int, int]]:
@@ -70,12 +75,14 @@ class News:
             found = [
                 (lost, teller)
                 for (teller, lost), accuser in self._kept.items()
-                if self._is_believed(teller, accuser, known)
+                if self._counts(teller, accuser, lost, known)
             ]
             if not found:
                 return
             lost, teller = min(found)
             yield self._kept.pop((teller, lost)), lost
 
-    def _is_believed(self, teller: int, accuser: int, known: AbstractSet[int]) -> bool:
-        return (accuser == teller or accuser in known) and self._lost_below.get(accuser, set()) <= known
+    def _counts(self, teller: int, accuser: int, lost: int, known: AbstractSet[int]) -> bool:
+        """Whether to believe the accuser now, if the word is its own or it cannot tell of it any more."""
+        is_its_word = accuser == teller or accuser in known
+        return is_its_word and is_believed(accuser, lost, found=self._found_below.get(accuser, ()), known=known)

@@ -3,7 +3,7 @@
 import pytest
 
 from syncline.errors import PeerLostError, UpdateError
-from syncline.updates.membership import Membership, Quorum, QuorumLostError, is_believed, successor
+from syncline.members import Membership, Quorum, QuorumLostError, successor
 
 
 def membership(num_members: int, lost=(), left=()) -> Membership:
@@ -51,8 +51,8 @@ def test_a_smaller_part_lets_few_go_on() -> None:
 
 
 def test_a_fixed_number_is_of_all_members() -> None:
-    assert membership(4, (1,), (2,)).shortage(Quorum(count=2)) is None
-    error = membership(4, (1,), (2,)).shortage(Quorum(count=3), what="workers")
+    assert membership(4, (1,), (2,)).shortage(Quorum(part=0.0, least=2)) is None
+    error = membership(4, (1,), (2,)).shortage(Quorum(part=0.0, least=3), what="workers")
     assert isinstance(error, QuorumLostError)
     assert error.missing == (1, 2)
     assert "needs 3 of 4 workers, but 2 are left: rank 1 and rank 2 lost" in str(error)
@@ -83,11 +83,6 @@ def test_since_when_a_rank_is_lost_and_why() -> None:
     now_s = 15.0
     assert known.describe_lost("rank {}".format) == "; lost before: rank 2, 12.0 s ago; rank 1, 10.0 s ago"
     assert membership(2).describe_lost("rank {}".format) == ""
-
-
-def test_the_lower_of_two_ranks_is_believed() -> None:
-    assert is_believed(0, 3)
-    assert not is_believed(3, 0)
 
 
 def test_the_first_of_an_order_that_lives_serves() -> None:

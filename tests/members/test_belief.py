@@ -2,7 +2,14 @@
 
 import itertools
 
-from syncline.fabric.news import News
+from syncline.members import News, is_believed
+
+
+def test_of_two_that_lost_each_other_the_lower_is_believed():
+    assert is_believed(0, 3)
+    assert not is_believed(3, 0)
+    assert not is_believed(1, 3, found=[0, 3]), "0 lives, so it is 1 that is lost"
+    assert is_believed(1, 3, found=[0, 2, 3], known={0}), "of ranks above it accuses whom it likes"
 
 
 def test_a_teller_is_believed_of_ranks_above_its_own():
