@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from syncline.errors import PeerLostError
-from syncline.fabric import GivenUpError, News
-from syncline.members import Membership, Quorum
+from syncline.fabric import GivenUpError
+from syncline.members import Membership, News, Quorum
 from syncline.updates.overlapped.messages import Lost
 from syncline.updates.overlapped.server_client import ServerClient
 
