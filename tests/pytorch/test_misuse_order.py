@@ -13,7 +13,7 @@ from torch import nn
 
 import syncline
 from misuse_calls import DATASET, plain
-from syncline.errors import SynclineError
+from syncline.errors import SynclineError, SynclineWarning
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
 from thread_fleets import run_fleets
@@ -43,6 +43,7 @@ CLOSED_FLEET: dict[str, Callable[[Fleet], object]] = {
     "barrier": Fleet.barrier,
     "distribute": lambda fleet: syncline.distribute(*plain(), fleet=fleet),
 }
+UNHEARD = r"on_close\(<.*>\) came after the fleet was closed, .*; register it before close\(\), or call it here"
 RULES: dict[str, UpdateRule] = {
     "all_reduce": AllReduce(),
     "sharded": Sharded(),
@@ -86,6 +87,8 @@ def test_a_closed_fleet_says_so(name: str) -> None:
         fleet.close()
         with pytest.raises(SynclineError, match=CLOSED):
             CLOSED_FLEET[name](fleet)
+        with pytest.raises(SynclineError, match=UNHEARD):
+            fleet.on_close(print)
         fleet.close()
 
     run_fleets(1, body)
@@ -144,14 +147,57 @@ def test_a_number_of_samples_that_comes_after_the_gradients_is_refused_in_the_st
     alone(rule, act)
 
 
-@pytest.mark.parametrize("rule", [AllReduce(), Sharded()], ids=["all_reduce", "sharded"])
-def test_a_step_without_a_backward_pass_on_any_rank_says_so(rule: UpdateRule) -> None:
-    def act(trained: Trained) -> None:
-        with pytest.raises(SynclineError, match="no rank had one: no gradient reached a parameter"):
-            trained.optimizer.step()
-        trained.fleet.close(is_failing=True)
+SYNCHRONOUS: dict[str, UpdateRule] = {
+    "all_reduce": AllReduce(),
+    "sharded": Sharded(),
+    "sharded, overlap": Sharded(overlap_forward=True),
+    "sharded, in backward": Sharded(step_in_backward=True),
+}
 
-    alone(rule, act)
+
+@pytest.mark.parametrize("rule", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
+def test_a_step_without_a_backward_pass_on_any_rank_changes_nothing_and_says_so(rule: UpdateRule) -> None:
+    """As with plain PyTorch: whoever goes on has the parameters of one who made no such step."""
+
+    def train(*, is_idle: bool) -> torch.Tensor:
+        (weight,) = run_fleets(1, lambda fleet: loop(Trained(fleet, rule), is_idle=is_idle))
+        return weight
+
+    def loop(trained: Trained, *, is_idle: bool) -> torch.Tensor:
+        torch.nn.init.ones_(trained.model.weight)
+        trained.step()
+        if is_idle:
+            with pytest.warns(SynclineWarning, match="Step 2 changed nothing, .* no gradient reached a parameter"):
+                idle_step(trained)
+        trained.step()
+        trained.optimizer.synchronize()
+        return trained.model.weight.detach().clone()
+
+    def idle_step(trained: Trained) -> None:
+        trained.optimizer.step()
+        trained.backward()  # where a step does not wait for its report, the next pass does
+        trained.optimizer.zero_grad()
+
+    assert torch.equal(train(is_idle=True), train(is_idle=False))
+
+
+@pytest.mark.parametrize("rule", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
+def test_who_called_step_once_more_without_a_backward_pass_is_told(rule: UpdateRule) -> None:
+    def body(fleet: Fleet) -> None:
+        trained = Trained(fleet, rule)
+        for number in range(4):
+            trained.step()
+            if (fleet.rank, number) == (1, 1):
+                trained.optimizer.step()
+                assert trained.model.weight.grad is None, "the next backward pass would add to it"
+
+    _, error = run_fleets(2, body, accept=SynclineError)
+    assert str(error).startswith(
+        "rank 1 (host memory) called step() once without a backward pass, which took part in the others' next step; "
+        "rank 0 (host memory) left after 4 steps, and rank 1 (host memory) is in its 5th"
+    )
+    assert str(error).endswith("it still makes a step of all")
+    assert error.ranks_at_fault == (1,)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

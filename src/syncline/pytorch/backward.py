@@ -102,6 +102,11 @@ class GradientCollector:
         """This rank's weight in the last pass."""
         return self._weight
 
+    @property
+    def has_contributions(self) -> bool:
+        """Whether the next pass brings what was contributed."""
+        return bool(self._contributions.positions)
+
     def remove(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:

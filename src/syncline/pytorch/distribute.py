@@ -90,7 +90,7 @@ def distribute(
     )
     distributed.heed = partial(heed, fleet, distributed)
     fleet.on_close(installation.end)
-    fleet.add_update(distributed.statistics, steps=lambda: distributed.iteration)
+    fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:
         fleet.on_close(FailureSaving(fleet, _whole_state(distributed, Path(save_on_failure))).on_close)
     _let_go_back(distributed, installation)

@@ -68,7 +68,7 @@ class Fleet:
         self.next_stream = 1
         """The first stream that is free."""
         self._on_close: list[Callable[[bool], None]] = []
-        self._count_steps: list[Callable[[], int]] = []
+        self._count_steps: list[Callable[[], Tally]] = []
         self._count_updates: list[Callable[[], object | None]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -289,7 +289,7 @@ class Fleet:
         return replace(self.communicator.statistics(), epoch=self.epoch.number, updates=updates)
 
     @checked
-    def add_update(self, count: Callable[[], object | None], *, steps: Callable[[], int] | None = None) -> None:
+    def add_update(self, count: Callable[[], object | None], *, steps: Callable[[], Tally] | None = None) -> None:
         """Let :meth:`statistics` also tell what ``count`` returns, unless it is None.
 
         ``steps`` counts those that were made, which others are told when this rank leaves.
@@ -346,13 +346,26 @@ class Fleet:
 
     def _tally(self) -> Tally | None:
         """Count the steps of all models."""
-        counts = [count() for count in self._count_steps]
-        return Tally(count=sum(counts), unit=STEP) if counts else None
+        tallies = [count() for count in self._count_steps]
+        if not tallies:
+            return None
+        count, num_idle = sum(one.count for one in tallies), sum(one.num_idle for one in tallies)
+        return Tally(count=count, unit=STEP, num_idle=num_idle)
 
     @checked
     def on_close(self, function: Callable[[bool], None]) -> None:
-        """Call ``function`` before the connections end; it is told whether something has failed already."""
-        self._on_close.append(function)
+        """Call ``function`` before the connections end; it is told whether something has failed already.
+
+        Raises :class:`ConfigurationError` once the fleet is closed.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._on_close.append(function)
+                return
+        raise ConfigurationError(
+            f"on_close({function!r}) came after the fleet was closed, and nothing would call the function; register it "
+            "before close(), or call it here"
+        )
 
     def close(self, *, is_failing: bool = False) -> None:
         """Finish what models have under way, say goodbye and release everything; a second call does nothing.

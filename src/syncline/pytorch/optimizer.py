@@ -20,6 +20,8 @@ from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
+from syncline.runtime.control import Tally
+from syncline.runtime.failures import STEP
 from syncline.updates.private_torch import call_with_step_hooks, note_step, state_hooks
 
 
@@ -127,6 +129,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of all ranks; every rank calls it. A rank that ran no backward pass has no weight.
 
+        Where no rank ran one nothing is updated, with a :class:`SynclineWarning`.
+
         A ``closure`` clears the gradients, runs the forward and backward pass, and returns the loss. With ``AllReduce``
         the optimizer evaluates it as often as it likes (LBFGS), and gets the mean of the ranks' losses, which is
         returned. With other rules it is evaluated once, before the step, and this rank's loss is returned.
@@ -159,6 +163,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         settings, schedules = self._elastic.recovery.settings, self.training.updater.collectives.bucket_schedules
         is_kept = any(schedule.spared or schedule.replicas for schedule in schedules)
         return None if is_kept else settings.checkpoint
+
+    def count_steps(self) -> Tally:
+        """Count the steps, for the errors of those who go on when this rank leaves."""
+        return Tally(count=self.iteration, unit=STEP, num_idle=self.training.num_idle_steps)
 
     def go_on(self, training: Training, elastic: ElasticTraining | None) -> None:
         """Step another training of the same model from now on: that on a larger fleet."""

@@ -38,6 +38,8 @@ class Training:
 
     _after_pass: WriteStatus | None = None
     """Where the pass has made the new parameters already: how they were at its end, until the step."""
+    num_idle_steps = 0
+    """Steps to which this rank brought neither a backward pass nor a contribution."""
 
     def __init__(
         self,
@@ -174,12 +176,12 @@ class Training:
         check_in_place(self.updater.buckets)
         self._check_unwritten()
         self._check_groups()
-        loss = None
+        loss, is_idle = None, False
         if closure is not None and not self.updater.takes_closures:
             with torch.enable_grad():
                 loss, closure = closure(), None
         if closure is None:
-            self._make_complete()
+            is_idle = self._make_complete()
         elif self._joining is not None:
             raise UpdateError(
                 "Within join(), and with helpers, step(closure) is not served with AllReduce(), whose optimizer "
@@ -188,6 +190,8 @@ class Training:
         if self._joining is not None:
             self._joining.announce_step()
         inner_loss = self._step(closure)
+        if is_idle:
+            self.zero_grad()  # there were none before, so the next backward pass must not add to those of the others
         return inner_loss if loss is None else loss
 
     def end_period(self) -> None:
@@ -292,9 +296,9 @@ class Training:
     def _on_state(self, *_: Any) -> None:
         self.synchronize()
 
-    def _make_complete(self) -> None:
-        """See that there are combined gradients to step on, also where this rank has made none."""
-        has_gradients = any(tensor.grad is not None for tensor in self._bucketed)
+    def _make_complete(self) -> bool:
+        """See that there are combined gradients to step on; return whether this rank has brought nothing to them."""
+        has_gradients, is_idle = any(tensor.grad is not None for tensor in self._bucketed), False
         if has_gradients and self._collector.has_local_gradients:
             raise UpdateError(
                 "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
@@ -303,8 +307,11 @@ class Training:
         if not has_gradients:
             self._buffers.begin_forward()
             self.updater.discard()
+            is_idle = not self._collector.has_contributions
+            self.num_idle_steps += is_idle
             self._collector.run_empty()
         self._stand_ins.begin_step()
+        return is_idle
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._after_pass = None

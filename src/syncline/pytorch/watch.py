@@ -68,6 +68,7 @@ class StepWatch:
         self._pending: tuple[PendingReport, int] | None = None
         self._has_warned = False
         self._has_told_sizes = False
+        self._has_told_empty = False
 
     def see_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take note of what the first forward pass of a step was given."""
@@ -111,6 +112,7 @@ class StepWatch:
             return
         (report, number), self._pending = self._pending, None
         self._wait(report)
+        self._warn_of_an_empty_step(report, number)
         sizes, places, _, *digests = zip(*report.notes, strict=True)
         self._warn_of_unequal_batches(sizes)
         self._warn_of_nonfinite([int(place) for place in places], number)
@@ -141,6 +143,19 @@ class StepWatch:
     @property
     def _compares_batches(self) -> bool:
         return self._num_told < _NUM_BATCHES and len(self._ranks) > 1
+
+    def _warn_of_an_empty_step(self, report: PendingReport, number: int) -> None:
+        """Say that a step has changed nothing, as no rank had gradients."""
+        if self._has_told_empty or not report.is_empty or self._rank != self._ranks[0]:
+            return
+        self._has_told_empty = True
+        warnings.warn(
+            f"Step {number} changed nothing, as no rank had run a backward pass of some weight before it: no gradient "
+            "reached a parameter that was given to distribute() (was the module called that was given? was backward() "
+            "called on what it returned?), or batch_size() said 0 everywhere",
+            SynclineWarning,
+            stacklevel=2,
+        )
 
     def _warn_of_unequal_batches(self, sizes: Sequence[float]) -> None:
         """Say how ranks with batches of different sizes can be weighted, if nobody said how they are."""

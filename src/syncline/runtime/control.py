@@ -54,6 +54,8 @@ class Tally:
 
     count: int
     unit: str
+    num_idle: int = 0
+    """How many of these were steps without a backward pass of this rank; others are not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -448,6 +448,9 @@ class Engine:
             return replace(loss, text=failures.called_alone(name, us, text), accused=(self._rank,))
         if ours.count + is_next <= theirs.count:
             return replace(loss, text=text)
+        if is_step and ours.count + is_next - ours.num_idle <= theirs.count:
+            idle = failures.made_idle(us, ours.num_idle)
+            return replace(loss, text=f"{idle}; {text}", accused=(self._rank,), remedy=failures.SAME_STEPS)
         return replace(loss, text=text, remedy=failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS))
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 EVERY_RANK = ": call it on every rank"
 """The end of a label of what happens in a user's call, by which errors find those who made that call on some ranks."""
 _COMMON_CALL = re.compile(r"(?:^|[(;] ?)((?:[^;()]|\(\))+)" + EVERY_RANK)
-SAME_BATCHES = (
-    "give all ranks the same number of batches (syncline.data.sampler, or drop_last=True of a DataLoader), or put the "
-    "loop in `with syncline.join(model):`"
-)
+AS_MANY_BATCHES = "give all ranks the same number of batches (syncline.data.sampler, or drop_last=True of a DataLoader)"
+SAME_BATCHES = f"{AS_MANY_BATCHES}, or put the loop in `with syncline.join(model):`"
 SAME_CALLS = (
     "all ranks of a group make the same calls: give all the same number of batches (DistributedSampler, "
     "drop_last=True), or put the loop of a DistributedDataParallel in `with model.join():`"
@@ -48,6 +46,7 @@ LOOK = (
 SAME_ORDER = "all ranks must make the same calls in the same order"
 STEP, PHASED_STEP = "step", "phased step"
 """Units of a tally of training."""
+SAME_STEPS = "call step() as often on every rank: where one ran no backward pass, it still makes a step of all"
 SAME_COUNTS = {STEP: SAME_BATCHES, PHASED_STEP: SAME_BATCHES_OF_PAIRS}
 """By unit, what lets all ranks make as many."""
 _STEP = re.compile(r", step \d+\b")
@@ -187,6 +186,12 @@ def parted(whom: str, theirs: Tally, us: str, ours: Tally, *, is_next: bool) -> 
     number = ours.count + is_next
     rest = f"is in its {ordinal(number)}" if number > theirs.count else f"has made {ours.count}"
     return f"{whom} left after {theirs.count} {theirs.unit}{plural}, and {us} {rest}"
+
+
+def made_idle(us: str, num_idle: int) -> str:
+    """Say that this rank took part in steps of the others to which it brought no backward pass."""
+    times = "once" if num_idle == 1 else f"{num_idle} times"
+    return f"{us} called step() {times} without a backward pass, which took part in the others' next step"
 
 
 def ordinal(number: int) -> str:

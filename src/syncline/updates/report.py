@@ -6,7 +6,8 @@ and known to all. The sum is then right up to expected / total, a factor of exac
 owners apply it. Thus no one waits, and half precision neither overflows nor vanishes.
 
 The report also says which parameters got a gradient on any rank: a parameter that no rank used is not stepped, as in
-one process that has all batches. And it carries notes: a few numbers of each rank for the eyes of all.
+one process that has all batches; where no rank had any weight, none is. And it carries notes: a few numbers of each
+rank for the eyes of all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.control import ControlStream
 
@@ -54,6 +54,11 @@ class PendingReport:
         return float(self._totals[0])
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no rank had a backward pass of some weight, once the report is there."""
+        return self.total <= 0
+
+    @property
     def is_done(self) -> bool:
         """Whether it is there, and nothing went wrong."""
         return self.work.done() and self.work.exception() is None
@@ -83,13 +88,8 @@ class PendingReport:
             return self._result
         self.wait()
         total, *counts = self._totals[: len(self._totals) - self._num_noted].tolist()
-        if total <= 0:
-            raise UpdateError(
-                "A step needs a backward pass of some weight on at least one rank, but no rank had one: no gradient "
-                "reached a parameter that was given to distribute() (was the module called that was given? was "
-                "backward() called on what it returned?), or batch_size() said 0 everywhere"
-            )
-        self._result = StepReport(correction=self._expected / total, present=tuple(count > 0 for count in counts))
+        correction = 1.0 if self.is_empty else self._expected / total
+        self._result = StepReport(correction=correction, present=tuple(total > 0 < count for count in counts))
         return self._result
 
 
@@ -98,6 +98,8 @@ class LocalReport(PendingReport):
 
     notes: Notes = ()
     is_done = True
+    is_empty = False
+    """Others may have one."""
 
     def __init__(self, weight: float, present: Sequence[bool], notes: Sequence[float]) -> None:
         self.notes = (tuple(notes),)

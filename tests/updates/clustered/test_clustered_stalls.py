@@ -76,3 +76,23 @@ def test_a_fault_on_the_loop_ends_every_rank_that_has_it() -> None:
 
     for rank, error in enumerate(run_fleets(NUM_RANKS, body, accept=SynclineError, timeout_s=30.0)):
         assert str(error) == f"the communication loop of rank {rank} (host memory) failed: ValueError('a fault')"
+
+
+def test_who_has_more_batches_than_the_others_is_told_who_ended_and_when() -> None:
+    def body(fleet):
+        model = make_model()
+        rule = Clustered(period=2, clusters=((0, 1, 2),))
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
+        for step in range(5 if fleet.rank == 1 else 3):
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, error, last = run_fleets(3, body, accept=SynclineError, timeout_s=1.0)
+    assert (first, last) == (None, None)
+    assert str(error).startswith(
+        "rank 0 (host memory) and rank 2 (host memory) ended the training before rank 1 (host memory) did: rank 1 "
+        "(host memory) waited 1 s, awaiting the mean of batch 4, for which "
+    )
+    assert "give all ranks the same number of batches" in str(error)
+    assert error.ranks_at_fault == (0, 2)

@@ -15,7 +15,7 @@ from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateE
 from syncline.fabric import GivenUpError, Progress
 from syncline.members import describe_ranks
 from syncline.observe import Trace
-from syncline.runtime.failures import LOOK
+from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
@@ -125,16 +125,7 @@ class ClusterDriver(Driver):
         if self._entered:
             return self._entered.popleft()
         self.raise_failure()
-        awaited, state = self._port.call(lambda: (self._culprits(), repr(self._node).strip("<>")), ANSWER_S)
-        who = self._port.describe_peer
-        raise accusing(
-            DeadlineError(
-                f"{describe_ranks(awaited, who)} did not deliver: {who(self._port.rank)} waited {self._timeout_s:g} s "
-                f"({state}); {LOOK}"
-                f"{self.membership.describe_lost(who)}"
-            ),
-            *awaited,
-        )
+        raise self._port.call(self._late, ANSWER_S)
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -188,10 +179,26 @@ class ClusterDriver(Driver):
     def _awaited_peers(self) -> Collection[int]:
         return self._node.awaited()
 
-    def _culprits(self) -> list[int]:
-        """Return whom this rank waits for, of these only who does nothing meanwhile if there are any."""
-        awaited = sorted(self._node.awaited() or self._node.departed.difference(self.membership.lost))
-        return [rank for rank in awaited if self._port.stalls.still_s(rank) > self._timeout_s / 2] or awaited
+    def _late(self) -> DeadlineError:
+        """Say whom this rank waits for and for what; of several, only who does nothing meanwhile if there are any."""
+        who, server = self._port.describe_peer, self._node.view.own_server(self._node.term)
+        us = who(self._port.rank)
+        serving = "this rank serves" if server == self._port.rank else f"{who(server)} serves"
+        state = (
+            f"{self._node.member.state.value} of batch {self._node.member.next_record.batch + 1}, for which {serving}"
+        )
+        if awaited := sorted(self._node.awaited()):
+            awaited = [rank for rank in awaited if self._port.stalls.still_s(rank) > self._timeout_s / 2] or awaited
+            text, remedy = f"{describe_ranks(awaited, who)} did not deliver", LOOK
+        else:
+            awaited = sorted(self._node.departed.difference(self.membership.lost))
+            text, remedy = f"{describe_ranks(awaited, who)} ended the training before {us} did", AS_MANY_BATCHES
+        return accusing(
+            DeadlineError(
+                f"{text}: {us} waited {self._timeout_s:g} s, {state}; {remedy}{self.membership.describe_lost(who)}"
+            ),
+            *awaited,
+        )
 
     def _leave(self, peer: int, text: str) -> None:
         error = PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name)
