@@ -3,7 +3,9 @@
 import itertools
 import math
 import random
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 from fabric_scenarios import gather, run_over_tcp
@@ -146,6 +148,20 @@ if "native" in TRANSPORTS:
 
         data = random.Random(num_bytes).randbytes(num_bytes)
         assert crc32(data) == zlib.crc32(data)
+
+    def test_the_instructions_of_the_processor_are_found_whatever_compiled_the_module():
+        from syncline.fabric._native import instruction_sets
+
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        there = set(flags[1].split()) if flags else set()
+        needed = {
+            "aes": {"aes"},
+            "crc32_folding": {"pclmulqdq", "sse4_1"},
+            "wide_crc32_folding": {"pclmulqdq", "sse4_1", "avx512f", "vpclmulqdq"},
+            "avx2": {"avx2"},
+            "f16c": {"f16c"},
+        }
+        assert instruction_sets() == {name: names <= there for name, names in needed.items()}
 
 
 @pytest.mark.parametrize("first", KINDS)

@@ -8,6 +8,7 @@
 #include "crc32.hpp"
 #include "crc32_folding.hpp"
 #include "fuzzing.hpp"
+#include "processor.hpp"
 #include "umac.hpp"
 
 namespace {
@@ -56,11 +57,11 @@ void fuzzing::run_checksums(uint64_t seed, Outcomes& outcomes) {
     const uint32_t before = syncline::crc32(bytes, part);
     require(syncline::crc32(bytes + part, num_bytes - part, before) == expected, "a checksum goes on where it stopped");
     const size_t narrow = num_bytes / 16 * 16, wide = num_bytes / 256 * 256;
-    if (narrow >= 64 && syncline::can_fold_crc32()) {
+    if (narrow >= 64 && syncline::instruction_sets().crc32_folding) {
         require(~syncline::crc32_by_folding(bytes, narrow, ~0u) == bit_by_bit(bytes, narrow), "folding is a checksum");
         ++outcomes["folded"];
     }
-    if (wide >= 256 && syncline::can_fold_crc32_widely()) {
+    if (wide >= 256 && syncline::instruction_sets().wide_crc32_folding) {
         require(~syncline::crc32_by_wide_folding(bytes, wide, ~0u) == bit_by_bit(bytes, wide), "wide folding is, too");
         ++outcomes["folded widely"];
     }

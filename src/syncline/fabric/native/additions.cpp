@@ -8,10 +8,7 @@
 #include <type_traits>
 #include <unordered_map>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SYNCLINE_HAS_AVX2
-#include <immintrin.h>
-#endif
+#include "processor.hpp"
 
 namespace syncline {
 
@@ -164,12 +161,7 @@ void combine_anywhere(uint8_t* into, const uint8_t* other, size_t num_bytes) {
     combine<Kind, Op>(into, other, num_bytes);
 }
 
-#ifdef SYNCLINE_HAS_AVX2
-
-bool has_avx2() {
-    static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    return has;
-}
+#ifdef SYNCLINE_ON_X86_64
 
 #define SYNCLINE_WITH_AVX2 [[gnu::target("avx2,f16c")]]
 
@@ -211,7 +203,7 @@ SYNCLINE_WITH_AVX2 void combine_halves_with_f16c(uint8_t* into, const uint8_t* o
 
 template <typename Kind, typename Op>
 Addition choose() {
-    if (!has_avx2()) return combine_anywhere<Kind, Op>;
+    if (!instruction_sets().avx2 || !instruction_sets().f16c) return combine_anywhere<Kind, Op>;
     if constexpr (std::is_same_v<Kind, Float16>)
         return combine_halves_with_f16c<Op>;
     else

@@ -3,10 +3,7 @@
 
 #include <cstddef>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SYNCLINE_HAS_AES
-#include <immintrin.h>
-#endif
+#include "processor.hpp"
 
 namespace syncline {
 
@@ -63,7 +60,7 @@ Aes::Block sum(Aes::Block block, const Aes::Block& other) {
     return block;
 }
 
-#ifdef SYNCLINE_HAS_AES
+#ifdef SYNCLINE_ON_X86_64
 
 [[gnu::target("aes")]] Aes::Block encrypt_by_instruction(const Aes::Block* round_keys, const Aes::Block& block,
                                                          size_t num_rounds) {
@@ -95,9 +92,8 @@ Aes::Aes(const Block& key) : round_keys_{key} {
 }
 
 Aes::Block Aes::encrypt(const Block& block) const {
-#ifdef SYNCLINE_HAS_AES
-    static const bool has_instruction = __builtin_cpu_supports("aes");
-    if (has_instruction) return encrypt_by_instruction(round_keys_.data(), block, NUM_ROUNDS);
+#ifdef SYNCLINE_ON_X86_64
+    if (instruction_sets().aes) return encrypt_by_instruction(round_keys_.data(), block, NUM_ROUNDS);
 #endif
     return encrypt_anywhere(block);
 }

@@ -6,6 +6,7 @@
 
 #include "crc32_folding.hpp"
 #include "little_endian.hpp"
+#include "processor.hpp"
 
 namespace syncline {
 
@@ -46,14 +47,13 @@ uint32_t crc32_by_tables(const uint8_t* data, size_t num_bytes, uint32_t state) 
 uint32_t crc32(const void* bytes, size_t num_bytes, uint32_t before) {
     const auto* data = static_cast<const uint8_t*>(bytes);
     uint32_t state = ~before;
-    static const bool can_fold = can_fold_crc32(), can_fold_widely = can_fold_crc32_widely();
-    if (can_fold_widely && num_bytes >= 1024) {
+    if (instruction_sets().wide_crc32_folding && num_bytes >= 1024) {
         const size_t num_folded = num_bytes & ~size_t{255};
         state = crc32_by_wide_folding(data, num_folded, state);
         data += num_folded;
         num_bytes -= num_folded;
     }
-    if (can_fold && num_bytes >= 64) {
+    if (instruction_sets().crc32_folding && num_bytes >= 64) {
         const size_t num_folded = num_bytes & ~size_t{15};
         state = crc32_by_folding(data, num_folded, state);
         data += num_folded;

@@ -8,14 +8,10 @@
 
 namespace syncline {
 
-// Whether this processor can do it at all, and with registers of 512 bits.
-bool can_fold_crc32();
-bool can_fold_crc32_widely();
-
-// `num_bytes` is a multiple of 16 and at least 64.
+// Needs `InstructionSets::crc32_folding`. `num_bytes` is a multiple of 16 and at least 64.
 uint32_t crc32_by_folding(const uint8_t* data, size_t num_bytes, uint32_t state);
 
-// `num_bytes` is a multiple of 256 and at least 256.
+// Needs `wide_crc32_folding`. `num_bytes` is a multiple of 256 and at least 256.
 uint32_t crc32_by_wide_folding(const uint8_t* data, size_t num_bytes, uint32_t state);
 
 }  // namespace syncline

@@ -6,11 +6,7 @@
 #include <cstring>
 
 #include "little_endian.hpp"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SYNCLINE_HAS_AVX2
-#include <immintrin.h>
-#endif
+#include "processor.hpp"
 
 namespace syncline {
 
@@ -48,7 +44,7 @@ std::array<uint8_t, num_bytes> derive(const Aes& aes, uint64_t purpose) {
     return derived;
 }
 
-#ifdef SYNCLINE_HAS_AVX2
+#ifdef SYNCLINE_ON_X86_64
 
 [[gnu::target("avx2")]] inline __m256i keyed(const uint8_t* block, const uint32_t* key) {
     return _mm256_add_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block)),
@@ -91,9 +87,8 @@ uint64_t hash_block_anywhere(const uint8_t* block, const uint32_t* key, size_t n
 }
 
 uint64_t hash_block(const uint8_t* block, const uint32_t* key, size_t num_bytes) {
-#ifdef SYNCLINE_HAS_AVX2
-    static const bool has_avx2 = __builtin_cpu_supports("avx2");
-    if (has_avx2 && num_bytes == BLOCK_BYTES) return sum_products_with_avx2(block, key);
+#ifdef SYNCLINE_ON_X86_64
+    if (instruction_sets().avx2 && num_bytes == BLOCK_BYTES) return sum_products_with_avx2(block, key);
 #endif
     return hash_block_anywhere(block, key, num_bytes);
 }
