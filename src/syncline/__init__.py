@@ -20,7 +20,6 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
 if TYPE_CHECKING:
     from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
-    from syncline.elastic import Elastic, MembershipChange
     from syncline.errors import (
         CheckpointError,
         ConfigurationError,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
         UnitError,
         UpdateError,
     )
-    from syncline.members import QuorumLostError
+    from syncline.members import Elastic, MembershipChange, QuorumLostError
     from syncline.priorities.terms import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import (
@@ -83,8 +82,8 @@ _HOMES = {
     "QuorumLostError": "syncline.members",
     "StateLostError": "syncline.updates",
     "Clustered": "syncline.updates",
-    "Elastic": "syncline.elastic",
-    "MembershipChange": "syncline.elastic",
+    "Elastic": "syncline.members",
+    "MembershipChange": "syncline.members",
     "Priorities": "syncline.priorities.terms",
     "phase": "syncline.pytorch.phased",
     "PhasedTrainer": "syncline.pytorch.phased",

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import syncline
-from syncline.elastic.regroup import Regroup
-from syncline.elastic.reports import CommitReport
 from syncline.pytorch.elastic_training import ElasticTraining
+from syncline.runtime.regroup import Regroup
+from syncline.updates.elastic_calls import CommitReport
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 

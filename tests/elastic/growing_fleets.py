@@ -13,13 +13,12 @@ from torch import nn
 
 import syncline
 from meeting_stores import DictStore
-from syncline.elastic.entry import Entry
-from syncline.elastic.growth import Growth
 from syncline.endpoints import parse_endpoint
 from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.fleet_growth import FleetGrowth
 from syncline.runtime import CommunicationLoop, Communicator, communicators_in_memory
+from syncline.runtime.joining import Entry, Growth
 from syncline.topology import Topology
 from thread_fleets import run_threads
 

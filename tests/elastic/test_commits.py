@@ -7,7 +7,7 @@ import torch
 from mortal_fleets import DiedError
 
 import syncline
-from syncline.elastic.calls import ElasticControlStream
+from syncline.updates.elastic_calls import ElasticControlStream
 from thread_fleets import run_fleets
 
 WAIT_S = 60.0

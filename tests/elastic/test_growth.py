@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from syncline.elastic import join_server
-from syncline.elastic.entry import Entry
-from syncline.elastic.growth import Growth, LargerFabric
-from syncline.elastic.job_record import JobRecord
-from syncline.elastic.party import Admitted
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
+from syncline.members import JobRecord
 from syncline.runtime import CommunicationLoop, Communicator
+from syncline.runtime.joining import Entry, Growth, LargerFabric, server
+from syncline.runtime.joining.growth import Admitted
 from syncline.topology import Topology
 
 OPTIONS = FabricOptions(job_id="growing", secret=b"s" * 32, connect_s=20.0, native=False)
@@ -121,7 +119,7 @@ def everybody_talks(
 
 @pytest.fixture(autouse=True)
 def _gathering_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_server, "GATHER_S", PATIENCE_S)
+    monkeypatch.setattr(server, "GATHER_S", PATIENCE_S)
 
 
 def test_newcomers_come_in_by_any_member_at_the_end_of_one_step() -> None:
@@ -265,7 +263,7 @@ def test_a_member_is_not_taken_in_again() -> None:
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.elastic.entry.VERSION", "0.0.0")
+    monkeypatch.setattr("syncline.runtime.joining.growth.VERSION", "0.0.0")
     with members(1) as job, newcomer(job.addresses[0]) as entry:
         refuses(entry, r"this process 0\.0\.0; install the same")
 

@@ -1,8 +1,7 @@
 """What the driver of the agreement does with its communicator, on one that only counts."""
 
-from syncline.elastic.agreement import Loss, Report
-from syncline.elastic.epoch import Epoch
-from syncline.elastic.regroup import Regroup, encode_report
+from syncline.members import Epoch, Loss, Report
+from syncline.runtime.regroup import Regroup, encode_report
 
 EPOCH = Epoch(number=0, members=tuple(range(20)))
 

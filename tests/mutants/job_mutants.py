@@ -142,7 +142,7 @@ JOB_MUTANTS = (
         breaks="survivors never agree on who is left, or enter different epochs",
         changes=(
             Change(
-                file="elastic/agreement.py",
+                file="members/agreement.py",
                 before="        self.heard.pop(rank, None)\n        return True\n",
                 after="        self.losses.pop(min(self.losses))\n        return True\n",
             ),
@@ -154,7 +154,7 @@ JOB_MUTANTS = (
         breaks="a rank enters an epoch that the others do not know of",
         changes=(
             Change(
-                file="elastic/agreement.py",
+                file="members/agreement.py",
                 before="            report is not None and report.base.number == self.base.number and",
                 after="            report is None or report.base.number == self.base.number and",
             ),
@@ -167,7 +167,7 @@ JOB_MUTANTS = (
         breaks="a rank that saw no loss itself waits in a call of the old epoch",
         changes=(
             Change(
-                file="elastic/agreement.py",
+                file="members/agreement.py",
                 before="default=None))] if is_new else []",
                 after="default=None))] if is_new is None else []",
             ),
@@ -180,12 +180,12 @@ JOB_MUTANTS = (
         breaks="a rank steps on the gradients of a pass that the others make again without the lost rank",
         changes=(
             Change(
-                file="elastic/reports.py",
+                file="updates/elastic_calls.py",
                 before="        if self._call is None or not self._call.is_complete:\n",
                 after="        if self._call is None:\n",
             ),
             Change(
-                file="elastic/reports.py",
+                file="updates/elastic_calls.py",
                 before="        self._call.wait_in_epoch()\n",
                 after="",
             ),

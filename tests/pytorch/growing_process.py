@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import syncline
-from syncline.elastic.join_server import JoinServer
 from syncline.errors import PeerLostError
 from syncline.pytorch.fleet_growth import FleetGrowth, GrowingTraining
+from syncline.runtime.joining.server import JoinServer
 from syncline.updates import Updater
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 

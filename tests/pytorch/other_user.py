@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 import syncline
-from syncline.elastic.join_connection import JoinConnection, dial_member, join_terms
 from syncline.errors import HandshakeError, SynclineError
 from syncline.fabric import FabricOptions
 from syncline.fabric.handshake import FINISH_BYTES, REPLY_BYTES, Dialer
 from syncline.fabric.shared_host import read_memory
 from syncline.pytorch import connecting
 from syncline.pytorch.user_secret import user_secret
+from syncline.runtime.joining.connection import JoinConnection, dial_member, join_terms
 
 OTHER_USER = 65534
 DEADLINE_S = 60

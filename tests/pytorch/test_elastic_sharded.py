@@ -11,8 +11,8 @@ import pytest
 import torch
 from oracle_models import CASES, copies, loss_of
 
-from syncline.elastic import Elastic
 from syncline.errors import CheckpointError, SynclineError, UpdateError
+from syncline.members import Elastic
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet

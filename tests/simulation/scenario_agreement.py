@@ -13,8 +13,7 @@ from typing import Any
 
 from virtual_time import SimulationError, VirtualTime
 
-from syncline.elastic import Agreement, Epoch
-from syncline.elastic.agreement import Effect, Go, Interrupt, Report, Stop, Tell
+from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Report, Stop, Tell
 
 DEAD_S = 10.0
 TIMEOUT_S = 15.0

@@ -14,9 +14,9 @@ from syncline.cli.launcher.launch import Request, _find_topology
 from syncline.cli.launcher.scratch import prepare_secret
 from syncline.cli.main import _front
 from syncline.cli.path_diagnosis import choose_key
-from syncline.elastic import Elastic
 from syncline.errors import ConfigurationError
 from syncline.fabric.transport_sets import NativeTransportSet, is_native
+from syncline.members import Elastic
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.topology import Topology
 from syncline.variables import VARIABLES, is_coloured, process_variables

@@ -24,10 +24,8 @@ from syncline.backend.creation import TOKEN_BYTES, check_topology, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.name import NAME
-from syncline.elastic import Elastic
-from syncline.elastic.calls import LOSSES
-from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.errors import ConfigurationError
+from syncline.members import LOSSES, NO_FLAGS, Elastic, Flags
 from syncline.pytorch.connecting import with_address
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from syncline.errors import UpdateError
+from syncline.errors import DeadlineError, PeerLostError, UpdateError
 
+LOSSES = (PeerLostError, DeadlineError)
+"""What a collective ends with where a rank is lost, or does not come."""
 HALF = 0.5
 """The smallest part of which no two parts of a job both go on."""
 

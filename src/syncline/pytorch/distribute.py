@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from syncline.arguments import Whole, checked
-from syncline.elastic.settings import Elastic
 from syncline.errors import CheckpointError, UpdateError
+from syncline.members import Elastic
 from syncline.priorities.terms import Priorities
 from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from syncline.arguments import Bounds, Count, Whole, checked
-from syncline.elastic import MembershipChange
 from syncline.errors import ConfigurationError
+from syncline.members import MembershipChange
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.sample_division import Places, SampleDivision, apportion

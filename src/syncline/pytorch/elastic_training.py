@@ -1,8 +1,9 @@
 """What an elastic job does after a loss: regroup, open the new epoch's communicator, and let each training go on there.
 
 A training's hooks, buckets and optimizer stay as they are. What moves is what it makes collectives with: its control
-streams (:class:`~syncline.elastic.calls.ElasticControlStream`) and its bucket collectives, which all other parts ask
-for rank, world size and members. So a loss may be met anywhere in a step, also in the middle of a backward pass.
+streams (:class:`~syncline.updates.elastic_calls.ElasticControlStream`) and its bucket collectives, which all other
+parts ask for rank, world size and members. So a loss may be met anywhere in a step, also in the middle of a backward
+pass.
 """
 
 from __future__ import annotations
@@ -15,18 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.elastic.agreement import Go
-from syncline.elastic.calls import LOSSES, ElasticCall, ElasticControlStream, Positions
-from syncline.elastic.epoch import Epoch, MembershipChange
-from syncline.elastic.regroup import Regroup
-from syncline.elastic.reports import NO_FLAGS, ElasticReports, Flags
-from syncline.elastic.settings import Elastic
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text
-from syncline.members import describe_ranks
+from syncline.members import LOSSES, NO_FLAGS, Elastic, Epoch, Flags, Go, MembershipChange, describe_ranks
 from syncline.pytorch.fleet import Fleet
+from syncline.runtime.regroup import Regroup
 from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
+from syncline.updates.elastic_calls import ElasticCall, ElasticControlStream, ElasticReports, Positions
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 Watcher = Callable[[MembershipChange], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from syncline.elastic.epoch import Epoch
+from syncline.members import Epoch
 from syncline.runtime import Communicator
 
 

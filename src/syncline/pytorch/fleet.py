@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from syncline.arguments import Whole, checked
-from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError
+from syncline.members import Epoch
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollectives, TensorWork
 from syncline.pytorch.fabric_place import FabricPlace

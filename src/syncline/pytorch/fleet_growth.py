@@ -21,16 +21,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from syncline.elastic.calls import LOSSES
-from syncline.elastic.entry import Entry
-from syncline.elastic.epoch import Epoch
-from syncline.elastic.growth import Growth, LargerFabric
-from syncline.elastic.job_record import JobRecord
-from syncline.elastic.reports import NO_FLAGS, Flags
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.last_words import tell_number
-from syncline.members import Membership, Quorum
+from syncline.members import LOSSES, NO_FLAGS, Epoch, Flags, JobRecord, Membership, Quorum
 from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.fabric_place import FabricPlace
@@ -40,6 +34,7 @@ from syncline.pytorch.newcomer_state import Position, give_state, take_state
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
 from syncline.runtime import Communicator
+from syncline.runtime.joining import Entry, Growth, LargerFabric
 from syncline.topology import Topology
 from syncline.updates import Updater
 from syncline.updates.control import ControlStream

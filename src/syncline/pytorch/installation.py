@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from syncline.elastic.settings import Elastic
 from syncline.errors import UpdateError
+from syncline.members import Elastic
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast

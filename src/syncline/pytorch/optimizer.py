@@ -12,8 +12,8 @@ from typing import Annotated, Any, Protocol
 import torch
 
 from syncline.arguments import Bounds, checked
-from syncline.elastic.epoch import MembershipChange
 from syncline.errors import UpdateError
+from syncline.members import MembershipChange
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from syncline.arguments import Bounds, Count, Whole, checked
-from syncline.elastic.settings import Elastic
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.members import Elastic
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_steps
 from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up

@@ -6,8 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from syncline.elastic.entry import Entry
-from syncline.elastic.growth import Growth
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.connecting import with_address, with_secret
@@ -16,6 +14,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.fleet_growth import FleetGrowth
 from syncline.pytorch.limits import with_times
 from syncline.runtime import CommunicationLoop
+from syncline.runtime.joining import Entry, Growth
 from syncline.topology import Topology
 
 

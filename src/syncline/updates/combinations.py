@@ -25,7 +25,7 @@ class TrainingRequest:
     priorities: Priorities | None = None
     """Those that somebody asked for; None for the defaults."""
     elastic: Any = None
-    """The :class:`~syncline.elastic.Elastic` of an elastic job, else None."""
+    """The :class:`~syncline.members.Elastic` of an elastic job, else None."""
     preemption: str | None = None
     """``init(on_preemption=)``."""
     saves_on_failure: bool = False

@@ -26,6 +26,7 @@ from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial_once, 
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.handshake import REASONS, Dialer, Refusal, RefusedError, Terms, derive_key
 from syncline.fabric.sockets import prepare_connected
+from syncline.members import Address
 
 MAX_MESSAGE_BYTES = 4 << 20
 """A topology of a thousand hosts has some hundred KiB."""
@@ -36,7 +37,6 @@ _ANY_EPOCH = 1
 """Who asks knows no epoch yet: the answer tells it."""
 
 Message = dict[str, Any]
-Address = tuple[str, int]
 
 
 class JoinConnection:

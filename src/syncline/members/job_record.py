@@ -1,17 +1,21 @@
-"""What every member knows of its job in one epoch, and what follows when ranks are lost or come. Pure."""
+"""What every member knows of its job in one epoch, what follows when ranks are lost or come, and attempts to grow."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from syncline.schedule import with_gateways_chosen
+from syncline.errors import name_ranks
 from syncline.topology import Topology
 from syncline.topology.growing import with_places
 
 Address = tuple[str, int]
+Flags = tuple[int, int]
+"""What the first member tells of newcomers: the attempt that is under way, and the one to which all switch now."""
+NO_FLAGS: Flags = (0, 0)
+NONCE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class Newcomer:
     """The tree of the larger job, as text; None: it is put beside the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """One epoch of a job, alike on all members; by rank, if nothing else is said.
 
@@ -67,12 +71,11 @@ class JobRecord:
         """Number of members."""
         return len(self.numbers)
 
-    @cached_property
+    @property
     def topology(self) -> Topology:
         """The tree of the members alone, by rank."""
-        if self.places == tuple(range(self.known.num_ranks)):
-            return with_gateways_chosen(self.known)
-        return with_gateways_chosen(self.known.restricted(self.places))
+        is_whole = self.places == tuple(range(self.known.num_ranks))
+        return self.known if is_whole else self.known.restricted(self.places)
 
     def without(self, lost: Collection[int], *, epoch: int | None = None) -> JobRecord:
         """Return the next epoch's record when these ranks are lost; ranks are dense again."""
@@ -143,3 +146,58 @@ def address_of(value: Any) -> Address:
     """Return an address that JSON said."""
     host, port = value
     return str(host), int(port)
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """Who of the larger job listens, and who is connected to all others; ranks are those of the larger job.
+
+    >>> job = JobRecord.first(Topology.flat(1), machines=["a"], join_addresses=[("127.0.0.1", 1)])
+    >>> attempt = Attempt(number=1, job=job)
+    >>> attempt.listens(0, ["a", "127.0.0.1", 2])
+    True
+    >>> attempt.connected(0)
+    True
+    """
+
+    number: int
+    job: JobRecord
+    num_newcomers: int = 1
+    is_decided: bool = False
+    """Whether the members may have switched: from then on it is not given up."""
+    token: Callable[[int], str] = secrets.token_hex
+    _listening: dict[int, list[Any]] = field(default_factory=dict)
+    _connected: set[int] = field(default_factory=set)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all ranks are connected to one another."""
+        return len(self._connected) == self.job.world_size
+
+    def plan(self, rank: int) -> dict[str, Any]:
+        """Return what a rank is told at first."""
+        told = {"attempt": self.number, "rank": rank, "num_newcomers": self.num_newcomers}
+        return told | {"job": self.job.to_json()}
+
+    def listens(self, rank: int, member: list[Any]) -> bool:
+        """Note where a rank listens (host, address and port); return whether it is the last one."""
+        self._listening[rank] = member
+        return len(self._listening) == self.job.world_size
+
+    def generation(self) -> dict[str, Any]:
+        """Return where all listen, as every rank is told then."""
+        members = [self._listening[rank] for rank in range(self.job.world_size)]
+        return {"epoch": int(self.token(8), 16) or 1, "nonce": self.token(NONCE_BYTES), "members": members}
+
+    def connected(self, rank: int) -> bool:
+        """Note that a rank is connected to all others; return whether all are."""
+        self._connected.add(rank)
+        return self.is_connected
+
+    def describe_missing(self) -> str:
+        """Say who has not done its part."""
+        ranks = range(self.job.world_size)
+        silent = [rank for rank in ranks if rank not in self._listening]
+        if silent:
+            return f"{name_ranks(silent)} of the larger job did not come"
+        return f"{name_ranks([rank for rank in ranks if rank not in self._connected])} did not connect to all others"

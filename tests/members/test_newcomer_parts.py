@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.elastic.attempt import Attempt
-from syncline.elastic.job_record import JobRecord, Newcomer
 from syncline.errors import TopologyError
+from syncline.members import Attempt, JobRecord, Newcomer
 from syncline.pytorch.fleet_growth import choose_sources
 from syncline.topology import Topology
 

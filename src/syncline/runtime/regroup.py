@@ -12,10 +12,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Loss, Report, Stop, Tell
-from syncline.elastic.epoch import Epoch
 from syncline.errors import ConfigurationError, FabricError
 from syncline.fabric import MAX_CONTROL_BYTES, GivenUpError
+from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Loss, Report, Stop, Tell
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 

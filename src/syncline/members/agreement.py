@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from syncline.elastic.epoch import Epoch
 from syncline.errors import SynclineError, UpdateError, accusing
-from syncline.members import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
+from syncline.members.belief import is_believed
+from syncline.members.epoch import Epoch
+from syncline.members.membership import Membership, Quorum, QuorumLostError, describe_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Agreement:
 
     Ranks are numbers on the fabric. After a :class:`Stop` nothing more is said.
 
-    >>> from syncline.elastic import Agreement, Epoch
+    >>> from syncline.members import Agreement, Epoch
     >>> alone = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1)))
     >>> alone.lose(1)
     []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from syncline.elastic.agreement import Agreement, Effect, Go, Interrupt, Report, Stop, Tell
-from syncline.elastic.epoch import Epoch
+from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Report, Stop, Tell
 
 
 class World:

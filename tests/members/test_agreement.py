@@ -5,11 +5,9 @@ import random
 import pytest
 from agreement_world import World
 
-from syncline.elastic.agreement import Agreement, Go, Interrupt, Loss, Report, Stop
-from syncline.elastic.epoch import Epoch
-from syncline.elastic.regroup import decode_report, encode_report
 from syncline.errors import FabricError
-from syncline.members import QuorumLostError
+from syncline.members import Agreement, Epoch, Go, Interrupt, Loss, QuorumLostError, Report, Stop
+from syncline.runtime.regroup import decode_report, encode_report
 
 
 def check(world: World) -> None:

@@ -18,14 +18,13 @@ from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any
 
-from syncline.elastic.attempt import Attempt
-from syncline.elastic.job_record import JobRecord, Newcomer, address_of
-from syncline.elastic.join_connection import JoinConnection, Message, join_terms
 from syncline.errors import TopologyError
 from syncline.fabric import FabricOptions
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.sockets import prepare_connected
+from syncline.members import Attempt, Flags, JobRecord, Newcomer, address_of
+from syncline.runtime.joining.connection import JoinConnection, Message, join_terms
 
 VERSION = version("syncline")
 MAX_WAITING = 64
@@ -99,7 +98,7 @@ class JoinServer:
         """Behave as the job does that this rank is about to come into."""
         self._options, self._terms = options, dict(terms)
 
-    def decide(self) -> tuple[int, int]:
+    def decide(self) -> Flags:
         """Return the attempt that is under way, and the same number again if all are connected (0: none).
 
         From any thread. Once it has returned the second, the attempt is not given up.

@@ -1,0 +1,498 @@
+"""How a job grows: a newcomer asks a member, and both connect the larger job's fabric beside what they do.
+
+Members and newcomers do the same: each asks the member that leads the attempt, which says who will have which rank;
+each tells it where it listens, hears where all do, connects to them, and says so. A newcomer waits until it is let in;
+members train meanwhile. The first member tells, with two numbers in the commit of each step, which attempt is under way
+and that it is connected; so all switch at the same step's end. The numbers of the others are 0, and a sum shows the
+first's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.endpoints import format_endpoint
+from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
+from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
+from syncline.fabric.rendezvous import Generation, Member
+from syncline.fabric.sockets import open_listening_socket, resolve_address
+from syncline.members import NO_FLAGS, Address, Flags, JobRecord, address_of
+from syncline.observe import Trace
+from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
+from syncline.runtime.joining.server import VERSION, JoinServer
+from syncline.runtime.loop import CommunicationLoop
+from syncline.schedule import with_gateways_chosen
+from syncline.topology import Topology
+
+_log = logging.getLogger(__name__)
+
+MAX_PORTS = 64
+"""Ranks of one host take the next free ports."""
+PAUSE_S = 0.1
+ANSWER_S = 30.0
+"""For a loop that does not answer; everything on it has deadlines of its own."""
+
+
+class AskedRendezvous:
+    """Finds the others through the member that leads; a rendezvous of :func:`connect_tcp`."""
+
+    def __init__(self, connection: JoinConnection, *, attempt: int) -> None:
+        self._connection = connection
+        self._attempt = attempt
+        self._generation: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+
+    async def meet(self, member: Member, *, world_size: int, timeout_s: float, silence_s: float) -> Generation:  # noqa: ARG002 - who leads knows who is gone
+        """Say where this rank listens, and wait until all have."""
+        await self._connection.send(
+            "listening", attempt=self._attempt, host=member.host, address=member.address, port=member.port
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._generation
+        except TimeoutError:
+            raise RendezvousError(
+                f"rank {member.rank} (host {member.host}) waited {timeout_s:.0f} s for the other ranks of the larger "
+                f"job; check that all {world_size} run"
+            ) from None
+
+    def tell(self, generation: Generation) -> None:
+        """Say where all listen."""
+        if not self._generation.done():
+            self._generation.set_result(generation)
+
+    async def watch(self) -> None:
+        """Wait until cancelled: who leads tells when somebody is gone."""
+        await asyncio.get_running_loop().create_future()
+
+    async def give_up(self, reason: str) -> None:
+        """Nothing: whoever began this tells who leads."""
+
+    async def rest(self) -> None:
+        """Nothing, likewise."""
+
+
+class JobOverError(EOFError):
+    """The member that was asked has made its last step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A rank of the larger job, connected to all others of it."""
+
+    attempt: int
+    rank: int
+    job: JobRecord
+    num_newcomers: int
+    """How many of its last ranks are new."""
+    topology: Topology
+    """Of its members, with their gateways chosen."""
+    fabric: TcpFabric
+
+
+@dataclass(slots=True)
+class Party:
+    """Follows what the member that leads says on ``connection``; on the loop on which the fabric is to live."""
+
+    connection: JoinConnection
+    options: FabricOptions
+    trace: Trace | None = None
+    admitted: Admitted | None = None
+    """Set when this rank is connected to all others."""
+    _connecting: asyncio.Task[None] | None = None
+    _rendezvous: AskedRendezvous | None = field(default=None, repr=False)
+
+    async def follow(self, *, is_newcomer: bool) -> Admitted:
+        """Connect as often as one is told to; return when the job has switched, and raise if it will not.
+
+        A member does not hear of the switch here, nor of an attempt that is given up: its training knows of both.
+        Raises ``HandshakeError`` with the reason where a newcomer is refused, and ``EOFError`` if who leads is gone:
+        :class:`JobOverError` if that has ended well.
+        """
+        try:
+            while True:
+                message = await self._receive(is_newcomer=is_newcomer)
+                kind = message["kind"]
+                if kind == "switched" and self.admitted is not None:
+                    return self.admitted
+                if kind == "connect":
+                    await self.drop()
+                    self._connect(message)
+                elif kind == "generation" and self._rendezvous is not None:
+                    self._rendezvous.tell(_generation(message))
+                elif kind == "abandoned" and is_newcomer:
+                    await self.drop()
+        except BaseException:
+            await self.drop()
+            raise
+
+    async def drop(self) -> None:
+        """Forget what was connected, or is on the way."""
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+        admitted, self.admitted = self.admitted, None
+        if admitted is not None:
+            admitted.fabric.abort("the larger job was given up")
+
+    async def _receive(self, *, is_newcomer: bool) -> dict[str, Any]:
+        try:
+            message = await self.connection.receive()
+        except EOFError:
+            if is_newcomer or self.admitted is None:
+                raise
+            return {"kind": "switched"}  # who leads may have switched already, and is done with these connections
+        if message["kind"] == "over":
+            raise JobOverError
+        if message["kind"] == "refused":
+            raise HandshakeError(f"The job does not let this process in: {message['why']}")
+        return message
+
+    def _connect(self, plan: dict[str, Any]) -> None:
+        rendezvous = AskedRendezvous(self.connection, attempt=int(plan["attempt"]))
+        self._rendezvous = rendezvous
+        self._connecting = asyncio.create_task(self._open(plan, rendezvous))
+
+    async def _open(self, plan: dict[str, Any], rendezvous: AskedRendezvous) -> None:
+        attempt = int(plan["attempt"])
+        try:
+            job, rank = JobRecord.from_json(plan["job"]), int(plan["rank"])
+            topology = with_gateways_chosen(job.topology)
+            fabric = await connect_tcp(
+                self.options,
+                rank=rank,
+                world_size=job.world_size,
+                rendezvous=rendezvous,
+                topology=topology,
+                numbers=job.numbers,
+                trace=self.trace,
+            )
+        except SynclineError as error:
+            await self.connection.send("failed", attempt=attempt, why=str(error))
+            return
+        count = int(plan["num_newcomers"])
+        self.admitted = Admitted(
+            attempt=attempt, rank=rank, job=job, num_newcomers=count, topology=topology, fabric=fabric
+        )
+        await self.connection.send("connected", attempt=attempt)
+
+
+def _generation(message: dict[str, Any]) -> Generation:
+    members = [
+        Member(rank=rank, host=str(host), address=str(address), port=int(port))
+        for rank, (host, address, port) in enumerate(message["members"])
+    ]
+    return Generation(epoch=int(message["epoch"]), job_nonce=bytes.fromhex(message["nonce"]), members=tuple(members))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a newcomer is told when it may wait."""
+
+    job: JobRecord
+    terms: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One newcomer's way in; for one thread. ``loop`` runs, and the fabric will live on it."""
+
+    loop: CommunicationLoop
+    options: FabricOptions
+    own_address: str
+    machine: str
+    join_address: Address
+    """Where it listens itself, for those that come after it."""
+    addresses: list[Address]
+    """Where members listen."""
+    topology: str | None = None
+    trace: Trace | None = None
+    _connection: JoinConnection | None = field(default=None, repr=False)
+    _is_over: bool = False
+    """Whether a member has said that the job is."""
+
+    def ask(self) -> Welcome:
+        """Ask to come in, within ``options.connect_s``.
+
+        Raises ``HandshakeError`` with the reason: another secret, job or version, no member there, no elastic job, a
+        member already, too many that wait, no clear place.
+        """
+        return self.loop.run(self._ask(), self.options.connect_s + ANSWER_S)
+
+    def enter(self, lines: Sequence[str], timeout_s: float) -> Admitted:
+        """Say that this rank is ready, and return when it is connected and the members have switched.
+
+        ``lines`` describe its training, which must be the job's.
+        Raises ``HandshakeError`` where the job's training is another one, or the larger job could not be connected,
+        ``EOFError`` where a member has said that the job is over and nobody else answers, and :class:`DeadlineError`.
+        """
+        return self.loop.run(self._enter(list(lines), timeout_s), timeout_s + ANSWER_S)
+
+    def close(self) -> None:
+        """Stop waiting."""
+
+        async def close() -> None:
+            if self._connection is not None:
+                self._connection.close()
+
+        self.loop.run(close(), ANSWER_S)
+
+    async def _ask(self) -> Welcome:
+        why, now_s = "nobody was asked", asyncio.get_running_loop().time
+        until_s = now_s() + self.options.connect_s
+        while (left_s := until_s - now_s()) > 0:
+            answer = await self._ask_once(left_s)
+            if answer["kind"] == "welcome":
+                return self._welcomed(answer)
+            why = self._go_elsewhere(answer) if answer["kind"] == "elsewhere" else _reason(answer)
+            await asyncio.sleep(PAUSE_S)
+        where = ", ".join(format_endpoint(*address) for address in self.addresses)
+        raise HandshakeError(
+            f"The job at {where} does not let this process in within {self.options.connect_s:g} s: {why}"
+        )
+
+    async def _ask_once(self, timeout_s: float) -> Message:
+        connection = await dial_member(
+            self.addresses,
+            self.options,
+            own_address=self.own_address,
+            timeout_s=timeout_s,
+            is_once=self._is_over,
+        )
+        fields = {"machine": self.machine, "join_address": self.join_address, "topology": self.topology}
+        await connection.send("join", version=VERSION, **fields)
+        try:
+            async with asyncio.timeout(self.options.handshake_s):
+                answer = await connection.receive()
+        except (EOFError, TimeoutError):
+            answer = {"kind": "refused", "why": "the member that was asked does not answer", "again": True}
+        if answer["kind"] == "welcome":
+            self._connection = connection
+        else:
+            connection.close()
+        return answer
+
+    def _go_elsewhere(self, answer: Message) -> str:
+        self.addresses = [address_of(each) for each in answer["addresses"]]
+        return "its members name one another, and none of them lets it in"
+
+    def _welcomed(self, answer: Message) -> Welcome:
+        self.addresses = [address_of(each) for each in answer["addresses"]]
+        self._is_over = False
+        return Welcome(job=JobRecord.from_json(answer["job"]), terms=answer["terms"])
+
+    async def _enter(self, lines: list[str], timeout_s: float) -> Admitted:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (admitted := await self._wait(lines)) is None:
+                    await asyncio.sleep(PAUSE_S)
+                    await self._ask()
+        except TimeoutError:
+            raise DeadlineError(
+                f"The job has not let this process in within {timeout_s:g} s of its distribute() or reconfigure(); "
+                "check that its ranks make steps"
+            ) from None
+        return admitted
+
+    async def _wait(self, lines: list[str]) -> Admitted | None:
+        """Wait until the members have switched; None if who leads is gone: the others will tell who leads now."""
+        assert self._connection is not None, "it has asked"
+        await self._connection.send("ready", lines=lines)
+        try:
+            return await Party(self._connection, self.options, self.trace).follow(is_newcomer=True)
+        except EOFError as error:
+            self._is_over = isinstance(error, JobOverError)
+            self._connection.close()
+            return None
+
+
+def _reason(answer: Message) -> str:
+    """Return why a member refuses for now; raise if it does for good."""
+    if not answer["again"]:
+        raise HandshakeError(f"The job does not let this process in: {answer['why']}")
+    return str(answer["why"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargerFabric:
+    """What the members switch to; ``loop`` is the fabric's, and is whoever takes it to stop."""
+
+    admitted: Admitted
+    loop: CommunicationLoop
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """This member's part in an attempt."""
+
+    attempt: int
+    loop: CommunicationLoop
+    party: Future[Party]
+    following: Future[None]
+
+
+class Growth:
+    """Listens for newcomers on ``port`` (0: a free one; else the first free of the next 64); close it at last.
+
+    All methods are for one thread, the one that trains.
+    """
+
+    def __init__(
+        self,
+        options: FabricOptions,
+        *,
+        machine: str,
+        terms: Mapping[str, Any],
+        port: int = 0,
+        trace: Trace | None = None,
+    ) -> None:
+        """``terms`` are what newcomers take over; ``machine`` is what this rank calls its host."""
+        self._options = options
+        self._machine = machine
+        self._trace = trace
+        self._job: JobRecord | None = None
+        self._rank = 0
+        self._part: _Part | None = None
+        self._failed_attempt = 0
+        self._address = resolve_address(options.address)
+        options.check_exposure(self._address)
+        if options.secret is None and not options.insecure:
+            raise ConfigurationError(
+                "whoever joins proves that it has the job's secret, and there is none: anyone on this machine could; "
+                "give FabricOptions(secret=) at least 32 bytes"
+            )
+        sock = _listen(self._address, options, port)
+        self.join_address: Address = (self._address, sock.getsockname()[1])
+        self._loop = CommunicationLoop("syncline-join", native=False)
+        self._loop.start()
+
+        async def serve() -> JoinServer:
+            return JoinServer(sock, options, terms)
+
+        self._server = self._loop.run(serve(), ANSWER_S)
+
+    @property
+    def num_refused(self) -> int:
+        """How many connections of strangers were refused."""
+        return self._server.num_refused
+
+    def adopt(self, options: FabricOptions, terms: Mapping[str, Any]) -> None:
+        """Behave as the job does that this rank is about to come into."""
+        self._options = options
+        self._server.adopt(options, terms)
+
+    def open(self, job: JobRecord, rank: int, *, lines: Sequence[str] = (), why_not: str = "") -> None:
+        """Begin an epoch of the job, of which this is ``rank``.
+
+        ``lines`` describe the training, and newcomers must have the same; ``why_not`` refuses all newcomers.
+        """
+        self._job, self._rank = job, rank
+        self._leave_attempt()
+
+        async def open_it() -> None:
+            self._server.open(job, rank, lines=lines, why_not=why_not)
+
+        self._loop.run(open_it(), ANSWER_S)
+
+    def refuse(self, why: str) -> None:
+        """Let nobody in, before an epoch was opened."""
+        self._loop.call_soon(self._server.refuse, why)
+
+    def flags(self) -> Flags:
+        """Return this rank's two numbers for the next commit."""
+        return self._server.decide() if self._rank == 0 else NO_FLAGS
+
+    def follow(self, begun: int, decided: int) -> LargerFabric | None:
+        """Do what a commit's sums say; where all switch now, return what to."""
+        if decided:
+            return self._take(decided)
+        if self._part is not None and self._part.attempt != begun:
+            self._leave_attempt()
+        if begun and self._part is None and begun != self._failed_attempt:
+            self._join_attempt(begun)
+        return None
+
+    def switched(self) -> None:
+        """Let the newcomers know that the members have switched; the first member does."""
+        self._loop.call_soon(self._server.switched)
+
+    def close(self, *, is_over: bool = False) -> None:
+        """Listen no more; a second call does nothing. ``is_over``: newcomers that wait are told that the job is."""
+        if not self._loop.is_running() or self._loop.is_of_parent:
+            return
+        self._leave_attempt()
+        self._loop.run(self._server.close(is_over=is_over), ANSWER_S)
+        self._loop.stop()
+
+    def _join_attempt(self, attempt: int) -> None:
+        loop = CommunicationLoop("syncline-larger", native=self._options.native)
+        try:
+            loop.start()
+        except OSError as error:
+            # Who leads does not hear from this member, and gives the attempt up; the training goes on as it was.
+            self._failed_attempt = attempt
+            _log.warning("nobody can come in: this rank cannot open what a larger job needs: %s; see ulimit -n", error)
+            return
+        party: Future[Party] = Future()
+        following = asyncio.run_coroutine_threadsafe(self._follow(attempt, party), loop.clock)
+        self._part = _Part(attempt=attempt, loop=loop, party=party, following=following)
+
+    async def _follow(self, attempt: int, asked: Future[Party]) -> None:
+        assert self._job is not None, "the job can grow"
+        connection = await dial_member(
+            [self._job.join_addresses[0]],
+            self._options,
+            own_address=self._address,
+            timeout_s=self._options.connect_s,
+        )
+        try:
+            await connection.send("member", attempt=attempt, epoch=self._job.epoch, rank=self._rank)
+            party = Party(connection, self._options, self._trace)
+            asked.set_result(party)
+            await party.follow(is_newcomer=False)
+        finally:
+            connection.close()
+
+    def _take(self, attempt: int) -> LargerFabric:
+        part, self._part = self._part, None
+        assert part is not None, "who leads has heard that this rank is connected"
+        assert part.attempt == attempt, "attempts follow each other"
+
+        async def take() -> Admitted:
+            party = part.party.result()
+            admitted, party.admitted = party.admitted, None  # so that it is not dropped with the rest
+            assert admitted is not None, "it has said so"
+            return admitted
+
+        admitted = part.loop.run(take(), ANSWER_S)
+        part.following.cancel()
+        return LargerFabric(admitted=admitted, loop=part.loop)
+
+    def _leave_attempt(self) -> None:
+        """Forget what was connected beside the training, or is on the way."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+
+        async def drop() -> None:
+            part.following.cancel()
+            if part.party.done():
+                await part.party.result().drop()
+
+        part.loop.run(drop(), ANSWER_S)
+        part.loop.stop()
+
+
+def _listen(address: str, options: FabricOptions, port: int) -> Any:
+    for number in range(port, port + MAX_PORTS):
+        try:
+            return open_listening_socket(address, options, port=number)
+        except ConfigurationError:
+            if not port or number + 1 == port + MAX_PORTS:
+                raise
+    raise AssertionError("the last port returns or raises")
