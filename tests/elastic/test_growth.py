@@ -13,7 +13,7 @@ import pytest
 
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
-from syncline.members import JobRecord
+from syncline.members.job_record import JobRecord
 from syncline.runtime import CommunicationLoop, Communicator
 from syncline.runtime.joining import Entry, Growth, LargerFabric, server
 from syncline.runtime.joining.growth import Admitted

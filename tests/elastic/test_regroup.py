@@ -1,6 +1,7 @@
 """What the driver of the agreement does with its communicator, on one that only counts."""
 
-from syncline.members import Epoch, Loss, Report
+from syncline.members import Epoch
+from syncline.members.agreement import Loss, Report
 from syncline.runtime.regroup import Regroup, encode_report
 
 EPOCH = Epoch(number=0, members=tuple(range(20)))

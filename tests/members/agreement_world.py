@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Report, Stop, Tell
+from syncline.members import Epoch
+from syncline.members.agreement import Agreement, Effect, Go, Interrupt, Report, Stop, Tell
 
 
 class World:

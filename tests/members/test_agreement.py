@@ -6,7 +6,8 @@ import pytest
 from agreement_world import World
 
 from syncline.errors import FabricError
-from syncline.members import Agreement, Epoch, Go, Interrupt, Loss, QuorumLostError, Report, Stop
+from syncline.members import Epoch, QuorumLostError
+from syncline.members.agreement import Agreement, Go, Interrupt, Loss, Report, Stop
 from syncline.runtime.regroup import decode_report, encode_report
 
 

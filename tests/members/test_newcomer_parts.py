@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import TopologyError
-from syncline.members import Attempt, JobRecord, Newcomer
+from syncline.members.job_record import Attempt, JobRecord, Newcomer
 from syncline.pytorch.fleet_growth import choose_sources
 from syncline.topology import Topology
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from virtual_time import SimulationError, VirtualTime
 
-from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Report, Stop, Tell
+from syncline.members import Epoch
+from syncline.members.agreement import Agreement, Effect, Go, Interrupt, Report, Stop, Tell
 
 DEAD_S = 10.0
 TIMEOUT_S = 15.0

@@ -25,7 +25,8 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.name import NAME
 from syncline.errors import ConfigurationError
-from syncline.members import LOSSES, NO_FLAGS, Elastic, Flags
+from syncline.members import LOSSES, Elastic
+from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.connecting import with_address
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment

@@ -4,47 +4,24 @@ Decisions without I/O and without PyTorch, below whatever moves bytes, so that e
 is told of losses; the update rules and elastic jobs, which go on after them; process groups and checkpoints.
 
 An *epoch* is the time in which the members stay the same; each has a communicator of its own. When ranks are lost, the
-others agree on who goes on (:class:`Agreement`, which :mod:`syncline.runtime.regroup` drives); when some come, all that
-are in the larger job switch to its fabric (:class:`JobRecord`; :mod:`syncline.runtime.joining` connects it).
+others agree on who goes on (:mod:`~syncline.members.agreement`, which :mod:`syncline.runtime.regroup` drives); when
+some come, all switch to a larger job (:mod:`~syncline.members.job_record`), which :mod:`syncline.runtime.joining`
+connects.
 """
 
-from syncline.members.agreement import Agreement, Effect, Go, Interrupt, Loss, Report, Stop, Tell
 from syncline.members.belief import News, is_believed
 from syncline.members.epoch import Elastic, Epoch, MembershipChange
-from syncline.members.job_record import NO_FLAGS, Address, Attempt, Flags, JobRecord, Newcomer, address_of
-from syncline.members.membership import (
-    LOSSES,
-    Membership,
-    Quorum,
-    QuorumLostError,
-    describe_ranks,
-    successor,
-)
+from syncline.members.membership import LOSSES, Membership, Quorum, QuorumLostError, describe_ranks, successor
 
 __all__ = [
-    "Address",
-    "Agreement",
-    "Attempt",
-    "Effect",
+    "LOSSES",
     "Elastic",
     "Epoch",
-    "Flags",
-    "Go",
-    "Interrupt",
-    "JobRecord",
-    "LOSSES",
-    "Loss",
     "Membership",
     "MembershipChange",
-    "NO_FLAGS",
-    "Newcomer",
     "News",
     "Quorum",
     "QuorumLostError",
-    "Report",
-    "Stop",
-    "Tell",
-    "address_of",
     "describe_ranks",
     "is_believed",
     "successor",

@@ -88,7 +88,8 @@ class Agreement:
 
     Ranks are numbers on the fabric. After a :class:`Stop` nothing more is said.
 
-    >>> from syncline.members import Agreement, Epoch
+    >>> from syncline.members import Epoch
+    >>> from syncline.members.agreement import Agreement
     >>> alone = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1)))
     >>> alone.lose(1)
     []

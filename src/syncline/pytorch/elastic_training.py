@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text
-from syncline.members import LOSSES, NO_FLAGS, Elastic, Epoch, Flags, Go, MembershipChange, describe_ranks
+from syncline.members import LOSSES, Elastic, Epoch, MembershipChange, describe_ranks
+from syncline.members.agreement import Go
+from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.regroup import Regroup
 from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from syncline.endpoints import format_endpoint
 from syncline.errors import MismatchError, UpdateError, name_ranks
 from syncline.last_words import tell_number
-from syncline.members import LOSSES, NO_FLAGS, Epoch, Flags, JobRecord, Membership, Quorum
+from syncline.members import LOSSES, Epoch, Membership, Quorum
+from syncline.members.job_record import NO_FLAGS, Flags, JobRecord
 from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.fabric_place import FabricPlace

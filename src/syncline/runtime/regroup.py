@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from syncline.errors import ConfigurationError, FabricError
 from syncline.fabric import MAX_CONTROL_BYTES, GivenUpError
-from syncline.members import Agreement, Effect, Epoch, Go, Interrupt, Loss, Report, Stop, Tell
+from syncline.members import Epoch
+from syncline.members.agreement import Agreement, Effect, Go, Interrupt, Loss, Report, Stop, Tell
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from syncline.members import LOSSES, NO_FLAGS, Flags
+from syncline.members import LOSSES
+from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective

@@ -26,7 +26,7 @@ from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial_once, 
 from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.handshake import REASONS, Dialer, Refusal, RefusedError, Terms, derive_key
 from syncline.fabric.sockets import prepare_connected
-from syncline.members import Address
+from syncline.members.job_record import Address
 
 MAX_MESSAGE_BYTES = 4 << 20
 """A topology of a thousand hosts has some hundred KiB."""

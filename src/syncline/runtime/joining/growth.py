@@ -21,7 +21,7 @@ from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, R
 from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
 from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.sockets import open_listening_socket, resolve_address
-from syncline.members import NO_FLAGS, Address, Flags, JobRecord, address_of
+from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
 from syncline.observe import Trace
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
 from syncline.runtime.joining.server import VERSION, JoinServer
