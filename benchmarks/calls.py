@@ -1,10 +1,9 @@
-"""How long the two paths of a message are in Python: from a gradient's hook to the socket, and from there to the end.
+"""How long a message's paths in Python are: from a gradient's hook to compiled code, and from arrival to the end.
 
-Two ranks of this process train a small model over TCP on loopback, with the Python transport and with the compiled one.
-Whenever a socket is written, compiled code is entered or a work ends, the calls of this package that led there are
-taken from the stack; where something is handed over to the event loop, or to the end of its tick, they go on from those
-that handed it over. Of each kind the longest path is counted: calls, files, classes, and lines of the functions; and
-how large the rooms are that it passes through.
+Two ranks of this process train a small model over TCP on loopback. Whenever compiled code is entered that runs slices,
+or a work ends, the calls of this package that led there are taken from the stack; where something is handed over to the
+event loop, they go on from those that handed it over. Of each kind the longest path is counted: calls, files, classes,
+and lines of the functions; and how large the rooms are that it passes through.
 
     python benchmarks/calls.py            the counts
     python benchmarks/calls.py --paths    every call, too
@@ -15,8 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -30,8 +27,6 @@ import torch
 
 import syncline
 from syncline.fabric import FabricOptions
-from syncline.fabric.connection import Connection
-from syncline.fabric.tick import TickEnd
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import Communicator
 from syncline.runtime.work import Work
@@ -45,9 +40,6 @@ NUM_STEPS = 4
 NUM_FEATURES = 16
 """Of a layer: its bucket is so small that it is sent unasked."""
 ROOMS = ("fabric", "runtime", "updates", "pytorch")
-
-CASES = (("Python", "0", "on_readable", "_slice_ended"), ("compiled", "1", "_on_ready", "_done"))
-"""Transports: what SYNCLINE_NATIVE says for each, where what arrives is heard, and where slices have ended."""
 
 Path_ = tuple[CodeType, ...]
 
@@ -87,36 +79,16 @@ class Tracks:
 
 
 def install(tracks: Tracks) -> None:
-    """Let the event loop, the end of a tick, sockets and works tell of every path."""
+    """Let the event loop and works tell of every path."""
     for name, place in HANDED_OVER.items():
         carry(tracks, name, place)
-    send, finish, write_soon, write = socket.socket.sendmsg, Work.finish, TickEnd.write_soon, Connection.write
-    asked: dict[int, Path_] = {}
-
-    def sendmsg(self: socket.socket, *arguments: Any) -> int:
-        tracks.sent.append(tracks.here(sys._getframe(1)))
-        return send(self, *arguments)
+    finish = Work.finish
 
     def finished(self: Work, error: BaseException | None) -> None:
         tracks.ended.append((*tracks.here(sys._getframe(1)), finish.__code__))
         finish(self, error)
 
-    def asked_to_write(self: TickEnd, writer: Any) -> None:
-        asked.setdefault(id(writer), (*tracks.here(sys._getframe(1)), write_soon.__code__))
-        write_soon(self, writer)
-
-    def written(self: Connection) -> None:
-        path = asked.pop(id(self), None)
-        (write if path is None else tracks.carried(write, path))(self)
-
-    patches: list[tuple[type, str, Any]] = [
-        (socket.socket, "sendmsg", sendmsg),
-        (Work, "finish", finished),
-        (TickEnd, "write_soon", asked_to_write),
-        (Connection, "write", written),
-    ]
-    for owner, name, patch in patches:
-        setattr(owner, name, patch)
+    Work.finish = finished  # type: ignore[method-assign]
 
 
 def carry(tracks: Tracks, name: str, place: int) -> None:
@@ -231,21 +203,17 @@ def main() -> None:
     tracks = Tracks()
     install(tracks)
     print(f"{'path':<28} {'calls':>7} {'files':>7} {'classes':>9} {'lines':>6}")
-    for transport, choice, arrival, end in CASES:
-        os.environ["SYNCLINE_NATIVE"] = choice
-        tracks.sent.clear()
-        tracks.ended.clear()
-        run(tracks)
-        from_hook = [path for path in tracks.sent if passes(path, "_on_gradient") and passes(path, "reduce")]
-        arrived = [path for path in tracks.ended if passes(path, end)]
-        paths = {
-            "hook to socket": longest(from_hook, first="_on_gradient"),
-            "arrival to end": longest(arrived, first=arrival),
-        }
-        for name, path in paths.items():
-            print(describe(f"{name}, {transport}", path))
-            for code in path if shows_paths else ():
-                print(f"    {Path(code.co_filename).relative_to(SOURCE)}: {code.co_qualname}")
+    run(tracks)
+    from_hook = [path for path in tracks.sent if passes(path, "_on_gradient") and passes(path, "reduce")]
+    arrived = [path for path in tracks.ended if passes(path, "_done")]
+    paths = {
+        "hook to compiled code": longest(from_hook, first="_on_gradient"),
+        "arrival to end": longest(arrived, first="_on_ready"),
+    }
+    for name, path in paths.items():
+        print(describe(name, path))
+        for code in path if shows_paths else ():
+            print(f"    {Path(code.co_filename).relative_to(SOURCE)}: {code.co_qualname}")
     print(f"\n{'room':<28} {'modules':>7} {'classes':>7} {'functions':>9} {'lines':>6}")
     for room in ROOMS:
         print(describe_room(room))

@@ -14,9 +14,6 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from syncline.fabric.transport_sets import VARIABLE
-from transports import TRANSPORTS
-
 LONGEST = (
     "labs",
     *(
@@ -71,11 +68,6 @@ def pytest_configure(config):
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_report_header():
-    """Say which transports are tested: without a compiler it is one."""
-    return f"transports of TCP fabrics: {', '.join(TRANSPORTS)}"
-
-
 def scope_of(nodeid):
     """Return what one worker runs: the tests of a file, which share fixtures, or all that build labs.
 
@@ -106,10 +98,3 @@ def pytest_collection_modifyitems(config, items):
         sizes = Counter(scope_of(item.nodeid) for item in items)
         places = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: (places.get(scope_of(item.nodeid), len(LONGEST)), -sizes[scope_of(item.nodeid)]))
-
-
-@pytest.fixture(params=list(TRANSPORTS))
-def transport(request, monkeypatch):
-    """Open TCP fabrics, here and in processes that are started, with transports of each kind that is installed."""
-    monkeypatch.setenv(VARIABLE, TRANSPORTS[request.param])
-    return request.param

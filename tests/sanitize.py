@@ -29,12 +29,14 @@ NO_TESTS = 5
 FUZZ = ROOT / "tests" / "fabric" / "fuzz_native.py"
 QUICK = {
     "address": (
-        "tests/fabric/test_native.py",
+        "tests/fabric/test_compiled.py",
+        "tests/fabric/test_grants.py",
+        "tests/fabric/test_data_connection.py",
         "tests/fabric/test_heartbeat.py",
         "tests/fabric/test_violations.py",
         "tests/runtime/test_slice_order.py",
         "tests/runtime/test_engine_conformance.py",
-        "-k=compiled or native or from or heartbeat",  # ids of what runs no compiled code have none of these
+        "-k=not python and not without_it",  # these run no compiled code
     ),
     "thread": (
         "tests/fabric/test_heartbeat.py",

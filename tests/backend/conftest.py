@@ -11,12 +11,10 @@ import pytest
 from meeting_stores import DictStore
 from syncline.backend.collectives import GroupCollectives
 from syncline.fabric import FabricOptions
-from syncline.fabric.transport_sets import VARIABLE
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import Communicator
 from syncline.topology import Topology
 from thread_fleets import run_fleets
-from transports import TRANSPORTS
 
 Body = Callable[[GroupCollectives, Communicator], Any]
 
@@ -50,10 +48,8 @@ def run_ranks() -> Callable[..., list[Any]]:
     return run_in_memory
 
 
-@pytest.fixture(params=["in memory", *(f"over {name} tcp" for name in TRANSPORTS)])
-def run_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Run a function on every rank, in memory or on loopback with transports of each kind."""
-    if request.param == "in memory":
-        return run_in_memory
-    monkeypatch.setenv(VARIABLE, TRANSPORTS[request.param.split()[1]])
-    return run_over_tcp
+@pytest.fixture(params=[run_in_memory, run_over_tcp], ids=["in memory", "over tcp"])
+def run_anywhere(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Run a function on every rank, in memory or over TCP on loopback."""
+    run: Callable[..., list[Any]] = request.param
+    return run

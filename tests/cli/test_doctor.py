@@ -76,20 +76,11 @@ def test_missing_tools_are_named(monkeypatch):
     assert "iproute2" in finding.remedy
 
 
-def test_wires_that_are_left_out(monkeypatch):
-    monkeypatch.setenv("SYNCLINE_NATIVE", "0")
-    monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".py", "i.pyi", ".pyi"])
-    finding = diagnosis.check_transports()
-    assert (finding.verdict, finding.what) == (Verdict.LIMITED, "left out by SYNCLINE_NATIVE=0")
-    assert "unset SYNCLINE_NATIVE" in finding.remedy
-
-
-def test_wires_that_are_not_built(monkeypatch):
-    monkeypatch.delenv("SYNCLINE_NATIVE", raising=False)
+def test_a_compiled_part_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
-    finding = diagnosis.check_transports()
-    assert (finding.verdict, finding.what) == (Verdict.LIMITED, "not built")
-    assert "install a C++ compiler" in finding.remedy
+    finding = diagnosis.check_compiled()
+    assert (finding.verdict, finding.what) == (Verdict.LACKING, "missing: no job of several ranks can start")
+    assert "pip install --force-reinstall syncline" in finding.remedy
 
 
 def test_programs_can_read_the_findings():

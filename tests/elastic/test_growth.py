@@ -19,7 +19,7 @@ from syncline.runtime.joining import Entry, Growth, LargerFabric, server
 from syncline.runtime.joining.growth import Admitted
 from syncline.topology import Topology
 
-OPTIONS = FabricOptions(job_id="growing", secret=b"s" * 32, connect_s=20.0, native=False)
+OPTIONS = FabricOptions(job_id="growing", secret=b"s" * 32, connect_s=20.0)
 PATIENCE_S = 60.0
 LINES = ("rule AllReduce()", "parameter weight: (2, 3)")
 
@@ -71,7 +71,7 @@ def members(number: int, *, is_open: bool = True, why_not: str = "") -> Iterator
 
 @contextlib.contextmanager
 def newcomer(asked: tuple[str, int], options: FabricOptions = OPTIONS, machine: str = "box") -> Iterator[Entry]:
-    loop = CommunicationLoop("newcomer", native=False)
+    loop = CommunicationLoop("newcomer")
     loop.start()
     entry = Entry(
         loop=loop,

@@ -8,7 +8,6 @@ import loops
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
-from syncline.fabric.python_peer_transport import PythonPeerTransport
 
 
 class Recorder:
@@ -164,10 +163,7 @@ def num_descriptors():
 
 def sockets_of(fabric, peer):
     """Return the sockets to a peer: control, and then the classes."""
-    transport = fabric.peer(peer).transport
-    if isinstance(transport, PythonPeerTransport):
-        return [connection._socket for connection in transport._connections()]
-    return transport._sockets
+    return fabric.peer(peer).transport._sockets
 
 
 def tcp_opener(**settings):
@@ -183,14 +179,15 @@ def tcp_opener(**settings):
     return open_tcp
 
 
-AUTHENTICATED = "tcp with authenticated frames"
 OPENERS = {
     "memory": open_memory,
     "shuffled memory": open_shuffled_memory,
     "tcp": tcp_opener(shares_memory=False),
     "shared host": tcp_opener(),
     "tcp ipv6": tcp_opener(address="::1", dscp=(46, 34), num_classes=2, shares_memory=False),
-    AUTHENTICATED: tcp_opener(secret=b"s" * 32, authenticate_frames=True, num_classes=2, shares_memory=False),
+    "tcp with authenticated frames": tcp_opener(
+        secret=b"s" * 32, authenticate_frames=True, num_classes=2, shares_memory=False
+    ),
     "tcp with little room": tcp_opener(
         secret=b"s" * 32,
         shares_memory=False,

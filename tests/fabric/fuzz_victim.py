@@ -8,13 +8,11 @@ import socket
 from dataclasses import dataclass, field
 
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.grant_window import GrantWindow
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.python_peer_transport import PythonTransportSet
+from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.shared_host import address_of
-from syncline.fabric.transport_sets import NativeTransportSet
+from syncline.fabric.sizing import GrantWindow
 
-WIRINGS = {"python": PythonTransportSet, "native": NativeTransportSet}
 CREDIT_BYTES = 150_000
 OPTIONS = FabricOptions(credit_bytes=CREDIT_BYTES, eager_bytes=4096, chunk_bytes=4096)
 SIZES = (0, 1, 47, 300, 4096, 5000, 20_000, 60_000)
@@ -65,14 +63,16 @@ class Destination:
 class Victim:
     """The rank under attack: one transport, and what it tells (PeerTransportEvents)."""
 
-    def __init__(self, kind: str, generator: random.Random, num_classes: int) -> None:
+    def __init__(self, generator: random.Random, num_classes: int) -> None:
         self._generator = generator
         most_bytes = generator.choice([2000, 20_000, 100_000])
         learns = generator.random() < 0.3
-        window = GrantWindow(
-            most_bytes, least_bytes=most_bytes // 4 if learns else None, bytes_per_s=1e6 if learns else float("inf")
+        window = (
+            GrantWindow(most_bytes=most_bytes, least_bytes=most_bytes // 4, bytes_per_s=1e6)
+            if learns
+            else GrantWindow.fixed(most_bytes)
         )
-        self.transport_set = WIRINGS[kind](
+        self.transport_set = TransportSet(
             {"window": window, "quantum_bytes": generator.choice([500, 8192]), "sender_bytes": {}, "shares": {}}
         )
         self.transport = self.transport_set.transport(1, options=OPTIONS, events=self)

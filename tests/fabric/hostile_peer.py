@@ -3,11 +3,12 @@
 import asyncio
 import socket
 
+from frames_by_hand import HEADER_BYTES, check_frame, decode_header, encode_header, make_checks
+
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.dialling import dial, read_exactly
-from syncline.fabric.frame_checks import make_checks
-from syncline.fabric.frames import HEADER_BYTES, FrameType, check_payload, decode_header, encode_header
+from syncline.fabric.frames import FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_host import OfferTerms
@@ -65,10 +66,11 @@ class HostilePeer:
 
     async def read_frame(self, connection_class=-1):
         sock, (_, receiving) = self.sockets[connection_class], self.checks[connection_class]
-        header = decode_header(memoryview(await read_exactly(sock, HEADER_BYTES)), receiving)
-        payload = await read_exactly(sock, header.chunk_bytes)
-        check_payload(header, payload, receiving)
-        return header, payload
+        header = await read_exactly(sock, HEADER_BYTES)
+        frame = decode_header(header)
+        payload = await read_exactly(sock, frame.chunk_bytes)
+        check_frame(header, payload, receiving)
+        return frame, payload
 
     async def read_until(self, kind):
         """Read control frames until one of ``kind``, and return it."""

@@ -83,20 +83,20 @@ class Incast:
         return self._delay_s + (self._late_s if self._random.random() < 0.1 else 0.0)
 
     def _grant(self):
-        for grant in self.scheduler.grants():
-            self.clock.later(self._answer_s(), lambda grant=grant: self._send(grant))
+        for grant in self.scheduler.grants(now_s=self.clock.now_s):
+            self.clock.later(self._answer_s(), lambda grant=grant: self._send(*grant))
         self.most_underway = max(self.most_underway, self.scheduler.underway_bytes)
 
-    def _send(self, grant):
-        while self.sent[grant.tag] < grant.limit_bytes:
-            chunk = min(self.chunk_bytes, grant.limit_bytes - self.sent[grant.tag])
-            self.sent[grant.tag] += chunk
+    def _send(self, peer, tag, limit_bytes):
+        while self.sent[tag] < limit_bytes:
+            chunk = min(self.chunk_bytes, limit_bytes - self.sent[tag])
+            self.sent[tag] += chunk
             left = chunk
             while left:
                 size = min(PACKET_BYTES, left)
                 left -= size
-                packet = {"peer": grant.peer, "tag": grant.tag, "urgency": self.urgencies[grant.tag], "num_bytes": size}
-                self.uplinks[grant.peer].put({**packet, "ends_chunk": 0 if left else chunk})
+                packet = {"peer": peer, "tag": tag, "urgency": self.urgencies[tag], "num_bytes": size}
+                self.uplinks[peer].put({**packet, "ends_chunk": 0 if left else chunk})
 
     def _arrive(self, packet):
         if packet["urgency"] == REQUEST_URGENCY:
@@ -110,5 +110,7 @@ class Incast:
         self.arrived[tag] += packet["ends_chunk"]
         if self.arrived[tag] == self.sizes[tag]:
             self.finished_s[tag] = self.clock.now_s
-        self.scheduler.arrived(packet["peer"], num_bytes=packet["ends_chunk"], urgency=packet["urgency"])
+        self.scheduler.arrived(
+            packet["peer"], num_bytes=packet["ends_chunk"], urgency=packet["urgency"], now_s=self.clock.now_s
+        )
         self._grant()

@@ -5,7 +5,7 @@ import asyncio
 from syncline.fabric import new_event_loop
 
 factory = new_event_loop
-"""What makes it: the one that communicators use, which serves compiled transport, unless a test asks for another."""
+"""What makes it: the one that communicators use, which serves transports, unless a test asks for another."""
 
 
 def run(main):

@@ -17,8 +17,6 @@ from syncline.fabric.dialling import dial
 from syncline.fabric.handshake import HELLO_BYTES, MAGIC, Terms, derive_key
 from syncline.fabric.sockets import open_listening_socket
 
-pytestmark = pytest.mark.usefixtures("transport")
-
 DEADLINE_S = 60.0
 
 

@@ -11,17 +11,15 @@ import sys
 import loops
 import pytest
 from fabric_scenarios import Mail, connect_all, gather, num_descriptors, run_over_tcp, sockets_of
+from frames_by_hand import HEADER_BYTES
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
 from syncline.fabric import FabricOptions, sockets
-from syncline.fabric.frames import HEADER_BYTES
 from syncline.fabric.sockets import mark
 from syncline.fabric.tcp import TcpFabric
 from syncline.priorities.terms import Priorities
 from syncline.topology import Topology
-
-pytestmark = pytest.mark.usefixtures("transport")
 
 MIB = 1 << 20
 FOUR = Priorities(num_classes=4, dscp=(46, 34, 18, 8))

@@ -1,186 +1,100 @@
-"""A data connection on a socket of its own: in what chunks it sends, and what it makes of bytes in crumbs."""
+"""In what chunks a data connection sends, seen by a peer that reads its socket."""
 
-import asyncio
 import socket
 
 import pytest
+from frames_by_hand import HEADER_BYTES, decode_header, encode_header
 
-from syncline.fabric import data_connection
-from syncline.fabric.data_connection import DataConnection, Outgoing
-from syncline.fabric.frames import HEADER_BYTES, FrameType, decode_header, encode_header
-from syncline.fabric.options import MAX_CHUNK_BYTES
-from syncline.fabric.protocol import BULK, BULK_BYTES
-from syncline.fabric.tick import TickEnd
+from syncline.fabric._native import GrantScheduler, NativeTransport
+from syncline.fabric.frames import CONTROL_CLASS, FrameType
+from syncline.fabric.protocol import BULK
+from syncline.fabric.sizing import GrantWindow
 
-MIB = 1 << 20
-
-
-class Receiver:
-    """Takes one message."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = memoryview(bytearray(num_bytes))
-        self.is_over = asyncio.Event()
-
-    def begin_chunk(self, frame):
-        return self.memory
-
-    def end_chunk(self, frame):
-        self.is_over.set()
+KIB, MIB = 1 << 10, 1 << 20
+BULK_BYTES = 64 * KIB
 
 
-class NoReceiver:
-    """Whoever only sends receives nothing."""
+class SendingRank:
+    """A rank that sends to a peer, whose two sockets a test has."""
+
+    def __init__(self, *, eager_bytes=0, chunk_bytes=16 * KIB):
+        self.transport = NativeTransport(GrantScheduler(window=GrantWindow.fixed(MIB), quantum_bytes=MIB))
+        self.transport.add_peer(1, eager_bytes=eager_bytes, credit_bytes=MIB)
+        (own_control, self.control), (own_data, self.data) = self.pairs = [socket.socketpair() for _ in range(2)]
+        for sock in (own_control, own_data, self.control, self.data):
+            sock.setblocking(False)
+        self.transport.attach_control(1, own_control.fileno(), keys=None)
+        self.transport.attach_data(1, own_data.fileno(), chunk_bytes=chunk_bytes, keys=None)
+        for connection_class in (CONTROL_CLASS, CONTROL_CLASS + 1):
+            self.transport.start(1, connection_class)
+        self.allow(FrameType.CREDIT, message_bytes=MIB)
+
+    def close(self):
+        self.transport.close_peer(1)
+        self.transport.close()
+        for pair in self.pairs:
+            for sock in pair:
+                sock.close()
+
+    def allow(self, kind, **fields):
+        """Let the peer say something."""
+        self.control.send(encode_header(kind, CONTROL_CLASS, **fields))
+        self.transport.poll()
+
+    def send(self, tag, num_bytes, *, urgency=0):
+        payload = memoryview(bytes(num_bytes))
+        self.transport.send(1, tag, payload, signature=0, urgency=urgency, connection_class=0)
+
+    def chunks(self, num_bytes):
+        """Return the chunks that hold so many bytes of payload, in the order of the socket."""
+        stream, found = bytearray(), []
+        while num_bytes:
+            self.transport.finish()
+            self.transport.poll()
+            try:
+                stream += self.data.recv(MIB)
+            except BlockingIOError:
+                continue
+            while len(stream) >= HEADER_BYTES and len(stream) >= HEADER_BYTES + decode_header(stream).chunk_bytes:
+                frame = decode_header(stream)
+                del stream[: HEADER_BYTES + frame.chunk_bytes]
+                num_bytes -= frame.chunk_bytes
+                found.append((frame.tag, frame.chunk_bytes))
+        return found
 
 
-def connect(sock, receiver, *, chunk_bytes=MAX_CHUNK_BYTES):
-    """Make the connection of class 0 of a socket, of which nobody is told anything."""
-    return DataConnection(
-        sock,
-        TickEnd(asyncio.get_running_loop()),
-        connection_class=0,
-        chunk_bytes=chunk_bytes,
-        receiver=receiver,
-        on_message_sent=lambda _: None,
-        on_end=lambda: None,
-        on_broken=lambda error: None,
-    )
+@pytest.fixture
+def open_rank():
+    """Open a rank that sends; it is closed in the end."""
+    opened = []
+
+    def make(**settings):
+        opened.append(SendingRank(**settings))
+        return opened[-1]
+
+    yield make
+    for rank in opened:
+        rank.close()
 
 
-def outgoing(*, tag, num_bytes, urgency, is_eager=False):
-    payload = memoryview(bytes(num_bytes))
-    return Outgoing(
-        tag=tag,
-        payload=payload,
-        num_bytes=num_bytes,
-        signature=0,
-        urgency=urgency,
-        order=tag,
-        is_eager=is_eager,
-        on_sent=None,
-        limit_bytes=num_bytes,
-    )
+def test_bulk_messages_go_in_larger_chunks_after_the_others(open_rank):
+    rank = open_rank()
+    for tag, urgency in ((1, BULK), (2, BULK - 1)):
+        rank.send(tag, BULK_BYTES, urgency=urgency)
+    rank.transport.finish()
+    for tag in (1, 2):
+        rank.control.send(encode_header(FrameType.GRANT, CONTROL_CLASS, tag=tag, message_bytes=BULK_BYTES))
+    assert rank.chunks(2 * BULK_BYTES) == [(2, 16 * KIB)] * 4 + [(1, BULK_BYTES)]
 
 
-def frames_of(transport):
-    place = 0
-    while place + HEADER_BYTES <= len(transport):
-        frame = decode_header(memoryview(transport)[place : place + HEADER_BYTES])
-        assert frame.chunk_bytes <= MAX_CHUNK_BYTES
-        yield frame
-        place += HEADER_BYTES + frame.chunk_bytes
+def test_what_is_sent_without_asking_is_never_divided_where_chunks_are_smaller_than_it(open_rank):
+    rank = open_rank(eager_bytes=48 * KIB)
+    rank.send(1, 48 * KIB)
+    assert rank.chunks(48 * KIB) == [(1, 48 * KIB)]
 
 
-async def read_on(sock, transport, num_bytes):
-    """Read until so much is in ``transport``, at least."""
-    async with asyncio.timeout(60):
-        while len(transport) < num_bytes:
-            transport += await asyncio.get_running_loop().sock_recv(sock, MIB)
-
-
-async def receive_in_crumbs(payload: bytes, crumb_bytes: int) -> bytes:
-    """Send a message a crumb at a time; return what came."""
-    ours, theirs = socket.socketpair()
-    receiver = Receiver(len(payload))
-    connection = connect(ours, receiver)
-    connection.start()
-    header = encode_header(
-        FrameType.EAGER, 0, tag=1, signature=2, message_bytes=len(payload), offset=0, payload=memoryview(payload)
-    )
-    with theirs:
-        for start in range(0, len(header + payload), crumb_bytes):
-            assert not receiver.is_over.is_set(), "it is not over before its last byte"
-            theirs.sendall((header + payload)[start : start + crumb_bytes])
-            for _ in range(3):
-                await asyncio.sleep(0)  # the loop looks at the socket in between
-        async with asyncio.timeout(60):
-            await receiver.is_over.wait()
-        connection.close()
-    return bytes(receiver.memory)
-
-
-@pytest.mark.parametrize("crumb_bytes", [1, 7, HEADER_BYTES, 1448])
-def test_a_chunk_in_crumbs_arrives_whole(crumb_bytes: int) -> None:
-    payload = bytes(k % 251 for k in range(3 * crumb_bytes + 77))
-    assert asyncio.run(receive_in_crumbs(payload, crumb_bytes)) == payload
-
-
-def test_an_urgent_message_waits_for_at_most_one_other_on_its_connection() -> None:
-    """Count the frames in the order of the wire, behind a kernel buffer that is full."""
-
-    async def main():
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
-        theirs.setblocking(False)
-        connection, transport = connect(ours, NoReceiver()), bytearray()
-        connection.start()
-        connection.push(outgoing(tag=1, num_bytes=16 * MIB, urgency=9))
-        await read_on(theirs, transport, 5 * MIB)
-        waiting_bytes = sum(map(len, connection.stream.unsent))
-        num_begun = -(-connection.sent_bytes // MAX_CHUNK_BYTES)
-        connection.push(outgoing(tag=2, num_bytes=MIB, urgency=0))
-        await read_on(theirs, transport, 17 * MIB)
-        connection.close()
-        theirs.close()
-        tags = [frame.tag for frame in frames_of(transport)]
-        assert waiting_bytes <= MAX_CHUNK_BYTES + HEADER_BYTES
-        assert 0 < num_begun == tags.index(2) < 64
-        assert tags[num_begun : num_begun + 4] == [2] * 4, "the urgent message goes before all that was not begun"
-        assert tags.count(1) == 64
-
-    asyncio.run(main())
-
-
-def test_bulk_messages_go_in_larger_chunks_after_the_others() -> None:
-    async def main():
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        connection, transport = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
-        connection.push(outgoing(tag=1, num_bytes=BULK_BYTES, urgency=BULK))
-        connection.push(outgoing(tag=2, num_bytes=BULK_BYTES, urgency=BULK - 1))
-        connection.start()
-        await read_on(theirs, transport, 2 * BULK_BYTES + 5 * HEADER_BYTES)
-        connection.close()
-        theirs.close()
-        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(transport)]
-        assert chunks == [(2, 16 << 10)] * 4 + [(1, BULK_BYTES)]
-
-    asyncio.run(main())
-
-
-def test_what_is_sent_without_asking_is_never_divided_where_chunks_are_smaller_than_it() -> None:
-    async def main():
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        connection, transport = connect(ours, NoReceiver(), chunk_bytes=16 << 10), bytearray()
-        connection.push(outgoing(tag=1, num_bytes=48 << 10, urgency=0, is_eager=True))
-        connection.push(outgoing(tag=2, num_bytes=48 << 10, urgency=1))
-        connection.start()
-        await read_on(theirs, transport, (96 << 10) + 4 * HEADER_BYTES)
-        connection.close()
-        theirs.close()
-        chunks = [(frame.tag, frame.chunk_bytes) for frame in frames_of(transport)]
-        assert chunks == [(1, 48 << 10)] + [(2, 16 << 10)] * 3
-
-    asyncio.run(main())
-
-
-async def told_resent(monkeypatch, counts):
-    """Send a message in as many chunks as there are counts; return what they say was sent again."""
-    left = iter(counts)
-    monkeypatch.setattr(data_connection, "resent_segments", lambda _: next(left))
-    one, other = socket.socketpair()
-    one.setblocking(False)
-    other.setblocking(False)
-    connection = connect(one, NoReceiver(), chunk_bytes=4096)
-    connection.push(outgoing(tag=1, num_bytes=4096 * len(counts), urgency=0))
-    transport = bytearray()
-    await read_on(other, transport, (4096 + HEADER_BYTES) * len(counts))
-    connection.close()
-    other.close()
-    return [frame.flags for frame in frames_of(transport)]
-
-
-def test_a_chunk_says_what_was_sent_again_since_the_last_one(monkeypatch):
-    found = asyncio.run(told_resent(monkeypatch, [0, 3, 3, 2, 4, 1 << 20]))
-    assert found == [0, 3, 0, 0, 1, 0xFFFF], "what came twice is taken back, and does not count again"
+def test_small_messages_share_a_chunk_and_the_most_urgent_goes_first(open_rank):
+    rank = open_rank(eager_bytes=KIB)
+    for tag, urgency in ((1, 5), (2, 3), (3, 4)):
+        rank.send(tag, KIB, urgency=urgency)
+    assert rank.chunks(3 * KIB) == [(2, KIB), (3, KIB), (1, KIB)]

@@ -9,7 +9,7 @@ from hostile_peer import open_hostile
 
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = pytest.mark.usefixtures("on_each_loop")
 
 GRANTED_BYTES = (200_000, 400_000)
 """A chunk each; the buffers of the sockets hold a small part of one."""

@@ -13,8 +13,6 @@ import pytest
 
 from rank_scripts import script_environment
 
-pytestmark = pytest.mark.usefixtures("transport")
-
 SCRIPT = Path(__file__).with_name("fabric_process.py")
 TRAFFIC = {"num_bytes": 300_000, "num_messages": 1 << 40, "num_inflight": 4}
 

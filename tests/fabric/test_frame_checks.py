@@ -2,32 +2,22 @@
 
 import asyncio
 import struct
+from zlib import crc32
 
 import loops
 import pytest
 from fabric_scenarios import Recorder, gather, run_over_tcp
+from frames_by_hand import BODY_BYTES, HEADER_BYTES, encode_header, make_checks
 from hostile_peer import open_hostile
-from isal.isal_zlib import crc32
 
 from meeting_stores import DictStore
-from syncline.errors import ConfigurationError, HandshakeError, PeerLostError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, transport_sets
-from syncline.fabric.frame_checks import FrameKeys, derive_frame_keys, make_checks
-from syncline.fabric.frames import (
-    BODY_BYTES,
-    HEADER_BYTES,
-    MEMORY_CLASS,
-    DamagedFrameError,
-    FrameType,
-    check_payload,
-    decode_header,
-    encode_header,
-)
-from transports import TRANSPORTS
+from syncline.errors import HandshakeError, PeerLostError
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
+from syncline.fabric._native import KeyedChecks, umac32
+from syncline.fabric.frames import MEMORY_CLASS, FrameType
+from syncline.fabric.handshake import FrameKeys, derive_frame_keys
 
-pytestmark = pytest.mark.skipif("native" not in TRANSPORTS, reason="compiled code authenticates frames")
 SECRET = b"s" * 32
-KEY = b"k" * 16
 PAYLOADS = [b"first" * 30, b"second" * 30, b"third" * 30]
 
 
@@ -73,7 +63,6 @@ def over_authenticated(scenario):
     loops.run(main())
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_what_is_tampered_with_ends_the_peer_before_it_is_heard(tampering):
     async def scenario(fabric, peer, recorder):
@@ -86,7 +75,6 @@ def test_what_is_tampered_with_ends_the_peer_before_it_is_heard(tampering):
     over_authenticated(scenario)
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_data_that_is_tampered_with_never_arrives(tampering):
     async def scenario(fabric, peer, recorder):
@@ -111,7 +99,6 @@ def test_data_that_is_tampered_with_never_arrives(tampering):
     over_authenticated(scenario)
 
 
-@pytest.mark.usefixtures("transport")
 def test_frames_that_nobody_touched_are_taken():
     async def scenario(fabric, peer, recorder):
         for payload in PAYLOADS:
@@ -122,7 +109,6 @@ def test_frames_that_nobody_touched_are_taken():
     over_authenticated(scenario)
 
 
-@pytest.mark.usefixtures("transport")
 def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
     async def scenario(fabric, peer, recorder):
         sending = peer.checks[0][0]  # the keys of class 0
@@ -135,19 +121,6 @@ def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
     assert one.sending != one.receiving
     assert derive_frame_keys(b"k" * 32, b"another", is_dialer=True).sending not in one
     assert derive_frame_keys(b"l" * 32, b"transcript", is_dialer=True).sending not in one
-
-
-def test_a_payload_may_come_in_parts():
-    sending, receiving = make_checks(FrameKeys(KEY, KEY))
-    for payload in PAYLOADS:
-        header = encode_header(FrameType.DATA, 0, payload=payload, checks=sending)
-        frame = decode_header(memoryview(header), receiving)
-        receiving.add(memoryview(payload)[:50])
-        receiving.add(memoryview(payload)[50:70])
-        check_payload(frame, payload[70:], receiving)
-    header = encode_header(FrameType.DATA, 0, payload=b"fourth", checks=sending)
-    with pytest.raises(DamagedFrameError, match="authentication code"):
-        check_payload(decode_header(memoryview(header), receiving), b"Fourth", receiving)
 
 
 @pytest.mark.parametrize("wants", [(False, True), (True, False), (True, True, False)])
@@ -173,23 +146,6 @@ def test_ranks_that_differ_are_told_on_both_sides(wants):
     loops.run(main())
 
 
-def test_where_nothing_is_compiled_nobody_authenticates_frames(monkeypatch):
-    monkeypatch.setattr(transport_sets, "NativeTransportSet", None)
-    monkeypatch.setattr(transport_sets, "_why_not", "no module named _native")
-    monkeypatch.setattr(loops, "factory", asyncio.new_event_loop)
-
-    async def main():
-        with pytest.raises(ConfigurationError, match=r"needs compiled code.*no module named _native.*install a C\+\+"):
-            await connect_tcp(
-                FabricOptions(secret=SECRET, authenticate_frames=True),
-                rank=0,
-                world_size=2,
-                rendezvous=Rendezvous(DictStore(), job_id="syncline"),
-            )
-
-    loops.run(main())
-
-
 @pytest.mark.parametrize(
     ("message", "code"),
     [
@@ -204,8 +160,6 @@ def test_where_nothing_is_compiled_nobody_authenticates_frames(monkeypatch):
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
 def test_codes_are_those_of_rfc_4418(message, code):
-    from syncline.fabric._native import KeyedChecks, umac32
-
     key, nonce = b"abcdefghijklmnop", int.from_bytes(b"bcdefghi", "big")
     assert f"{umac32(key, nonce, message):08X}" == code
     # in parts: the payload's code of a frame has twice its number as its nonce
@@ -225,7 +179,6 @@ def beat(number, *, key, payload=b""):
     return body + struct.pack("<I", checks.header_field(body)) + payload
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("numbers", [(1, 2, 2), (7, 6), (1, 9, 1)])
 def test_a_heartbeat_beside_the_stream_is_heard_once(numbers):
     async def scenario(fabric, peer, recorder):
@@ -240,7 +193,6 @@ def test_a_heartbeat_beside_the_stream_is_heard_once(numbers):
     over_authenticated(scenario)
 
 
-@pytest.mark.usefixtures("transport")
 def test_a_heartbeat_beside_the_stream_without_the_key_is_refused():
     async def scenario(fabric, peer, recorder):
         await peer.send(-1, beat(1, key=b"x" * 16))
@@ -249,7 +201,6 @@ def test_a_heartbeat_beside_the_stream_without_the_key_is_refused():
     over_authenticated(scenario)
 
 
-@pytest.mark.usefixtures("transport")
 def test_ranks_of_one_machine_still_copy_from_memory_to_memory():
     async def scenario(fabrics, recorders, mail):
         payload = bytes(range(256)) * 8192

@@ -6,7 +6,7 @@ import pytest
 from incast_model import Clock, Incast
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.grants import GrantScheduler
+from syncline.fabric._native import GrantScheduler
 from syncline.fabric.sizing import fit_grants, fit_options
 from syncline.topology import Topology
 
@@ -19,7 +19,7 @@ NUM_BULK = 30
 def incast(rate, *, delay_s=DELAY_S, late_s=0.0, is_strict=False):
     topology = Topology.flat(3, rate=rate)
     options, clock = FabricOptions(num_classes=4), Clock()
-    scheduler = GrantScheduler(**fit_grants(options, rank=0, world_size=3, topology=topology), now=lambda: clock.now_s)
+    scheduler = GrantScheduler(**fit_grants(options, rank=0, world_size=3, topology=topology))
     chunk_bytes = fit_options(options, rank=1, world_size=3, topology=topology)[0].chunk_bytes
     return Incast(
         scheduler,

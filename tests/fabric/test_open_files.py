@@ -64,7 +64,7 @@ def test_a_hard_limit_is_named(limits):
 
 
 @pytest.mark.parametrize("allowed", [6, 12, 30])
-def test_a_start_with_few_files_says_what_it_needs(transport, allowed):
+def test_a_start_with_few_files_says_what_it_needs(allowed):
     """At 6 even the loop cannot be made, at 12 not what compiled code needs, at 30 not all connections."""
     ended = subprocess.run(
         [sys.executable, "-c", START, str(allowed)],

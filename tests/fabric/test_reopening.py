@@ -14,7 +14,6 @@ from meeting_stores import DictStore, ProxyStore
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, reopening
 from syncline.fabric.protocol import PeerLeftError
-from syncline.fabric.transport_sets import VARIABLE
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (0, 1, 47, 5000, 16 * KIB, 70_000, 300_000, MIB)
@@ -104,14 +103,13 @@ def breaks_cost_nothing(seed, kinds, **settings):
     through_proxy(scenario, proxy, chunk_bytes=32 * KIB, **settings)
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", BREAKS)
 def test_connections_that_break_again_and_again_move_the_same_bytes(kind, seed):
     breaks_cost_nothing(seed, [kind])
 
 
-def test_too_many_frames_whose_codes_do_not_fit_are_a_loss_though_there_is_progress(monkeypatch):
+def test_too_many_frames_whose_codes_do_not_fit_are_a_loss_though_there_is_progress():
     async def scenario(fabrics, recorders, mail):
         work = asyncio.ensure_future(Traffic(mail, 5).run(200))
         await asyncio.wait(
@@ -122,14 +120,12 @@ def test_too_many_frames_whose_codes_do_not_fit_are_a_loss_though_there_is_progr
         assert any("the authentication code does not fit" in str(error) for error in losses(recorders))
         assert proxy.num_done > 8
 
-    monkeypatch.delenv(VARIABLE, raising=False)
     proxy = BreakingProxy(5, kinds=["flip"], num_breaks=1000, between_bytes=600_000)
     through_proxy(scenario, proxy, chunk_bytes=32 * KIB, **AUTHENTICATED)
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-def test_frames_that_are_authenticated_are_sent_again_too(kind, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_frames_that_are_authenticated_are_sent_again_too(kind):
     breaks_cost_nothing(7, [kind], **AUTHENTICATED)
 
 
@@ -139,7 +135,6 @@ def cut(fabric, peer, which):
         sockets_of(fabric, peer)[which].shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("seed", range(2))
 def test_random_traffic_with_cancellations_while_sockets_end(seed):
     async def scenario(fabrics, recorders, mail):
@@ -168,7 +163,6 @@ def losses(recorders):
     return [error for recorder in recorders for error in recorder.lost.values()]
 
 
-@pytest.mark.usefixtures("transport")
 def test_all_sockets_of_a_peer_may_end_at_once_and_idle_ones_too():
     async def scenario(fabrics, recorders, mail):
         for round_number in range(3):
@@ -186,7 +180,6 @@ def test_all_sockets_of_a_peer_may_end_at_once_and_idle_ones_too():
     run_over_tcp(2, scenario, num_classes=2)
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("num_vanished", [0, 3])
 def test_an_end_that_knows_of_no_break_is_told_by_the_other(num_vanished, monkeypatch):
     """The reset came to rank 0 alone, and rank 1, which dials, has nothing to send: it would learn of it after 2 s."""
@@ -215,7 +208,6 @@ def test_an_end_that_knows_of_no_break_is_told_by_the_other(num_vanished, monkey
     through_proxy(scenario, proxy, heartbeat_s=0.5, suspect_s=3.0, dead_s=4.0)
 
 
-@pytest.mark.usefixtures("transport")
 def test_a_peer_that_cannot_be_dialled_is_lost_and_the_error_says_why():
     """The proxy resets whatever comes: rank 1, which dials, gives up rank 0 and tells it so."""
 
@@ -231,7 +223,6 @@ def test_a_peer_that_cannot_be_dialled_is_lost_and_the_error_says_why():
     through_proxy(scenario, proxy)
 
 
-@pytest.mark.usefixtures("transport")
 def test_a_peer_that_does_not_answer_a_dialler_is_lost_in_half_the_time_of_a_silence():
     async def scenario(fabrics, recorders, mail):
         proxy.is_deaf = True
@@ -245,7 +236,6 @@ def test_a_peer_that_does_not_answer_a_dialler_is_lost_in_half_the_time_of_a_sil
     through_proxy(scenario, proxy, heartbeat_s=0.2, suspect_s=1.0, dead_s=1.2)
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("num_vanished", [2, 3])
 def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(num_vanished, monkeypatch):
     """Requests for a connection vanish; TCP would send the second or third one again when it is too late."""
@@ -274,7 +264,6 @@ def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(
     through_proxy(scenario, proxy, heartbeat_s=0.5, suspect_s=3.0, dead_s=4.0)
 
 
-@pytest.mark.usefixtures("transport")
 def test_a_connection_that_breaks_again_and_again_without_anything_new_is_a_loss():
     """No connection lives for long enough to move one chunk."""
 
@@ -303,7 +292,6 @@ class Tracer:
         self.instants.append((name, args))
 
 
-@pytest.mark.usefixtures("transport")
 def test_the_trace_and_one_line_of_the_log_say_what_was_opened_again(caplog):
     async def main():
         store, tracer = DictStore(), Tracer()

@@ -16,9 +16,8 @@ from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, shared_host
 from syncline.fabric.frames import MEMORY_CLASS, FrameError, FrameType
 from syncline.fabric.shared_host import OFFER_BYTES, OfferTerms, address_of, read_memory
-from transports import ON_ANY_LOOP, TRANSPORTS
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = pytest.mark.usefixtures("on_each_loop")
 
 MIB = 1 << 20
 
@@ -129,10 +128,9 @@ def test_sockets_are_used_where_memory_cannot_be_read(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, *ON_ANY_LOOP][1:], indirect=True)
-def test_compiled_transports_copy_without_the_interpreter(monkeypatch):
+def test_memory_is_copied_without_the_interpreter(monkeypatch):
     async def scenario(fabrics, recorders, mail):
-        monkeypatch.setattr(shared_host, "_process_vm_readv", None)  # what Python copies with
+        monkeypatch.setattr(shared_host, "_process_vm_readv", None)  # what Python tries offers with
         payload = os.urandom(3 * MIB + 17)
         received = mail.receive(1, 0, 7, len(payload))
         await gather(mail.send(0, 1, 7, payload), received)

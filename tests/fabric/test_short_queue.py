@@ -3,10 +3,10 @@
 import pytest
 from incast_model import Clock
 
-from syncline.fabric.grant_window import GrantWindow
-from syncline.fabric.grants import GrantScheduler
-from syncline.fabric.link_share import SEGMENT_BYTES, LinkShare
+from syncline.fabric._native import GrantScheduler
+from syncline.fabric.sizing import GrantWindow, LinkShare
 
+SEGMENT_BYTES = 1448
 BYTES_PER_S = 25e6
 NUM_RECEIVERS = 5
 PART_BYTES = 75_000
@@ -42,10 +42,9 @@ class Receiver:
 
     def __init__(self, clock, queue, least_bytes):
         self.clock, self.queue = clock, queue
-        share = LinkShare(PART_BYTES, most_bytes=5 * PART_BYTES, least_bytes=least_bytes, target_s=0.02)
-        window = GrantWindow(1_250_000)
+        share = LinkShare(part_bytes=PART_BYTES, most_bytes=5 * PART_BYTES, least_bytes=least_bytes, target_s=0.02)
         self.scheduler = GrantScheduler(
-            window=window, quantum_bytes=250_000, shares={1: (share,)}, now=lambda: clock.now_s
+            window=GrantWindow.fixed(1_250_000), quantum_bytes=250_000, shares={1: (share,)}
         )
         self.granted, self.left_bytes, self.num_lost = {}, NUM_MESSAGES * MESSAGE_BYTES, 0
         for tag in range(NUM_MESSAGES):
@@ -53,9 +52,9 @@ class Receiver:
         self.grant()
 
     def grant(self):
-        for grant in self.scheduler.grants():
-            start, self.granted[grant.tag] = self.granted.get(grant.tag, 0), grant.limit_bytes
-            self.clock.later(ANSWER_S, lambda num_bytes=grant.limit_bytes - start: self.send(num_bytes))
+        for _, tag, limit_bytes in self.scheduler.grants(now_s=self.clock.now_s):
+            start, self.granted[tag] = self.granted.get(tag, 0), limit_bytes
+            self.clock.later(ANSWER_S, lambda num_bytes=limit_bytes - start: self.send(num_bytes))
 
     def send(self, num_bytes):
         while num_bytes:
@@ -71,7 +70,7 @@ class Receiver:
     def arrive(self, size):
         self.scheduler.lost(1, self.num_lost)
         self.num_lost = 0
-        self.scheduler.arrived(1, num_bytes=size, urgency=0)
+        self.scheduler.arrived(1, num_bytes=size, urgency=0, now_s=self.clock.now_s)
         self.left_bytes -= size
         self.grant()
 
@@ -88,13 +87,13 @@ def transfer(*, queue_bytes, least_bytes):
 @pytest.mark.parametrize("queue_bytes", [128 << 10, 250_000, 500_000])
 def test_little_is_lost_in_a_short_queue_where_shares_heed_losses(queue_bytes):
     heeding, busy = transfer(queue_bytes=queue_bytes, least_bytes=16 << 10)
-    deaf, _ = transfer(queue_bytes=queue_bytes, least_bytes=0)
+    deaf, _ = transfer(queue_bytes=queue_bytes, least_bytes=PART_BYTES)
     assert heeding.num_dropped * 8 < deaf.num_dropped, (heeding.num_dropped, deaf.num_dropped)
     assert busy > 0.97
 
 
 def test_where_nothing_is_lost_a_share_is_as_it_was():
     heeding, busy = transfer(queue_bytes=750_000, least_bytes=16 << 10)
-    deaf, busy_too = transfer(queue_bytes=750_000, least_bytes=0)
+    deaf, busy_too = transfer(queue_bytes=750_000, least_bytes=PART_BYTES)
     assert heeding.num_dropped == deaf.num_dropped == 0
     assert (heeding.most_bytes, busy) == (deaf.most_bytes, busy_too)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.grants import GrantScheduler
+from syncline.fabric._native import GrantScheduler
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window, fit_window_sizes
 from syncline.topology.topology import Topology
 
@@ -17,7 +17,7 @@ KIB = 1 << 10
 def window(topology, rank=0, **settings):
     world_size = topology.num_ranks if topology else 2
     sizes = fit_grants(FabricOptions(**settings), rank=rank, world_size=world_size, topology=topology)
-    return sizes["window"].num_bytes
+    return sizes["window"].most_bytes
 
 
 def window_of(rate, **settings):
@@ -52,7 +52,7 @@ def test_a_socket_is_shared_by_its_ranks():
         fit_grants(FabricOptions(), rank=0, world_size=2, topology=Topology.flat(2, rate=rate))["window"]
         for rate in (20e6, 40e6)
     ]
-    assert [window.num_bytes for window in windows] == [window.num_bytes for window in alone]
+    assert windows == alone
 
 
 def test_with_several_classes_the_window_may_shrink():
@@ -129,10 +129,8 @@ def test_each_route_has_its_own_sizes():
 
 def shares(name, peer, rank):
     topology = Topology.load(name)
-    scheduler = GrantScheduler(
-        **fit_grants(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
-    )
-    return [share.part_bytes for share in scheduler.shares_of(peer)]
+    sizes = fit_grants(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
+    return [share.part_bytes for share in sizes["shares"][peer]]
 
 
 def test_receivers_behind_a_slow_link_share_fifteen_milliseconds_of_it():

@@ -26,7 +26,7 @@ from syncline.fabric import FabricOptions, GivenUpError, PeerLeftError, Rendezvo
 from syncline.fabric.frames import FrameType
 from syncline.topology.topology import Topology
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = pytest.mark.usefixtures("on_each_loop")
 
 MIB = 1 << 20
 

@@ -11,14 +11,13 @@ import tracemalloc
 import loops
 import pytest
 from fabric_scenarios import Recorder
+from frames_by_hand import HEADER_BYTES, encode_header
 from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
-from syncline.fabric.frames import HEADER_BYTES, FrameType, encode_header
+from syncline.fabric.frames import FrameType
 from syncline.fabric.listener_slot import COST_BYTES, MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.shared_host import address_of
-
-pytestmark = pytest.mark.usefixtures("transport")
 
 
 def run(scenario, **settings):

@@ -60,15 +60,13 @@ def test_a_mutant_that_does_not_compile_is_told() -> None:
 
 
 def test_a_mutant_that_does_not_fit_the_code_is_told() -> None:
-    lost = Change(file="fabric/grants.py", before="this stands nowhere", after="")
+    lost = Change(file="fabric/liveness.py", before="this stands nowhere", after="")
     mutant = Mutant(name="x", breaks="y", changes=(lost,), found_by=Simulation(scenario="grants", num_seeds=1))
     assert "holds this 0 times" in mutants.judge(mutant)
 
 
 def test_a_mutant_that_lives_is_told() -> None:
-    harmless = Change(
-        file="fabric/grants.py", before='"an empty message needs no grant"', after='"nothing to be granted"'
-    )
+    harmless = Change(file="fabric/sizing.py", before="Whether nothing can be learnt", after="Whether it is fixed")
     mutant = Mutant(name="x", breaks="y", changes=(harmless,), found_by=Simulation(scenario="grants", num_seeds=3))
     assert mutants.judge(mutant) == "simulation `grants` does not find it"
 

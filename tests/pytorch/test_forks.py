@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
-
 from rank_scripts import run_script
-from syncline.fabric.transport_sets import VARIABLE
 
 SCRIPT = Path(__file__).with_name("fork_process.py")
 
-pytestmark = pytest.mark.usefixtures("transport")
-
-
-def environment_of_transport() -> dict[str, str]:
-    return {VARIABLE: os.environ.get(VARIABLE, "")}
-
 
 def test_a_child_that_touches_the_fleet_is_told_so_and_ends() -> None:
-    for status, output in run_script(SCRIPT, 2, "child", extra=environment_of_transport(), finalizes=True):
+    for status, output in run_script(SCRIPT, 2, "child", finalizes=True):
         assert status == 0, output
         told = [line.rsplit(" ", 1)[1] for line in output.splitlines() if line.startswith("child was told")]
         assert told == ["all_reduce", "barrier", "statistics"], output
@@ -28,14 +18,14 @@ def test_a_child_that_touches_the_fleet_is_told_so_and_ends() -> None:
 
 
 def test_a_child_keeps_no_socket() -> None:
-    for status, output in run_script(SCRIPT, 2, "sockets", extra=environment_of_transport(), finalizes=True):
+    for status, output in run_script(SCRIPT, 2, "sockets", finalizes=True):
         assert status == 0, output
         assert "had some: True kept: 0" in output
 
 
 def test_a_killed_rank_is_noticed_though_its_workers_live(tmp_path: Path) -> None:
     """By the kernel, not by silence: that would take longer than this test may."""
-    extra = environment_of_transport() | {"SYNCLINE_SILENCE": "600", "SYNCLINE_TIMEOUT": "600"}
+    extra = {"SYNCLINE_SILENCE": "600", "SYNCLINE_TIMEOUT": "600"}
     (status, output), (killed, _) = run_script(
         SCRIPT, 2, "workers", str(tmp_path / "pids"), extra=extra, finalizes=True
     )

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from rank_scripts import run_script
-from transports import TRANSPORTS
 
 SCRIPT = Path(__file__).with_name("held_process.py")
 QUICK = {"SYNCLINE_SILENCE": "1.5"}
 
-if "native" in TRANSPORTS:
 
-    def test_a_rank_whose_interpreter_is_held_is_waited_for() -> None:
-        for status, output in run_script(SCRIPT, 2, "held", extra=QUICK):
-            assert status == 0, output
-            assert "all are there" in output
+def test_a_rank_whose_interpreter_is_held_is_waited_for() -> None:
+    for status, output in run_script(SCRIPT, 2, "held", extra=QUICK):
+        assert status == 0, output
+        assert "all are there" in output
 
 
 def test_a_rank_that_is_stopped_is_lost(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ import pytest
 from tcp_communicators import close_all, connect_all
 
 from syncline.fabric import FabricOptions
-from syncline.fabric.transport_sets import VARIABLE
 from syncline.runtime import communicators_in_memory
-from transports import TRANSPORTS
 
 
 @pytest.fixture
@@ -59,16 +57,12 @@ def over_tcp():
     assert set(threading.enumerate()) <= before
 
 
-COMPILED = ["over compiled transport", "from memory to memory"] if "native" in TRANSPORTS else []
-
-
-@pytest.fixture(params=["in memory", "over tcp", *COMPILED])
-def anywhere(request, monkeypatch):
-    """Make communicators that talk in memory, or on loopback with transports of each kind."""
+@pytest.fixture(params=["in memory", "over tcp", "from memory to memory"])
+def anywhere(request):
+    """Make communicators that talk in memory, or over TCP on loopback, with sockets or from memory to memory."""
     if request.param == "in memory":
         yield request.getfixturevalue("in_memory")
         return
-    monkeypatch.setenv(VARIABLE, TRANSPORTS["native" if request.param in COMPILED else "python"])
     make = request.getfixturevalue("over_tcp")
     options = FabricOptions(shares_memory=request.param == "from memory to memory")
 

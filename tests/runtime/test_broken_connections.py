@@ -80,7 +80,6 @@ def sums_survive(over_tcp, kind, seed, num_breaks=12, **settings):
             communicator.close()
 
 
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("kind", BREAKS)
 def test_collectives_have_the_same_bits_while_connections_break(over_tcp, kind):
     sums_survive(over_tcp, kind, seed=11)

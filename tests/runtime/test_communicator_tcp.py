@@ -24,8 +24,6 @@ RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 FLOAT32 = numpy_reduction("float32")
 NEVER_S = 1e6
 
-pytestmark = pytest.mark.usefixtures("transport")
-
 
 def submit(communicators, schedule, layout, buffers, reduction, stream=1):
     return [

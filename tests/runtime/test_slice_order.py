@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncline.fabric import _native
 from syncline.runtime.slice_order import SliceOrder
-from transports import TRANSPORTS
 
 NUMBERS = itertools.count()
-KINDS = list(TRANSPORTS)
-"""Of orders: in Python, and compiled if that is installed."""
+KINDS = ["python", "compiled"]
 
 
 class PythonCall:
@@ -62,8 +61,6 @@ class Ranked:
             self.make_call: Any = PythonCall
             self.order = PythonOrder(limit)
         else:
-            from syncline.fabric import _native
-
             self.make_call = _native.Sliced
             self.order = _native.SliceOrder(limit)
 

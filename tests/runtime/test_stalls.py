@@ -76,7 +76,7 @@ def test_the_deadline_names_a_hung_training_thread_too(in_memory):
             work.wait(60)
 
 
-def test_nobody_is_named_who_waits_himself(over_tcp, transport):
+def test_nobody_is_named_who_waits_himself(over_tcp):
     """Over TCP, by heartbeats: rank 1 makes no other call than the one that waits for rank 2."""
     communicators = over_tcp(Topology.flat(3), options=FabricOptions(stall_s=1.0, **QUICK))
     works = [start(communicator) for communicator in communicators[:2]]

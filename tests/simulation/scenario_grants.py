@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from virtual_time import SimulationError, VirtualTime
 
 from syncline.fabric._native import EagerCredit, GrantScheduler
-from syncline.fabric.grant_window import GrantWindow
+from syncline.fabric.sizing import GrantWindow
 
 DELAY_S = 0.001
 
@@ -38,9 +38,9 @@ class GrantScenario:
         choose = self.choose = random.Random(f"grants {seed}")
         self.time = VirtualTime(f"grants time {seed}")
         most_bytes = choose.choice((1000, 20_000, 100_000))
-        least_bytes = choose.choice((None, most_bytes // 4))
+        least_bytes = choose.choice((most_bytes, most_bytes // 4))
         self.bytes_per_s = choose.choice((1e6, 1e8))
-        window = GrantWindow(most_bytes, least_bytes=least_bytes, bytes_per_s=self.bytes_per_s)
+        window = GrantWindow(most_bytes=most_bytes, least_bytes=least_bytes, bytes_per_s=self.bytes_per_s)
         self.scheduler = GrantScheduler(window=window, quantum_bytes=max(1, most_bytes // 5))
         self.most_bytes = most_bytes
         self.senders = {peer: self._messages(peer) for peer in range(num_ranks or choose.randint(1, 6))}

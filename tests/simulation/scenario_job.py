@@ -14,7 +14,7 @@ from virtual_network import VirtualNetwork, VirtualSocket
 from virtual_time import Host, SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
-from syncline.fabric.native_peer_transport import NativeTransportSet
+from syncline.fabric.peer_transport import TransportSet
 from syncline.runtime.communicator import LINGER_S
 from syncline.schedule import PLANNERS, Collective, Layout, Schedule, plan_tree
 
@@ -279,7 +279,7 @@ class JobScenario:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
             self._check_grants(rank.rank, transports)
 
-    def _check_grants(self, rank: int, transports: NativeTransportSet) -> None:
+    def _check_grants(self, rank: int, transports: TransportSet) -> None:
         if transports._scheduler.underway_bytes:
             raise SimulationError(f"rank {rank} waits for {transports._scheduler.underway_bytes} bytes")
         for peer in transports._transports:
@@ -287,7 +287,7 @@ class JobScenario:
             if other is not None:
                 self._check_credit(rank, peer, transports, other._transport_set)
 
-    def _check_credit(self, rank: int, peer: int, here: NativeTransportSet, there: NativeTransportSet) -> None:
+    def _check_credit(self, rank: int, peer: int, here: TransportSet, there: TransportSet) -> None:
         may_send_bytes, _ = here.native_transport.credit_bytes(peer)
         _, used_bytes = there.native_transport.credit_bytes(rank)
         total = may_send_bytes + used_bytes

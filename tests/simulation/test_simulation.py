@@ -13,7 +13,7 @@ from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
 from virtual_time import Host, SimulationError, VirtualTime
 
-from syncline.fabric.native_peer_transport import NativeTransportSet
+from syncline.fabric.peer_transport import TransportSet
 from syncline.runtime.engine import Engine
 
 NUM_SEEDS = 500
@@ -40,8 +40,8 @@ def test_jobs_are_played_on_the_compiled_transport_and_executor() -> None:
     for rank in scenario.job.ranks:
         assert rank.fabric is not None
         assert isinstance(rank.engine, Engine)
-        assert isinstance(rank.fabric._transport_set, NativeTransportSet)
-        assert "NativeSliceExecutor" in repr(rank.engine._executor)
+        assert isinstance(rank.fabric._transport_set, TransportSet)
+        assert "CompiledSliceExecutor" in repr(rank.engine._executor)
 
 
 def test_what_a_task_fails_with_is_told_where_nobody_waits_for_it() -> None:

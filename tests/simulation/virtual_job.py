@@ -20,7 +20,7 @@ from virtual_kernel import open_transport
 from virtual_network import VirtualNetwork, VirtualSocket
 from virtual_time import Host, VirtualLoop, VirtualTime
 
-from syncline.fabric import FabricOptions, connect_tcp, mesh, native_peer_transport, sockets
+from syncline.fabric import FabricOptions, connect_tcp, mesh, peer_transport, sockets
 from syncline.fabric._native import GrantScheduler, NativeTransport
 from syncline.fabric.handshake import Terms
 from syncline.fabric.rendezvous import Generation, Member
@@ -212,7 +212,7 @@ def virtual_sockets(network: VirtualNetwork) -> Iterator[None]:
         with (
             mock.patch.object(sockets, "_open", open_),
             mock.patch.object(mesh, "Terms", terms),
-            mock.patch.object(native_peer_transport, "NativeTransport", make_transport),
+            mock.patch.object(peer_transport, "NativeTransport", make_transport),
         ):
             yield
     finally:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from select import EPOLLIN, EPOLLOUT
 from typing import Any, Protocol
 
-from syncline.fabric.native_selector import NativeSelector
+from syncline.fabric.selector import Selector
 
 NEVER = float("inf")
 MOST_TURNS = 20_000
@@ -268,7 +268,7 @@ class VirtualEpoll:
 
 def _selector(host: Host) -> selectors.EpollSelector:
     """Return the library's selector over virtual sockets, or asyncio's, which serves no transports."""
-    selector = NativeSelector() if host.is_served else selectors.EpollSelector()
+    selector = Selector() if host.is_served else selectors.EpollSelector()
     selector._selector.close()
     selector._selector = host.epoll
     return selector

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
+from syncline.fabric import _native
 from syncline.runtime.reduction import OPS
 from syncline.updates.memory import bytes_of, reduction_for
-from transports import TRANSPORTS
-
-pytestmark = pytest.mark.skipif("native" not in TRANSPORTS, reason="the compiled transport is not installed")
 
 TYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.bool),
@@ -71,8 +69,6 @@ def assert_alike(got, expected, dtype):
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=20)
 def test_compiled_code_gives_the_references_bits(reduction, seed):
-    from syncline.fabric import _native
-
     source = np.random.default_rng(seed)
     own, other = (numbers(reduction.dtype, source) for _ in range(2))
     got, expected = bytearray(own), bytearray(own)
@@ -85,8 +81,6 @@ def test_compiled_code_gives_the_references_bits(reduction, seed):
 @given(seed=st.integers(0, 2**32), num=st.integers(0, 70), skipped=st.integers(0, 9))
 @settings(max_examples=20)
 def test_a_result_depends_on_no_place_and_no_length(reduction, seed, num, skipped):
-    from syncline.fabric import _native
-
     source = np.random.default_rng(seed)
     own, other = (numbers(reduction.dtype, source) for _ in range(2))
     whole = bytearray(own)
@@ -98,8 +92,6 @@ def test_a_result_depends_on_no_place_and_no_length(reduction, seed, num, skippe
 
 
 def test_all_pairs_of_16_bit_floats_that_matter_are_rounded_as_pytorch_does():
-    from syncline.fabric import _native
-
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         reduction = reduction_for(dtype)
@@ -119,8 +111,6 @@ def test_an_infinite_part_of_a_complex_sum_leaves_the_other_part_as_it_is(dtype)
 
 
 def test_what_is_not_there_is_refused():
-    from syncline.fabric import _native
-
     assert not _native.can_add("float8_e4m3fn", "sum")
     assert not _native.can_add("complex64", "max")
     with pytest.raises(ValueError, match="there is no bxor of float32 here"):

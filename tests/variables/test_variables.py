@@ -15,7 +15,6 @@ from syncline.cli.launcher.scratch import prepare_secret
 from syncline.cli.main import _front
 from syncline.cli.path_diagnosis import choose_key
 from syncline.errors import ConfigurationError
-from syncline.fabric.transport_sets import NativeTransportSet, is_native
 from syncline.members import Elastic
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.topology import Topology
@@ -74,7 +73,7 @@ LAUNCHERS = {
     if variable.argument == "init(rank=, world_size=)"
 }
 OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
-APART = {"SYNCLINE_NATIVE", "SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
+APART = {"SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
 """Those with a test of their own."""
 
 
@@ -157,15 +156,6 @@ def test_who_joins_has_no_place_yet_and_who_has_a_place_does_not_join() -> None:
         read_environment({}, Arguments(join="b"))
     with pytest.raises(ConfigurationError, match="join_port must be from 0 to 65535, not 65536"):
         read_environment({}, Arguments(join_port=65536))
-
-
-@pytest.mark.parametrize("said", ["0", "1", ""])
-def test_native_goes_before_its_variable(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYNCLINE_NATIVE", said)
-    assert not is_native(False)
-    assert NativeTransportSet is not None
-    assert is_native(True)
-    assert is_native() == (said != "0")
 
 
 def test_what_distribute_is_told_of_losses_goes_before_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from syncline.variables import process_variables
-
 MIN_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.13.0", "2.14.1")
@@ -150,18 +148,17 @@ def check_isal() -> Finding:
     return judge("checksums", is_there, what, "pip install isal")
 
 
-def check_transports() -> Finding:
-    """Judge whether messages move in compiled code, by the file alone; importing the fabric takes a while."""
+def check_compiled() -> Finding:
+    """Judge whether the compiled part is there, by the file alone; importing the fabric takes a while."""
     folder = Path(__file__).parents[1] / "fabric"
     is_built = any((folder / f"_native{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    is_wanted = process_variables().get("SYNCLINE_NATIVE") != "0"
     return judge(
-        "compiled transport",
-        is_built and is_wanted,
-        "not built" if not is_built else "built" if is_wanted else "left out by SYNCLINE_NATIVE=0",
-        "messages take twice the processor time in Python; install a C++ compiler (Debian: g++), then Syncline again"
-        if is_wanted
-        else "messages take twice the processor time in Python; unset SYNCLINE_NATIVE",
+        "compiled part",
+        is_built,
+        "built" if is_built else "missing: no job of several ranks can start",
+        "pip install --force-reinstall syncline, with a C++ compiler: Debian's g++, or "
+        "'pip install ziglang' and CXX='python -m ziglang c++'",
+        otherwise=Verdict.LACKING,
     )
 
 
@@ -211,7 +208,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_socket_buffers,
     check_congestion_control,
     check_isal,
-    check_transports,
+    check_compiled,
     check_gpu,
     check_lab_tools,
     check_lab_rights,

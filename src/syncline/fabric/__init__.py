@@ -1,5 +1,6 @@
 """Bytes between ranks: the fabric protocol, the fabric in memory and the fabric over TCP."""
 
+from syncline.fabric.compiled import new_event_loop
 from syncline.fabric.frames import MEMORY_CLASS
 from syncline.fabric.memory import MemoryFabric, memory_fabrics
 from syncline.fabric.mesh import connect_tcp
@@ -19,7 +20,6 @@ from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Rendezvous
 from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
 from syncline.fabric.tcp import TcpFabric
-from syncline.fabric.transport_sets import new_event_loop
 
 __all__ = [
     "Transport",

@@ -15,8 +15,7 @@ from functools import partial
 
 from syncline.fabric.dialling import AskedError, Holds, greet
 from syncline.fabric.forks import close_in_children
-from syncline.fabric.frame_checks import FrameKeys
-from syncline.fabric.handshake import Admission, Refusal, RefusedError, Resume, Resumption, Terms
+from syncline.fabric.handshake import Admission, FrameKeys, Refusal, RefusedError, Resume, Resumption, Terms
 
 MAX_UNAUTHENTICATED = 64
 MAX_ACCEPTS_AT_ONCE = 16

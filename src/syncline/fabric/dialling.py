@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
-from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,
@@ -26,6 +25,7 @@ from syncline.fabric.handshake import (
     WELCOME_BYTES,
     Admission,
     Dialer,
+    FrameKeys,
     Greeter,
     Refusal,
     RefusedError,

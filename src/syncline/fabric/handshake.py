@@ -16,7 +16,7 @@ who knows now that it is the same process, gives up the old socket and says how 
 The labels stop reflection, the nonces replay; ranks, class and epoch are bound by the MACs. K comes from the shared
 secret, or from the job's nonce where there is none (then it stops accidents, not attackers). Only the opening is
 authenticated: whoever can change packets on the way can still change frames, unless ``authenticate_frames`` keys them
-by this handshake (:mod:`syncline.fabric.frame_checks`). Whether it does stands in HELLO, and both must want the same.
+by this handshake (:class:`FrameKeys`). Whether it does stands in HELLO, and both must want the same.
 
 Pure: bytes in, bytes out. A refusal says why, as far as that leaks nothing to a stranger.
 """
@@ -33,12 +33,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from syncline.fabric import frames
-from syncline.fabric.frame_checks import FrameKeys, derive_frame_keys
 
 MAGIC = b"SYNCLINE"
 VERSIONS = (frames.VERSION, frames.VERSION)
 """The oldest and the newest protocol version that this build speaks."""
 NONCE_BYTES = 32
+FRAME_KEY_BYTES = 16
 _NO_MAC = bytes(32)
 
 CONNECTION_ID_BYTES = 16
@@ -111,6 +111,16 @@ class Terms:
         return hashlib.sha256(self.job_id.encode()).digest()
 
 
+class FrameKeys(NamedTuple):
+    """The keys of one connection's frames, as one of its ends uses them; it keeps them when it is opened again.
+
+    Which codes they make stands in ``native/frame_checks.hpp``.
+    """
+
+    sending: bytes
+    receiving: bytes
+
+
 class Resumption(NamedTuple):
     """A connection that is opened again."""
 
@@ -145,6 +155,18 @@ def derive_key(secret: bytes, *, job_id: str) -> bytes:
 def derive_offer_key(key: bytes, *, epoch: int) -> bytes:
     """Return the key by which the ranks of one start of a job seal their offers of memory."""
     return hmac.digest(key, b"syncline memory offer 1\0" + epoch.to_bytes(8, "big"), "sha256")
+
+
+def derive_frame_keys(key: bytes, transcript: bytes, *, is_dialer: bool) -> FrameKeys:
+    """Return one end's keys from the handshake's key and all that both sides said before they were sure of each other.
+
+    The label is none of those of the handshake's own tags, so that no key is ever shown as a tag.
+    """
+    connection = hmac.digest(key, b"syncline frames 2\0" + transcript, "sha256")
+    dialers, greeters = (
+        hmac.digest(connection, label, "sha256")[:FRAME_KEY_BYTES] for label in (b"from dialer", b"from greeter")
+    )
+    return FrameKeys(dialers, greeters) if is_dialer else FrameKeys(greeters, dialers)
 
 
 class Dialer:

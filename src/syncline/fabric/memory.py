@@ -16,7 +16,6 @@ from functools import partial
 from syncline.arguments import Count, Seconds, Whole, checked
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.callbacks import call_back
-from syncline.fabric.dropped_streams import DroppedStreams
 from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.memory_classes import MemoryClasses
 from syncline.fabric.memory_parcels import Counters, Parcel, Posted
@@ -28,6 +27,8 @@ from syncline.priorities.terms import Priorities
 
 CONTROL_URGENCY = -(1 << 62)
 """Control messages go ahead of all data."""
+_STREAM_SHIFT = 48
+"""The stream is in the highest 16 bits of a tag."""
 
 
 @checked
@@ -46,6 +47,25 @@ def memory_fabrics(
     network = _Network(seed=seed, eager_bytes=eager_bytes)
     network.fabrics = tuple(MemoryFabric(network, rank, close_s=close_s) for rank in range(world_size))
     return network.fabrics
+
+
+class _DroppedStreams:
+    """The streams of one fabric in which nothing is received any more."""
+
+    def __init__(self) -> None:
+        self._streams: list[range] = []
+        self.num_messages = 0
+        """So many messages were thrown away."""
+
+    def add(self, streams: range) -> None:
+        """Let these be over."""
+        self._streams.append(streams)
+
+    def take(self, tag: int) -> bool:
+        """Whether the message ``tag`` is in one of them; then it is counted."""
+        is_over = any(tag >> _STREAM_SHIFT in streams for streams in self._streams)
+        self.num_messages += is_over
+        return is_over
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +130,7 @@ class MemoryFabric:
         self._lost: dict[int, PeerLostError] = {}
         self._counters: dict[tuple[int, int], Counters] = {}
         self._is_closed = False
-        self._dropped = DroppedStreams()
+        self._dropped = _DroppedStreams()
         self.progress = Progress()
         self.stalls = Stalls(float("inf"))
         """No heartbeats are sent in memory: whoever plays a hung rank calls ``tick``."""

@@ -16,10 +16,10 @@ from typing import Any
 from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
+from syncline.fabric.compiled import check_compiled
 from syncline.fabric.dialling import dial
-from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.handshake import Resumption, Terms, derive_key, derive_offer_key
+from syncline.fabric.handshake import FrameKeys, Resumption, Terms, derive_key, derive_offer_key
 from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
@@ -29,7 +29,6 @@ from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
-from syncline.fabric.transport_sets import check_transport, open_transport_set
 from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
 
@@ -48,8 +47,9 @@ async def connect_tcp(
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
 
     ``timeout_s`` is for all of it; None is ``options.connect_s``. ``numbers``: what errors call the ranks.
-    Raises ``ConfigurationError`` (address, exposure without a secret, transport), ``RendezvousError`` (who did not
-    come), ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died meanwhile).
+    Raises ``ConfigurationError`` (address, exposure without a secret, nothing compiled), ``RendezvousError`` (who did
+    not come), ``HandshakeError`` (who refused and why, or did not connect in time), ``PeerLostError`` (who died
+    meanwhile).
 
     >>> class DictStore(dict):  # where all ranks are in one process
     ...     set = dict.__setitem__
@@ -65,11 +65,13 @@ async def connect_tcp(
     >>> asyncio.run(connect())
     1
     """
+    check_compiled()
+    from syncline.fabric.peer_transport import TransportSet  # only where it can be imported
+
     timeout_s = options.connect_s if timeout_s is None else timeout_s
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     address = resolve_address(options.address)
     options.check_exposure(address)
-    check_transport(options)
     check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
     listening = open_listening_socket(address, options)
     try:
@@ -85,7 +87,7 @@ async def connect_tcp(
             numbers=numbers,
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
-            transport_set=open_transport_set(grants, native=options.native),
+            transport_set=TransportSet(grants),
             offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )

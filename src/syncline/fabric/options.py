@@ -34,9 +34,7 @@ class FabricOptions:
     """Allow addresses other than loopback without a secret. Whoever reaches the port can then join the job."""
     authenticate_frames: bool = False
     """Let every frame carry a code that only who knows the secret can make, so that none can be changed, repeated or
-    left out on the way. Messages move in Python then."""
-    native: bool | None = None
-    """Whether messages move in compiled code; None takes ``SYNCLINE_NATIVE``, else what was built."""
+    left out on the way."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 
@@ -46,9 +44,7 @@ class FabricOptions:
     stall_s: Positive = 300.0
     """A rank whose training thread makes no call for this long is stalled, though its process lives."""
     held_s: Positive = 300.0
-    """How long a foreign call may hold the interpreter's lock before this rank falls silent, where transports are
-    compiled;
-    else it falls silent at once."""
+    """How long a foreign call may hold the interpreter's lock before this rank falls silent."""
     handshake_s: Positive = 5.0
     connect_s: Positive = 60.0
     close_s: Positive = 10.0

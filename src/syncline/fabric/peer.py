@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from syncline.errors import escape_text
-from syncline.fabric.frame_checks import FrameKeys
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
+from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
 from syncline.fabric.sockets import is_same_machine
+
+if TYPE_CHECKING:
+    from syncline.fabric.peer_transport import TransportSet
 
 DIED = "its process died or was killed"
 

@@ -1,24 +1,37 @@
-"""The seam between a fabric and what moves its bytes: a *peer transport*, one peer's connections and what waits there.
+"""What moves a fabric's bytes: a *peer transport* is one peer's connections and what waits there, in compiled code.
 
-There are two: :mod:`syncline.fabric.python_peer_transport`, and :mod:`syncline.fabric.native_peer_transport` over
-compiled code, where that could be built. They speak one protocol on the network, so ranks of either kind make one job.
-A transport knows messages, grants and frames; what the end of a peer means, and what is told to others, is for
-:mod:`syncline.fabric.peer`.
+A transport knows messages, grants and frames (``native/``); what the end of a peer means, and what is told to others,
+is for :mod:`syncline.fabric.peer`. The loop watches all connections of a fabric as one, and hears of whole messages:
+for a request, a grant or a piece of a message the interpreter does not run.
+
+Importing this needs the compiled module (:func:`syncline.fabric.compiled.check_compiled`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Unpack
+from functools import partial
+from typing import Protocol
 
-from syncline.fabric.frame_checks import FrameKeys
-from syncline.fabric.frames import FrameType
-from syncline.fabric.grant_window import GrantWindow
+from syncline.fabric._native import GrantScheduler, NativeTransport
+from syncline.fabric.callbacks import call_back
+from syncline.fabric.compiled_slice_executor import CompiledSliceExecutor, Mismatched
+from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
+from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.protocol import ReceiveSettings, SendSettings
-from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import PeerStatistics
+from syncline.fabric.sizing import GrantSizes, GrantWindow
+from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
+from syncline.fabric.sockets import mark
+from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
+
+SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
+FAULT, SUSPENDED = 12, 13
+"""Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
+MAX_PASSES = 8
+"""How often what Python does may bring about more, before the loop has its turn."""
 
 
 class PeerTransportEvents(Protocol):
@@ -49,96 +62,271 @@ class PeerTransportEvents(Protocol):
         """End a peer whose memory cannot be read any more."""
 
 
-class PeerTransport(Protocol):
-    """The connections to one peer, from the first to the last."""
+class TransportSet:
+    """All transports of one fabric, on the running loop, and the grants that order their senders."""
+
+    def __init__(self, sizes: GrantSizes) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = GrantScheduler(**sizes)
+        self.native_transport = NativeTransport(self._scheduler)
+        self._transports: dict[int, PeerTransport] = {}
+        self.mismatched: dict[int, Mismatched] = {}
+        """Who hears of mismatches of the calls that compiled code executes, by their tags in units of CALL_TAGS."""
+        self._on_drained: Callable[[], None] = lambda: None
+        self._is_closed = False
+        self._loop.add_reader(self.native_transport, self._on_ready)
+
+    def __repr__(self) -> str:
+        return f"<TransportSet: {'closed' if self._is_closed else f'{len(self._transports)} transports'}>"
+
+    def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> PeerTransport:
+        """Make the transport of one peer."""
+        self._transports[peer] = PeerTransport(peer, options=options, events=events, transport_set=self)
+        return self._transports[peer]
+
+    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> CompiledSliceExecutor:
+        """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
+        return CompiledSliceExecutor(self.native_transport, reference, ranks, mismatched=self.mismatched)
+
+    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
+        """Grant with these sizes from now on."""
+        self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
+
+    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
+        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``."""
+        self.native_transport.keep_beating(interval_s=interval_s, limit_s=limit_s)
+
+    def tell_drained(self, on_drained: Callable[[], None]) -> None:
+        """Tell from now on whenever everything that was sent to a peer is with the kernel."""
+        self._on_drained = on_drained
+        self.native_transport.tells_drained = True
+
+    def close(self) -> None:
+        """Watch nothing any more; every transport is closed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self.native_transport)
+            self.native_transport.close()
+
+    def _on_ready(self) -> None:
+        if not self.native_transport.is_served:  # else it has been polled
+            self.native_transport.poll()
+        for _ in range(MAX_PASSES):
+            self._tell()
+            self.native_transport.finish()
+            if not self.native_transport.has_events:
+                return
+
+    def _tell(self) -> None:
+        while (event := self.native_transport.next_event()) is not None:
+            if len(event) == 2:
+                call_back(event[1])
+            else:
+                self._handle(*event)
+
+    def _handle(self, kind: int, peer: int, tag: int, number: int, other: int, text: bytes) -> None:
+        if kind == DRAINED:
+            self._on_drained()
+        else:
+            call_back(partial(self._transports[peer].handle, kind, tag, number, other, text))
+
+
+class PeerTransport:
+    """The connections to one peer, from the first to the last.
+
+    ``send(tag, payload, **settings)`` queues a message (see :class:`~syncline.fabric.protocol.Fabric`), ``send_frame``
+    a control frame, and ``flush_control`` writes queued ones now, as far as the kernel takes them. ``end`` says on each
+    connection that nothing more will come. ``take_heard`` tells whether anything arrived since it was last asked,
+    ``received_position(connection_class)`` how many bytes of what the peer sends there are here, in whole frames.
+    After ``let_read_us`` requests name the addresses of their messages: the peer can copy them.
+    """
+
+    def __init__(
+        self, peer: int, *, options: FabricOptions, events: PeerTransportEvents, transport_set: TransportSet
+    ) -> None:
+        self._peer = peer
+        self._options = options
+        self._events = events
+        self._transport_set = transport_set
+        self._native_transport = transport_set.native_transport
+        self._sockets: list[socket.socket] = []
+        self._mismatched: dict[int, Callable[[int], None]] = {}
+        self._is_closed = False
+        self._native_transport.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
+        self.send = partial(self._native_transport.send, peer)
+        self.send_frame = partial(self._native_transport.send_frame, peer)
+        self.flush_control = partial(self._native_transport.flush_control, peer)
+        self.end = partial(self._native_transport.end, peer)
+        self.take_heard = partial(self._native_transport.take_heard, peer)
+        self.let_read_us = partial(self._native_transport.let_read_us, peer)
+        self.received_position = partial(self._native_transport.received_position, peer)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._sockets)} connections"
+        return f"<PeerTransport to rank {self._peer}: {state}>"
 
     @property
     def is_drained(self) -> bool:
         """Whether everything that was sent is with the kernel."""
+        return not self._native_transport.num_unsent(self._peer)
 
     @property
     def progress(self) -> int:
         """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
+        return self._native_transport.progress(self._peer)
 
     def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
-        """Take the next sockets, control before the data connections, with the keys that authenticate their frames.
-
-        Only the transport in Python can do that.
-        """
+        """Take the next sockets, control before the data connections, with the keys that authenticate their frames."""
+        for sock, keys in sockets:
+            sock.setblocking(False)
+            connection_class = CONTROL_CLASS + len(self._sockets)
+            self._sockets.append(sock)
+            if connection_class == CONTROL_CLASS:
+                self._native_transport.attach_control(self._peer, sock.fileno(), keys=keys)
+            else:
+                self._native_transport.attach_data(
+                    self._peer, sock.fileno(), chunk_bytes=self._options.chunk_bytes, keys=keys
+                )
+            self._native_transport.start(self._peer, connection_class)
 
     def suspend(self, connection_class: int) -> bool:
         """Neither read nor write a connection until it goes on with another socket; False if it is over for good."""
+        self._native_transport.suspend(self._peer, connection_class)
+        return self._native_transport.is_suspended(self._peer, connection_class)
 
     def forget_socket(self, connection_class: int) -> None:
         """Close the socket of a suspended connection."""
-
-    def received_position(self, connection_class: int) -> int:
-        """Return how many bytes of what the peer sends on a connection are here, in whole frames."""
+        self._native_transport.forget_socket(self._peer, connection_class)
+        self._sockets[connection_class - CONTROL_CLASS].close()
 
     def resume(self, connection_class: int, sock: socket.socket, position: int) -> int:
         """Let a suspended connection go on with another socket, behind the first bytes, which the peer has.
 
-        Returns how many bytes are sent again.
-        :class:`~syncline.fabric.frames.FrameError` if it cannot have them.
+        Returns how many bytes are sent again; :class:`~syncline.fabric.frames.FrameError` if it cannot have them.
         """
+        self.forget_socket(connection_class)
+        sock.setblocking(False)
+        self._sockets[connection_class - CONTROL_CLASS] = sock
+        resent_bytes = self._native_transport.resume(self._peer, connection_class, sock.fileno(), position=position)
+        if resent_bytes < 0:
+            raise FrameError(f"it cannot have {position} bytes of what was sent on connection {connection_class}")
+        return resent_bytes
 
     def use(self, options: FabricOptions) -> None:
         """Send with these marks and in these sizes from now on."""
+        self._options = options
+        self._native_transport.use(self._peer, eager_bytes=options.eager_bytes, chunk_bytes=options.chunk_bytes)
+        for connection_class, sock in enumerate(self._sockets, start=CONTROL_CLASS):
+            if sock.fileno() >= 0:
+                mark(sock, connection_class, options)
 
-    def send(self, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
-        """Queue a message (see :class:`~syncline.fabric.protocol.Fabric`)."""
-
-    def receive(self, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
+    def receive(
+        self,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,
+        urgency: int,
+        on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None] | None = None,
+    ) -> None:
         """Post a receive."""
+        if on_mismatch is not None:
+            self._mismatched[tag] = on_mismatch
+            on_received = partial(self._received, tag, on_received)
+        self._native_transport.receive(
+            self._peer, tag, destination, signature=signature, urgency=urgency, on_received=on_received
+        )
 
     def cancel(self, tag: int) -> None:
         """Forget a receive."""
+        self._mismatched.pop(tag, None)
+        self._native_transport.cancel(self._peer, tag)
 
     def drop_streams(self, streams: range) -> None:
         """Throw away what comes in these streams from now on, and what came early; it is counted."""
-
-    def send_frame(self, kind: FrameType, *, tag: int = 0, message_bytes: int = 0, payload: bytes = b"") -> None:
-        """Queue a control frame."""
-
-    def flush_control(self) -> None:
-        """Write queued control frames now, as far as the kernel takes them."""
-
-    def end(self) -> None:
-        """Say on each connection that nothing more will come."""
+        self._native_transport.drop_streams(self._peer, streams.start, streams.stop)
 
     def close(self) -> None:
         """Release the connections, and forget what was not received whole."""
-
-    def take_heard(self) -> bool:
-        """Whether anything arrived since the last time this was asked."""
+        self._is_closed = True
+        self._native_transport.close_peer(self._peer)
+        for sock in self._sockets:
+            sock.close()
 
     def let_be_read(self, pid: int) -> None:
         """Copy messages out of the peer's memory where it names their addresses; it is process ``pid``."""
-
-    def let_read_us(self) -> None:
-        """Name the addresses of announced messages: the peer can copy them."""
+        self._native_transport.let_be_read(self._peer, pid)
 
     def statistics(self) -> PeerStatistics:
         """Return a frozen record of all counters."""
+        names = (
+            "connection_class",
+            "sent_bytes",
+            "sent_messages",
+            "received_bytes",
+            "received_messages",
+            "overhead_bytes",
+            "queued_bytes",
+            "reconnects",
+            "resent_bytes",
+        )
+        counters = self._native_transport.counters(self._peer)
+        sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
+        if num_sent or num_received:
+            counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0, 0, 0))
+        return PeerStatistics(
+            connections=tuple(
+                ConnectionStatistics(peer=self._peer, **dict(zip(names, entry, strict=True))) for entry in counters
+            ),
+            unexpected_bytes=self._native_transport.unexpected_bytes(self._peer),
+            pending_receives=self._native_transport.num_pending(self._peer),
+            dropped_messages=self._native_transport.num_dropped(self._peer),
+        )
+
+    def handle(self, kind: int, tag: int, number: int, other: int, text: bytes) -> None:
+        """Tell of one event; a peer that is gone has no more to tell."""
+        if self._is_closed:
+            return
+        if kind == FRAME:
+            try:
+                self._events.on_frame(FrameType(number), tag, text)
+            except FrameError as error:
+                self._events.on_broken(error)
+        elif kind == UNREADABLE:
+            self._events.on_unreadable(OSError(number, f"reading its memory: {os.strerror(number)}"))
+        elif kind == MISMATCH:
+            self._tell_mismatch(tag, other)
+        elif kind == ALL_ENDED:
+            self._events.on_all_ended()
+        elif kind == ALL_CLOSED:
+            self._events.on_all_closed()
+        elif kind == SUSPENDED:
+            self._tell_suspended(tag + CONTROL_CLASS, number, is_damage=bool(other), text=text)
+        else:
+            self._events.on_broken(_error_of(kind, number, text))
+
+    def _tell_suspended(self, connection_class: int, number: int, *, is_damage: bool, text: bytes) -> None:
+        """Tell that a connection broke, unless it goes on already: the peer was faster."""
+        if self._native_transport.is_suspended(self._peer, connection_class):
+            error = DamagedFrameError(text.decode()) if is_damage else _error_of(BROKEN, number, b"")
+            self._events.on_suspended(connection_class, error)
+
+    def _received(self, tag: int, on_received: Callable[[], None]) -> None:
+        del self._mismatched[tag]
+        on_received()
+
+    def _tell_mismatch(self, tag: int, received: int) -> None:
+        """Tell who posted the receive, in Python or in compiled code."""
+        if tag in self._mismatched:
+            self._mismatched.pop(tag)(received)
+        elif tag // CALL_TAGS in self._transport_set.mismatched:
+            self._transport_set.mismatched[tag // CALL_TAGS](self._peer, tag, received)
 
 
-class TransportSet(Protocol):
-    """All transports of one fabric, and the grants that order their senders."""
-
-    def transport(self, peer: int, *, options: FabricOptions, events: PeerTransportEvents) -> PeerTransport:
-        """Make the wire of one peer."""
-
-    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> SliceExecutor:
-        """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
-
-    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
-        """Grant with these sizes from now on."""
-
-    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
-        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``, where that is compiled."""
-
-    def tell_drained(self, on_drained: Callable[[], None]) -> None:
-        """Tell from now on whenever everything that was sent to a peer is with the kernel."""
-
-    def close(self) -> None:
-        """Watch nothing any more; every transport is closed."""
+def _error_of(kind: int, number: int, text: bytes) -> Exception:
+    if kind == BROKEN:
+        return OSError(number, os.strerror(number)) if number else EOFError()
+    if kind == FAULT:
+        return RuntimeError(text.decode(errors="replace"))
+    return DamagedFrameError(text.decode()) if number else FrameError(text.decode())

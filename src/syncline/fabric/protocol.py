@@ -24,8 +24,7 @@ MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
 BULK = 1 << 30
 """From this urgency on, nobody waits for a message: where slow links have smaller pieces, it moves in pieces of up to
-BULK_BYTES, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
-BULK_BYTES = 64 << 10
+64 KiB, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
 
 
 class PeerLeftError(PeerLostError):

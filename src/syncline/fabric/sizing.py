@@ -3,7 +3,7 @@
 Whatever is under way on a link delays an urgent message by the time that the link needs for it. So where the topology
 gives rates, a window lasts about 10 ms on the link that it is for, and a chunk about 5 ms on its route. Where several
 connection classes are open, someone cares for order: then the window is as much less as hosts are quick to answer, down
-to 2 ms (see :mod:`syncline.fabric.grant_window`), and grants are smaller.
+to 2 ms (``native/grant_window.hpp``), and grants are smaller.
 
 Asking costs both ends a wake-up, and pays where the order among senders matters: on links between switches. Where none
 of a known rate lies on the way, a message of up to a chunk comes unasked. What all such senders together may have on
@@ -11,19 +11,17 @@ their way lasts a window.
 
 A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
 SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back. Where the
-queue is shorter than that, senders tell how much was lost, and less is granted (:mod:`syncline.fabric.link_share`).
+queue is shorter than that, senders tell how much was lost, and less is granted (``native/link_share.hpp``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypedDict
 
-from syncline.fabric.grant_window import GrantWindow
-from syncline.fabric.link_share import LinkShare
 from syncline.fabric.options import FabricOptions
 from syncline.topology import DirectedLink, Node, Rank, Switch, Topology
 from syncline.topology.tree import walk
@@ -40,6 +38,45 @@ LEAST_CREDIT_BYTES = 64 << 10
 CONGESTION_WITH_RATES = "cubic"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
 ten seconds it stops a connection for 0.2 s to look at the empty route."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantWindow:
+    """The bytes that may be granted to one rank and not yet here; it begins with the most.
+
+    Equal bounds, or a link of unknown rate, keep it as it is; else it follows how quickly hosts answer.
+    """
+
+    most_bytes: int
+    least_bytes: int
+    bytes_per_s: float = math.inf
+
+    @classmethod
+    def fixed(cls, num_bytes: int) -> GrantWindow:
+        """Return a window that stays as it is."""
+        return cls(most_bytes=num_bytes, least_bytes=num_bytes)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nothing can be learnt."""
+        return self.least_bytes == self.most_bytes or math.isinf(self.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinkShare:
+    """What one receiver may have under way on a link that several draw over, but for one quantum.
+
+    The same object stands for the link in the routes of all senders behind it.
+    """
+
+    part_bytes: int
+    """Its part, if all receivers draw."""
+    most_bytes: int
+    """What no one may exceed."""
+    least_bytes: int
+    """What is left where much is lost."""
+    target_s: float
+    """How long an arrival may take, from its grant on, before the share shrinks."""
 
 
 class WindowSizes(TypedDict):
@@ -142,7 +179,12 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
         num_receivers = below if directed.direction == "down" else topology.num_ranks - below
         window_bytes = int(link.bytes_per_s(directed.direction) * SHARED_WINDOW_S)
         part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
-        return LinkShare(part_bytes, most_bytes=window_bytes, least_bytes=MIN_QUANTUM_BYTES, target_s=TARGET_S)
+        return LinkShare(
+            part_bytes=part_bytes,
+            most_bytes=max(part_bytes, window_bytes),
+            least_bytes=MIN_QUANTUM_BYTES,
+            target_s=TARGET_S,
+        )
 
     shares = {}
     for peer in range(topology.num_ranks):
@@ -182,12 +224,12 @@ def _route_rates(
 def fit_window(own_rate: float, options: FabricOptions) -> GrantWindow:
     """Return the window for a rank to which ``own_rate`` bytes come in a second."""
     if options.grant_window_bytes:
-        return GrantWindow(options.grant_window_bytes)
+        return GrantWindow.fixed(options.grant_window_bytes)
     most_bytes = _route_bytes(own_rate, options)
     if options.num_classes == 1 or math.isinf(own_rate):
-        return GrantWindow(most_bytes)
-    least_bytes = max(2 * MIN_QUANTUM_BYTES, int(own_rate * LEAST_WINDOW_S))
-    return GrantWindow(most_bytes, least_bytes=least_bytes, bytes_per_s=own_rate)
+        return GrantWindow.fixed(most_bytes)
+    least_bytes = min(most_bytes, max(2 * MIN_QUANTUM_BYTES, int(own_rate * LEAST_WINDOW_S)))
+    return GrantWindow(most_bytes=most_bytes, least_bytes=least_bytes, bytes_per_s=own_rate)
 
 
 def _route_bytes(bytes_per_s: float, options: FabricOptions) -> int:

@@ -1,7 +1,8 @@
-"""Who executes the slices of a call: the reference in Python, on any transport, or compiled code in its place.
+"""Who executes the slices of a call: compiled code over TCP, or the reference in Python, which runs on any transport.
 
-The reference is :mod:`syncline.runtime.python_slice_executor`. A transport may put compiled code in its place
-(:meth:`syncline.fabric.Transport.open_executor`), which does the same, to the bit: an engine cannot tell which it has.
+The reference (:mod:`syncline.runtime.python_slice_executor`) serves the fabric in memory, and reductions that are not
+compiled. The fabric over TCP puts compiled code in its place (:meth:`syncline.fabric.Transport.open_executor`), which
+does the same, to the bit: an engine cannot tell which it has.
 """
 
 from __future__ import annotations

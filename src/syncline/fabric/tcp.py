@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
@@ -22,7 +22,6 @@ from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.liveness import Liveness, Suspect
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
-from syncline.fabric.peer_transport import TransportSet
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     ABORTED,
@@ -40,6 +39,9 @@ from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics, add_peers
 from syncline.members import News, is_believed
 from syncline.priorities.terms import Priorities
+
+if TYPE_CHECKING:
+    from syncline.fabric.peer_transport import TransportSet
 
 _log = logging.getLogger(__name__)
 

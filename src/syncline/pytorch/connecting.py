@@ -83,7 +83,7 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
     store = open_store(environment)
     topology = _match(environment, chosen, store, timeout_s=left_s())
     trace = _open_trace(environment, topology)
-    loop = CommunicationLoop(native=options.native)
+    loop = CommunicationLoop()
     loop.start()
     try:
         connecting = connect_tcp(

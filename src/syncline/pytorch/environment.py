@@ -58,8 +58,6 @@ class BackendOptions:
     """From when on a rank that lives, but makes no call, is not waited for any more; default: the group's timeout."""
     trace: str | Path | Trace | None = None
     """Where this rank writes its trace."""
-    native: bool | None = None
-    """False moves messages in Python, True insists on compiled code."""
     shared_memory: bool | None = None
     """Whether small synchronous calls may go through memory that the ranks of one machine share."""
     bind_thread: bool | None = None
@@ -232,7 +230,6 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         secret=_choose_secret(values, said),
         insecure=said.insecure,
         authenticate_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames, default="off"),
-        native=said.native,
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
         congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
     )

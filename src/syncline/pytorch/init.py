@@ -37,7 +37,6 @@ def init(
     silence_s: Seconds | None = None,
     stall_s: Seconds | None = None,
     trace: str | Path | Trace | None = None,
-    native: bool | None = None,
     shared_memory: bool | None = None,
     bind_thread: bool | None = None,
     congestion: str | None = None,
@@ -69,11 +68,11 @@ def init(
     (``SYNCLINE_SILENCE``, 10): from when on a rank without a sign of life is lost. ``stall_s`` (``SYNCLINE_STALL``, as
     the timeout): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
 
-    ``trace`` (``SYNCLINE_TRACE``): where this rank writes its trace. ``native`` (``SYNCLINE_NATIVE``): False moves
-    messages in Python, True insists on compiled code. ``shared_memory`` (``SYNCLINE_SHARED_MEMORY``): whether small
-    collectives may go through memory that the ranks of one machine share. ``bind_thread`` (``SYNCLINE_BIND_THREAD``):
-    whether the communication thread may be bound to cores. ``congestion`` (``SYNCLINE_CONGESTION``): TCP's congestion
-    control, as ``"bbr"``; default: cubic within a machine and where the topology has rates, else the system's.
+    ``trace`` (``SYNCLINE_TRACE``): where this rank writes its trace. ``shared_memory`` (``SYNCLINE_SHARED_MEMORY``):
+    whether small collectives may go through memory that the ranks of one machine share. ``bind_thread``
+    (``SYNCLINE_BIND_THREAD``): whether the communication thread may be bound to cores. ``congestion``
+    (``SYNCLINE_CONGESTION``): TCP's congestion control, as ``"bbr"``; default: cubic within a machine and where the
+    topology has rates, else the system's.
 
     ``join`` (``SYNCLINE_JOIN``): come into an elastic job that runs, by ``"host:port"`` of any member's
     :attr:`Fleet.join_address` (several: with commas). This process is a job of one rank then, until its

@@ -38,7 +38,7 @@ class Ways:
         stack.callback(service.close)
         if not environment.join:
             return cls(environment=environment, service=service)
-        loop = CommunicationLoop(native=environment.fabric.native)
+        loop = CommunicationLoop()
         loop.start()
         stack.callback(loop.stop)
         address, _ = service.join_address

@@ -2,7 +2,7 @@
 
 It lives on the communication loop's thread and is made of callbacks. A call is cut into slices by its layout; each
 slice runs through the dataflow of its schedule by itself, so all links are busy at once. An executor begins slices and
-bounds how many are under way (:mod:`syncline.runtime.slice_executor`). Results are reproducible to the bit:
+bounds how many are under way (:mod:`syncline.fabric.slice_executor`). Results are reproducible to the bit:
 contributions are added in rank order, not in order of arrival.
 
 A call that goes wrong ends all calls, here and on the other ranks: after that the ranks no longer agree on what was

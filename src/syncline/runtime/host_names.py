@@ -60,7 +60,7 @@ def match_topology(
         return _numbered(topology, (name,))
     if isinstance(topology, TopologyError):
         timeout_s = min(timeout_s, REFUSAL_S)
-    loop = CommunicationLoop("syncline-hosts", native=False)
+    loop = CommunicationLoop("syncline-hosts")
     loop.start()
     try:
         rendezvous = Rendezvous(store, job_id=f"{job_id}/hosts")

@@ -28,9 +28,8 @@ class CommunicationLoop:
     >>> loop.stop()
     """
 
-    def __init__(self, name: str = "syncline", *, native: bool | None = None) -> None:
+    def __init__(self, name: str = "syncline") -> None:
         self._name = name
-        self._native = native
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -42,7 +41,7 @@ class CommunicationLoop:
     def start(self) -> None:
         """Start the thread; returns once the loop runs."""
         assert self._thread is None, "the communication loop was started twice"
-        self._loop = new_event_loop(native=self._native)
+        self._loop = new_event_loop()
         self._loop.set_exception_handler(self._handle_exception)
         started = threading.Event()
         self._loop.call_soon(started.set)

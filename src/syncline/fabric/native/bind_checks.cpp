@@ -1,4 +1,4 @@
-// Checksums and codes of frames for the transport in Python, which makes none of its own, and what makes them fast.
+// Checksums and codes of frames for the tests, which make frames by hand, and what makes them fast.
 #include <string>
 
 #include "bindings.hpp"
@@ -55,7 +55,6 @@ void bind_checks(py::module_& module) {
                  return checks;
              }),
              "key"_a)
-        .def_property_readonly("blame", &FrameChecks::blame)
         .def("add", &add, "part"_a)
         .def(
             "payload_field",
@@ -70,14 +69,7 @@ void bind_checks(py::module_& module) {
                 return self.header_field(header_in(memory_of(body, PyBUF_SIMPLE), HEADER_CRC_PLACE));
             },
             "body"_a)
-        .def(
-            "is_sound",
-            [](FrameChecks& self, const py::object& header) {
-                return self.is_sound(header_in(memory_of(header, PyBUF_SIMPLE), HEADER_BYTES));
-            },
-            "header"_a)
-        .def("next_frame", &FrameChecks::next_frame)
-        .def("restart", &FrameChecks::restart);
+        .def("next_frame", &FrameChecks::next_frame);
 }
 
 }  // namespace syncline

@@ -1,4 +1,4 @@
-// The grant scheduler for Python, which compares it with its own.
+// The grant scheduler for Python, which gives it its sizes; its events and grants are for tests.
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -16,13 +16,13 @@ namespace syncline {
 
 namespace {
 
-// A `grant_window.GrantWindow`, by its numbers.
+// A `sizing.GrantWindow`, by its numbers.
 GrantWindow window_of(const py::object& window) {
     return {window.attr("most_bytes").cast<int64_t>(), window.attr("least_bytes").cast<int64_t>(),
             window.attr("bytes_per_s").cast<double>()};
 }
 
-// The same `link_share.LinkShare` of several senders becomes one share of them all.
+// The same `sizing.LinkShare` of several senders becomes one share of them all.
 std::unordered_map<int, GrantScheduler::Shares> shares_of(const py::dict& shares) {
     std::unordered_map<const PyObject*, std::shared_ptr<LinkShare>> known;
     std::unordered_map<int, GrantScheduler::Shares> found;

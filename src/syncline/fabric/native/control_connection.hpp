@@ -1,5 +1,5 @@
-// The control connection to a peer: small frames in order, both ways. It parses and queues; the kernel is only in
-// `read` and `write`, so bytes can be fed and taken without sockets.
+// The control connection to a peer: small frames in order, both ways, ahead of all data. It parses and queues; the
+// kernel is only in `read` and `write`, so bytes can be fed and taken without sockets.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,9 @@
-// A data connection to a peer: chunks of messages, each straight from and into the memory where it belongs. Parsing and
-// queueing are apart from the kernel, which is only in `read` and `write`, so bytes can be fed and taken without
-// sockets.
+// A data connection to a peer: chunks of messages, each straight from and into the memory where it belongs.
+//
+// Messages to be sent are looked at again for each chunk, by (urgency, sequence), so an urgent one waits for no more
+// than that. A chunk that breaks off with its socket comes again on the next, from its first byte, to the same
+// destination. Parsing and queueing are apart from the kernel, which is only in `read` and `write`, so bytes can be fed
+// and taken without sockets.
 #pragma once
 
 #include <sys/uio.h>

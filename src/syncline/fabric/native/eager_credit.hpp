@@ -5,8 +5,9 @@
 
 namespace syncline {
 
-// The receiver's account of what one peer may send without asking. A message costs its bytes and a header; what was
-// consumed is given back in batches of a quarter.
+// The receiver's account of what one peer may send without asking. A message costs its bytes and a header, so that
+// empty messages have a bound too; what was consumed is given back in batches of a quarter, so that credit costs few
+// frames.
 class EagerCredit {
    public:
     explicit EagerCredit(int64_t credit_bytes) : credit_bytes(credit_bytes) {}

@@ -11,7 +11,7 @@
 
 namespace syncline {
 
-// Kinds are stable names for the Python side, `native_wire.py`.
+// Kinds are stable names for the Python side, `peer_transport.py`.
 enum EventKind : uint8_t {
     SENT = 1,        // callback: on_sent
     RECEIVED = 2,    // callback: on_received

@@ -1,4 +1,5 @@
-// Messages that wait to be copied out of the memory of peers on this machine; the rules stand in `fetching.py`.
+// Messages that wait to be copied out of the memory of peers on this machine, the most urgent first. What is copied
+// before others have their turn is bounded.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,13 @@
-// What fills the two 32-bit fields of every frame of one connection and direction: CRC-32s, or codes that only a key
-// can make. `frame_checks.py` says which, and which nonce belongs to which frame.
+// What fills the two 32-bit fields of every frame of one connection and direction: CRC-32s, which find accidents, or
+// codes that only a key can make; decision 0053 says why these.
+//
+// With `authenticate_frames` each connection has two keys, one for each direction, from its handshake. A field is the
+// code that UMAC-32 makes of four bytes: the payload's with twice the number of the frame as its nonce, the header's,
+// in which the payload's stands, with one more. Frames are numbered on each connection and direction and the number is
+// not sent, so a frame that is replayed, left out or moved fails too. A connection that goes on with another socket
+// keeps its keys and its numbers, and what is sent again is the same bytes. Heartbeats beside the stream say their own
+// numbers, which grow, and have nonces from 2^63 on; so no nonce is ever used for two frames. Some few that fail end
+// the peer: a forger has so many guesses in 2^30.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Frames as they travel: a header of 48 bytes, little-endian, and at most one chunk. See `frames.py`, which says why.
+// Frames as they travel: a header of 48 bytes, little-endian, and at most one chunk. `frames.py` says what each kind is
+// for.
 #pragma once
 
 #include <array>

@@ -1,5 +1,12 @@
-// How many bytes one receiver has under way, and what it learns of its link from how long they take. Why stands in
-// `grant_window.py`.
+// How much may be under way to one rank: as little as keeps its link busy.
+//
+// What is under way cannot be called back, so an urgent message waits for a whole window of it, and its request for one
+// more. Too small a window lets the link idle until hosts have answered, and how long they take is not known: tens of
+// microseconds on a quiet machine, milliseconds where ranks wait for a core. But it shows. Where L bytes are under way
+// on average and an arrival takes W seconds from its grant, L / W bytes arrive in a second (Little's law): if that is
+// the link's rate, a smaller window may do, and if it is less, the link idles, or what comes to it is held up
+// elsewhere. So the window follows L / W in small steps, between two bounds. (The mirror image of `link_share.hpp`,
+// whose queue belongs to several receivers.)
 #pragma once
 
 #include <algorithm>
@@ -19,6 +26,8 @@ class GrantWindow {
 
     bool is_fixed() const { return least_bytes == most_bytes || std::isinf(bytes_per_s_); }
 
+    // `count` bytes came `took_s` after their grant, and `underway_bytes` were under way with them. Where less was
+    // under way than might have been, the window was not what held the link up.
     void learn(int64_t count, int64_t underway_bytes, double took_s) {
         if (underway_bytes < num_bytes) return;
         const auto weight = static_cast<double>(count);
@@ -34,8 +43,10 @@ class GrantWindow {
     }
 
    private:
-    static constexpr double BUSY = 0.92, GROWTH = 1.25, DECAY = 0.85;
-    static constexpr int64_t NUM_WINDOWS = 2;
+    // A link that brings this part of its rate is busy; 0.956 of it is payload.
+    static constexpr double BUSY = 0.92;
+    static constexpr double GROWTH = 1.25, DECAY = 0.85;
+    static constexpr int64_t NUM_WINDOWS = 2;  // so many must arrive before the next step
     double bytes_per_s_;
     double num_learnt_bytes_ = 0, sum_underway_bytes_ = 0, sum_took_s_ = 0;
 };

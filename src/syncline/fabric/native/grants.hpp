@@ -1,5 +1,25 @@
-// Who may send next: the receiver's grants. The rules, and why they are so, stand in `grants.py`. Both sides are pure
-// and must decide alike; a test compares them.
+// Who may send next: the receiver's grants. Pure: events in, grants out.
+//
+// A large message waits at its sender until its receiver grants it. The receiver grants by (urgency, arrival) *across
+// all senders* and keeps no more than a window of granted bytes under way, so that
+//
+// - two senders that converge on one rank are ordered by urgency even where no switch honours priorities, and the
+//   queues in the switches stay short (receiver-driven transport, as in Homa, SIGCOMM 2018);
+// - nothing arrives for which no destination is known.
+//
+// An urgent message finds room in the window although less urgent ones fill it: a switch that honours priorities lets
+// it overtake them, and any other serves it right after them. What is less urgent is not granted before most of it is
+// here: sent any earlier, the last part of the urgent message would share the link with it.
+//
+// A window alone would let a few slow senders hold all of it while fast ones idle. So a sender that has nothing under
+// way gets one quantum more, up to twice the window, unless something more urgent is under way; and one sender's share
+// has its own limit.
+//
+// A receiver sees only its own link, but where several receivers draw over one slow link, their windows add up in the
+// queue in front of it. So each holds to its *share* of such a link, over all senders behind it (`link_share.hpp`):
+// then that queue does not overflow, whatever TCP makes of it. Among equally urgent messages those with the smallest
+// share go first: a slow link that idles for a moment is never made up for, and what it carries hardly delays the
+// others.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +46,10 @@ struct Grant {
     int64_t limit_bytes;
 };
 
-// Orders the grants of one rank by (urgency, arrival) over all senders. Times are seconds of one monotonic clock.
+// Orders the grants of one rank. The window bounds what is granted and has not arrived, but for one quantum and for the
+// allowance to what is more urgent and to idle senders; `sender_bytes` does so for single senders, and `shares` for the
+// slow links that a sender's route crosses. A grant is for a quantum at most, or a quarter of a window that grows. Each
+// call costs O(log n) in the number of waiting messages. Times are seconds of one monotonic clock.
 class GrantScheduler {
    public:
     using Shares = std::vector<std::shared_ptr<LinkShare>>;

@@ -1,4 +1,15 @@
-// What one receiver may draw over a link that it shares with others. Why stands in `link_share.py`.
+// One receiver's share of a link that several receivers draw over.
+//
+// If all of them draw, each may have its part of the link's window under way, and the queue in front of the link does
+// not overflow. If some do not, that is seen without asking them: what was granted arrives sooner than a full queue
+// would let it. Then the share grows by one quantum for each of its lengths that arrives, and shrinks again, faster,
+// once arrivals take longer than the target (delay-based congestion control, as in Swift, SIGCOMM 2020, but at the
+// receiver).
+//
+// How long the queue is, nobody says. Where it is shorter than the parts, packets are lost, and delay does not tell: so
+// senders do. Where more than a fiftieth of a share's length was lost on the way (BBRv2 draws the line there too), the
+// share shrinks below its part; it grows back as TCP does, but slowly: by one segment for each LENGTHS of its lengths
+// that arrive, since a loss costs more than a share that is a little small.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +39,7 @@ class LinkShare {
     int64_t underway_bytes = 0;
     std::set<int> waiting;  // senders that were passed over because the share was used up
 
+    // What one grant takes of it at most: smaller ones cost the ranks more than a shorter queue gains.
     int64_t quantum_bytes(int64_t urgency) const {
         return std::max(urgency < BULK_URGENCY ? int64_t{1} : BULK_BYTES, std::min(part_bytes / 2, limit_bytes));
     }
@@ -39,6 +51,7 @@ class LinkShare {
         grants_.emplace_back(granted_bytes_, now_s);
     }
 
+    // Of several senders, as if they came in turn.
     void arrived(int64_t num_bytes, double now_s) {
         const double granted_s = count_out(num_bytes);
         judged_bytes_ += num_bytes;
@@ -63,7 +76,9 @@ class LinkShare {
     void forgotten(int64_t num_bytes) { count_out(num_bytes); }
 
    private:
-    static constexpr int64_t SEGMENT_BYTES = 1448, TOLERATED = 50, LENGTHS = 8;
+    static constexpr int64_t SEGMENT_BYTES = 1448;  // what a TCP segment carries where a frame has 1500 bytes
+    static constexpr int64_t TOLERATED = 50;        // one byte of so many may be lost
+    static constexpr int64_t LENGTHS = 8;
 
     int64_t most_bytes_, least_bytes_;
     double target_s_;

@@ -1,7 +1,8 @@
 // The event loop over the sockets of one transport: which can be read and written, and which wait to be written.
 //
-// It has no thread. Whoever has a reactor calls `poll_once`, or waits for its descriptor, which is readable when a
-// connection is, and when `wake` was called.
+// A tick reads what arrived on all connections; then this rank grants, and then it writes, control connections before
+// data: together, since each small frame of its own would cost a packet. It has no thread. Whoever has a reactor calls
+// `poll_once`, or waits for its descriptor, which is readable when a connection is, and when `wake` was called.
 #pragma once
 
 #include <unordered_map>

@@ -1,5 +1,7 @@
 // What one peer sends us: receives that were posted, messages that came before theirs, and where each chunk belongs.
-// The rules stand in `inbox.py`.
+//
+// What a header says is believed only as far as it was allowed before: a large message must have been granted, byte for
+// byte, and a small one must fit into the credit. So no peer can make this process allocate more than its credit.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,9 @@
-// What a connection sends: its frames, one after the other, kept until the peer has them, so that they can be sent
-// again on the next socket. Positions count the bytes of the stream; the rules stand in `send_stream.py`.
+// What a connection sends: its frames, one after the other, kept until the peer has them.
+//
+// A socket that broke has a successor, and what the peer has not got is sent again there: the same bytes, from the end
+// of the last frame that arrived whole. Positions count the bytes of the stream, so they are the sequence number of
+// each frame, though no frame carries one. Payload is copied when it is first sent: whoever sends it may change it
+// before the peer has it, and a send that waited for the peer would cost each step a round trip.
 #pragma once
 
 #include <sys/uio.h>

@@ -1,5 +1,5 @@
-// What one peer is sent: at once within its credit, else announced and sent as it grants; the most urgent first.
-// The rules stand in `outbox.py`.
+// What one peer is sent: at once within its credit, else announced and sent as it grants; the most urgent first. A
+// message counts as unsent until its last byte is with the kernel.
 #pragma once
 
 #include <array>

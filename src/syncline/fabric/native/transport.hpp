@@ -1,8 +1,7 @@
 // One rank's messages with all its peers: what waits, what is granted, what travels, what is here.
 //
-// The rules stand in the Python modules `inbox.py`, `outbox.py`, `data_connection.py` and `control_connection.py`, and
-// both speak the same protocol. Here they run without the interpreter: a rank that is woken for a request, a grant or a
-// chunk of a message goes back to sleep without touching it, and Python hears of whole messages.
+// All of it runs without the interpreter: a rank that is woken for a request, a grant or a chunk of a message goes back
+// to sleep without touching it, and Python hears of whole messages.
 //
 // Everything is called on the communication loop's thread. `poll` and `finish` run without the interpreter lock and
 // touch no Python object; what they release or tell is kept until a call that holds the lock.

@@ -1,4 +1,4 @@
-// Bulk messages: those that may wait for all others, as `grants.py` has them.
+// Bulk messages: those that may wait for all others, as `protocol.py` has them.
 #pragma once
 
 #include <cstdint>

@@ -23,8 +23,7 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
 from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial_once, read_exactly
-from syncline.fabric.frame_checks import FrameKeys
-from syncline.fabric.handshake import REASONS, Dialer, Refusal, RefusedError, Terms, derive_key
+from syncline.fabric.handshake import REASONS, Dialer, FrameKeys, Refusal, RefusedError, Terms, derive_key
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Address
 

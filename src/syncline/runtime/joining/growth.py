@@ -368,7 +368,7 @@ class Growth:
             )
         sock = _listen(self._address, options, port)
         self.join_address: Address = (self._address, sock.getsockname()[1])
-        self._loop = CommunicationLoop("syncline-join", native=False)
+        self._loop = CommunicationLoop("syncline-join")
         self._loop.start()
 
         async def serve() -> JoinServer:
@@ -430,7 +430,7 @@ class Growth:
         self._loop.stop()
 
     def _join_attempt(self, attempt: int) -> None:
-        loop = CommunicationLoop("syncline-larger", native=self._options.native)
+        loop = CommunicationLoop("syncline-larger")
         try:
             loop.start()
         except OSError as error:

@@ -21,7 +21,7 @@ from typing import Any
 from syncline.errors import TopologyError
 from syncline.fabric import FabricOptions
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.frame_checks import FrameKeys
+from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Attempt, Flags, JobRecord, Newcomer, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, join_terms

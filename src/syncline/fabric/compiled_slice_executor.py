@@ -26,8 +26,8 @@ Mismatched = Callable[[int, int, int], None]
 """Told (peer, tag, received signature)."""
 
 
-class NativeSliceExecutor:
-    """Executes calls on a native transport; those with a reduction of the caller's own are left to ``reference``.
+class CompiledSliceExecutor:
+    """Executes calls on a native transport; those whose reduction is not compiled are left to ``reference``.
 
     Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a
     mismatch who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
@@ -52,7 +52,8 @@ class NativeSliceExecutor:
         self._dataflows: dict[int, tuple[Dataflow, _native.Dataflow]] = {}
 
     def __repr__(self) -> str:
-        return f"<NativeSliceExecutor: {self.num_active_slices} slices, {self._pool.used_bytes} temporary bytes in use>"
+        in_use = f"{self._pool.used_bytes} temporary bytes in use"
+        return f"<CompiledSliceExecutor: {self.num_active_slices} slices, {in_use}>"
 
     @property
     def num_active_slices(self) -> int:
@@ -73,7 +74,7 @@ class NativeSliceExecutor:
         """Return an execution that has not begun."""
         if not _native.can_add(call.reduction.dtype, call.reduction.op):
             return self._reference.open(call)
-        return NativeExecution(self, call)
+        return CompiledExecution(self, call)
 
     def heard_s(self, peer: int) -> float:
         """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
@@ -122,12 +123,12 @@ class NativeSliceExecutor:
         return known[1]
 
 
-class NativeExecution:
+class CompiledExecution:
     """All slices of one call on their way."""
 
     __slots__ = ("_call", "_executor", "_run", "is_over")
 
-    def __init__(self, executor: NativeSliceExecutor, call: SlicedCall) -> None:
+    def __init__(self, executor: CompiledSliceExecutor, call: SlicedCall) -> None:
         self._executor = executor
         self._call = call
         self._run = executor.compile(call, self._done)

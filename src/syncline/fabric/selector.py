@@ -1,4 +1,4 @@
-"""A selector that lets the loop sleep while compiled transports have nothing for Python.
+"""A selector that lets the loop sleep while transports have nothing for Python.
 
 asyncio asks its selector what is ready. Requests, grants and pieces of messages make sockets ready and need no Python
 at all: here they are dealt with inside that question, without the interpreter's lock, and the loop wakes up for whole
@@ -15,7 +15,7 @@ from syncline.fabric._native import NativeTransport, wait
 _EPOLLIN, _EPOLLOUT = 1, 4
 
 
-class NativeSelector(selectors.EpollSelector):
+class Selector(selectors.EpollSelector):
     """Serves every transport that is registered to be read."""
 
     def __init__(self) -> None:
