@@ -303,10 +303,6 @@ NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
             "syncline.Fleet.add_update",
-            "syncline.Fleet.enter_epoch",
-            "syncline.Fleet.enter_fabric",
-            "syncline.Fleet.numbers_of",
-            "syncline.Fleet.reserve_streams",
             "syncline.DistributedOptimizer.go_on",
             "syncline.DistributedOptimizer.grow_with",
             "syncline.CheckpointWork.end",

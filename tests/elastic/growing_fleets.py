@@ -15,8 +15,8 @@ import syncline
 from meeting_stores import DictStore
 from syncline.endpoints import parse_endpoint
 from syncline.fabric import FabricOptions
+from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.fleet_growth import FleetGrowth
 from syncline.runtime import CommunicationLoop, Communicator, communicators_in_memory
 from syncline.runtime.joining import Entry, Growth
 from syncline.topology import Topology

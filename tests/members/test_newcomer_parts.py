@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import TopologyError
 from syncline.members.job_record import Attempt, JobRecord, Newcomer
-from syncline.pytorch.fleet_growth import choose_sources
+from syncline.pytorch.epochs import choose_sources
 from syncline.topology import Topology
 
 RACKS = Topology.load("two-racks-5-3")

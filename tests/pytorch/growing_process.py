@@ -26,7 +26,8 @@ from torch.distributed import TCPStore
 
 import syncline
 from syncline.errors import PeerLostError
-from syncline.pytorch.fleet_growth import FleetGrowth, GrowingTraining
+from syncline.pytorch.epochs import FleetGrowth
+from syncline.pytorch.growing_training import GrowingTraining
 from syncline.runtime.joining.server import JoinServer
 from syncline.updates import Updater
 from syncline.updates.elastic_sharded import ElasticShardedUpdater

@@ -1,8 +1,8 @@
 """``syncline.reconfigure()``: a smaller or larger default group in the same processes, after losses or for newcomers.
 
 Nothing here decides who is a member. The ranks of such a world are a fleet that nobody sees, with an elastic job's
-agreement (:class:`~syncline.pytorch.elastic_training.Recovery`) and an elastic job's way in for newcomers
-(:class:`~syncline.pytorch.fleet_growth.FleetGrowth`); a training takes part in both, and here the default group does.
+agreement (:class:`~syncline.pytorch.epochs.Recovery`) and an elastic job's way in for newcomers
+(:class:`~syncline.pytorch.epochs.FleetGrowth`); a training takes part in both, and here the default group does.
 That group is on streams of the fleet's fabric, so closing it leaves the connections open, and a smaller one opens none.
 """
 
@@ -28,8 +28,8 @@ from syncline.errors import ConfigurationError
 from syncline.members import LOSSES, Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.connecting import with_address
-from syncline.pytorch.elastic_training import Recovery
 from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment
+from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
@@ -82,11 +82,12 @@ class WorldGrowth:
     lines: Sequence[str] = LINES
     is_joining = False
 
-    def __init__(self, fleet: Fleet, settings: Elastic, environment: Environment) -> None:
+    def __init__(self, fleet: Fleet, growth: FleetGrowth, settings: Elastic, environment: Environment) -> None:
         self.flags: Flags = NO_FLAGS
         """What the first member has told of newcomers in the last :func:`commit`."""
         self.fleet = fleet
-        self.recovery = fleet.recovery = Recovery(fleet, settings)
+        self.recovery = fleet.recovery = Recovery(fleet, settings, growth)
+        self._growth = growth
         fleet.on_close(lambda _: self.recovery.close())
         fleet.is_elastic = True
         self._options = with_address(environment).fabric
@@ -120,7 +121,7 @@ class WorldGrowth:
     def positions(self) -> None:
         """Return nothing: no call goes on in the next epoch."""
 
-    def enter(self, fleet: Fleet) -> None:  # noqa: ARG002 - it is this one's
+    def enter(self, fleet: FabricPlace) -> None:  # noqa: ARG002 - it is this one's
         """Forget what was told of newcomers in the epoch before."""
         self.flags = NO_FLAGS
 
@@ -152,7 +153,7 @@ class WorldGrowth:
         told = self._control.sum_of(self._make_flags, "commit of a step").tolist()
         self.flags = int(told[0]), int(told[1])
         if not self.flags[1]:
-            self.fleet.growth.end_step()
+            self._growth.end_step()
         return bool(self.flags[1])
 
     def reconfigure(self, step: int | None) -> Reconfiguration:
@@ -177,7 +178,7 @@ class WorldGrowth:
             if cause is not None:
                 self.recovery.recover(cause)
             elif self.flags[1]:
-                self.fleet.growth.end_step()
+                self._growth.end_step()
             self.flags = NO_FLAGS
             return self._open()
         except LOSSES as error:
@@ -210,7 +211,7 @@ class WorldGrowth:
         return None
 
     def _make_flags(self) -> torch.Tensor:
-        return torch.tensor(self.fleet.growth.flags(), dtype=torch.float64)
+        return torch.tensor(self._growth.flags(), dtype=torch.float64)
 
     def _note_streams(self, state: GroupState) -> None:
         """Let later epochs use none of the streams that this one's groups have used."""
@@ -359,9 +360,10 @@ def _begin(options: BackendOptions, elastic: Elastic | None) -> WorldGrowth:
     fleet = open_fleet(environment, is_current=False)
     try:
         check_topology(fleet.communicator)
-        growth = WorldGrowth(fleet, Elastic.choose(elastic) or Elastic(), environment)
-        fleet.growth.begin(growth)
+        assert fleet.growth is not None, "every fleet that is opened may grow"
+        world = WorldGrowth(fleet, fleet.growth, Elastic.choose(elastic) or Elastic(), environment)
+        fleet.growth.begin(world)
     except BaseException:
         fleet.close(is_failing=True)
         raise
-    return growth
+    return world

@@ -20,7 +20,7 @@ from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.failure_saving import FailureSaving, WholeState
 from syncline.pytorch.fleet import Fleet, current_fleet
-from syncline.pytorch.fleet_growth import GrowingTraining
+from syncline.pytorch.growing_training import GrowingTraining
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.preemption import heed

@@ -6,31 +6,30 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from syncline.arguments import Whole, checked
+from syncline.arguments import checked
 from syncline.errors import ConfigurationError
 from syncline.members import Epoch
 from syncline.observe import Trace
 from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollectives, TensorWork
-from syncline.pytorch.fabric_place import FabricPlace
+from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.notices import Notice, Preemption
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
-from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
 
 _entering = threading.Lock()
 _current: Fleet | None = None
 
 
-class Fleet:
+class Fleet(FabricPlace):
     """All ranks of a job as this one sees them, made by :func:`syncline.init`; a context manager that closes itself.
 
     Every rank calls the same collectives in the same order, from one thread at a time. Each takes a tensor of any
@@ -48,29 +47,22 @@ class Fleet:
     """
 
     def __init__(self, communicator: Communicator, *, is_trusted: bool = True) -> None:
-        self.base = communicator
-        """The communicator of all ranks, on whose fabric later epochs are."""
-        self.communicator = communicator
-        """That of the current epoch."""
-        self.epoch = Epoch(number=0, members=communicator.members)
-        self.numbers = communicator.members
-        """By rank of :attr:`base`, what ``members`` calls it: who comes later has the next number."""
-        self.growth: Any = None
-        """The FleetGrowth that lets newcomers in, or brings this rank into a running job; None without one."""
-        self.recovery: Any = None
-        """The Recovery that takes the job from epoch to epoch, if its models are elastic."""
+        members = communicator.members
+        epoch = Epoch(number=0, members=members)
+        super().__init__(base=communicator, communicator=communicator, epoch=epoch, numbers=members)
+        self.growth: FleetGrowth | None = None
+        """What lets newcomers in, or brings this rank into a running job."""
+        self.recovery: Recovery | None = None
+        """What takes the job from epoch to epoch, if its models are elastic."""
         self.is_elastic: bool | None = None
         """What distribute() was told first; None before it."""
         self.preemption: Preemption | None = None
         """What takes note of signals that tell of this process's end, if ``init(on_preemption=)`` asked for it."""
         self._is_trusted = is_trusted
-        self._make_collectives()
-        self.next_stream = 1
-        """The first stream that is free."""
+        self._on_move()
         self._on_close: list[Callable[[bool], None]] = []
         self._count_steps: list[Callable[[], Tally]] = []
         self._count_updates: list[Callable[[], object | None]] = []
-        self._lock = threading.Lock()
         self._is_closed = False
         self.error_in_flight: BaseException | None = None
         """With what the fleet closes, if with an exception."""
@@ -122,10 +114,6 @@ class Fleet:
     def notice(self) -> Notice:
         """Return what this rank was told of its end."""
         return Notice.NONE if self.preemption is None else self.preemption.notice
-
-    def numbers_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return what the job calls these ranks of :attr:`base`."""
-        return tuple(self.numbers[rank] for rank in ranks)
 
     @property
     def topology(self) -> Topology:
@@ -298,37 +286,6 @@ class Fleet:
         if steps is not None:
             self._count_steps.append(steps)
 
-    @checked
-    def reserve_streams(self, number: Whole) -> range:
-        """Take streams for the calls of a model; every rank takes as many, in the same order."""
-        with self._lock:
-            first = self.next_stream
-            self.next_stream += number
-        return range(first, first + number)
-
-    def enter_epoch(self, epoch: Epoch, *, first_stream: int) -> None:
-        """Go on with the members of ``epoch``, on streams that no rank has used before; every member does so alike."""
-        group = self.base.open_group(epoch.members, streams=range(first_stream, NUM_STREAMS))
-        before, self.communicator = self.communicator, group
-        self.epoch, self.next_stream = epoch, first_stream + 1
-        self._make_collectives()
-        if before is not self.base:
-            before.close()
-
-    def enter_fabric(self, place: FabricPlace) -> FabricPlace:
-        """Go on with the communicator of another fabric; return where the fleet was, which stays open."""
-        before = FabricPlace(
-            base=self.base,
-            communicator=self.communicator,
-            epoch=self.epoch,
-            numbers=self.numbers,
-            next_stream=self.next_stream,
-        )
-        self.base, self.communicator, self.epoch = place.base, place.communicator, place.epoch
-        self.numbers, self.next_stream = place.numbers, place.next_stream
-        self._make_collectives()
-        return before
-
     def _end(self, work: TensorWork, *, async_op: bool) -> TensorWork | None:
         if async_op:
             self._under_way.add(work)
@@ -336,7 +293,7 @@ class Fleet:
         work.wait()
         return None
 
-    def _make_collectives(self) -> None:
+    def _on_move(self) -> None:
         self._under_way = PendingCalls()
         self.communicator.count_by(self._tally)
         self._collectives = TensorCollectives(self.communicator)

@@ -33,6 +33,7 @@ def heed(fleet: Fleet, optimizer: DistributedOptimizer, notices: Mapping[int, No
     if optimizer.checkpoint_if_state_is_lost is not None:
         _save(optimizer, optimizer.checkpoint_if_state_is_lost)
     if leaving != fleet.base.rank:
+        assert fleet.recovery is not None, "a rank leaves a job that is elastic"
         fleet.recovery.expect_leave(leaving)
     else:
         others = fleet.world_size - 1

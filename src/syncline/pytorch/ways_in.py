@@ -10,8 +10,8 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.connecting import with_address, with_secret
 from syncline.pytorch.environment import Environment
+from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.fleet_growth import FleetGrowth
 from syncline.pytorch.limits import with_times
 from syncline.runtime import CommunicationLoop
 from syncline.runtime.joining import Entry, Growth

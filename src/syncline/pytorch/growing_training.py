@@ -1,0 +1,244 @@
+"""The training of a job that may grow: how it is taken away and put in place again, and what newcomers lack of it.
+
+That comes from the nearest member: parameters, buffers, optimizer state, hyper-parameters, position. State that is
+divided among the ranks is not among it: all of them divide it anew when the newcomer is one of them. One broadcast for
+each tensor, or for some small ones together, along the tree of the source and those that it serves.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.members.job_record import NO_FLAGS, Flags
+from syncline.pytorch.checkpoint.group import CheckpointGroup
+from syncline.pytorch.epochs import Recovery
+from syncline.pytorch.installation import Installation
+from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.packing import pack, unpack
+from syncline.pytorch.training import Training
+from syncline.updates import Updater
+from syncline.updates.bucket import Slot
+from syncline.updates.control import ControlStream
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
+from syncline.updates.peer_state import HeldState
+from syncline.updates.state_values import decode_single, describe_state, dtype_of
+
+PACKED_BYTES = 4 << 20
+"""Smaller tensors go together in messages of about this size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a training is, beside its tensors, in what JSON can say."""
+
+    iteration: int
+    extra: Any = None
+    """What the members offer (``optimizer.offer_extra``)."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """The states of what they gave to ``resume()``, as text."""
+
+
+class _SentState:
+    """A source of optimizer state whose elements come later: it gathers where they are to land."""
+
+    def __init__(self, catalogue: Mapping[str, Mapping[str, Any]]) -> None:
+        self._catalogue = catalogue
+        self.targets: dict[tuple[str, str], torch.Tensor] = {}
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return a parameter's state: a number type for what has one value for each element, else the value."""
+        state = self._catalogue.get(parameter, {})
+        return {
+            key: dtype_of(value) if isinstance(value, str) else decode_single(value[0]) for key, value in state.items()
+        }
+
+    def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
+        """Note where elements are wanted; a newcomer wants each parameter's whole."""
+        assert start == 0, "who steps the whole model has the whole state"
+        self.targets[slot.name, key] = target
+
+
+def give_state(model: nn.Module, group: CheckpointGroup, control: ControlStream, position: Position) -> None:
+    """Give the newcomers of ``control``, of which this rank is the first, all that they lack."""
+    entries = group.entries()
+    head = {
+        "groups": group.groups(),
+        "state": describe_state(entries),
+        "iteration": position.iteration,
+        "extra": position.extra,
+        "parts": position.parts,
+    }
+    text = json.dumps(head).encode()
+    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    control.start_broadcast(torch.tensor([len(text)]), "size of a newcomer's position").wait()
+    control.start_broadcast(payload, "a newcomer's position").wait()
+    divided = {(entry.parameter, entry.key): entry.value for entry in entries if entry.start is not None}
+    _broadcast([*_model_tensors(model), *(divided[key] for key in sorted(divided))], control)
+
+
+def take_state(model: nn.Module, group: CheckpointGroup, control: ControlStream) -> Position:
+    """Take what :func:`give_state` gives, as another rank of ``control``; return where the training is."""
+    size = torch.zeros(1, dtype=torch.int64)
+    control.start_broadcast(size, "size of a newcomer's position").wait()
+    payload = torch.zeros(int(size), dtype=torch.uint8)
+    control.start_broadcast(payload, "a newcomer's position").wait()
+    head = json.loads(bytes(payload.tolist()))
+    group.load_groups(head["groups"])
+    source = _SentState(head["state"])
+    group.load_state(source)
+    _broadcast([*_model_tensors(model), *(source.targets[key] for key in sorted(source.targets))], control)
+    return Position(iteration=int(head["iteration"]), extra=head["extra"], parts=head["parts"])
+
+
+def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return what the model is made of, in an order in which all ranks agree."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], control: ControlStream) -> None:
+    """Give the first rank's tensors to all: as they lie, where that goes, else packed; the next while one is sent."""
+    under_way: list[tuple[Any, torch.Tensor | None, Sequence[torch.Tensor]]] = []
+    for batch in _batches(tensors):
+        (tensor, *others) = batch
+        if not others and tensor.device.type == "cpu" and tensor.is_contiguous():
+            under_way.append((control.start_broadcast(tensor.detach(), "a newcomer's tensor"), None, batch))
+        else:
+            packed = pack(batch)
+            under_way.append((control.start_broadcast(packed, "a newcomer's tensors"), packed, batch))
+        while len(under_way) > 2:
+            _end(*under_way.pop(0), takes=control.rank != 0)
+    for entry in under_way:
+        _end(*entry, takes=control.rank != 0)
+
+
+def _end(work: Any, packed: torch.Tensor | None, batch: Sequence[torch.Tensor], *, takes: bool) -> None:
+    work.wait()
+    if takes and packed is not None:
+        unpack(packed, batch)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors, small ones together; those of no elements are left out."""
+    batch: list[torch.Tensor] = []
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if batch and sum(each.nbytes for each in (*batch, tensor)) > PACKED_BYTES:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
+class GrowingTraining:
+    """The training of a job that may grow."""
+
+    def __init__(self, installation: Installation, optimizer: DistributedOptimizer) -> None:
+        self.extra: Any = None
+        self.offer: Callable[[], Any] | None = None
+        self.parts: Mapping[str, str] = {}
+        self.offer_parts: Callable[[], Mapping[str, str]] | None = None
+        self.lines = installation.describe()
+        """What a newcomer's training must have alike."""
+        self._installation = installation
+        self._optimizer = optimizer
+        self._iteration = 0
+        self._came_at: int | None = None
+        """The steps that were made when this rank came in, if it did."""
+        self._held: list[HeldState] = []
+        """What this rank has of a divided state, while the training is taken away."""
+        self._before: Updater | None = None
+        """What worked on the model before it was taken away."""
+        optimizer.grow_with(self)
+
+    @property
+    def iteration(self) -> int:
+        """Steps that were made when the training was put in place last."""
+        return self._iteration
+
+    @property
+    def has_just_come(self) -> bool:
+        """Whether this rank has come into the running job, and has made no step in it yet."""
+        return self._came_at is not None and self._came_at == self._training.updater.iteration
+
+    @property
+    def recovery(self) -> Recovery:
+        """What takes the job from epoch to epoch."""
+        recovery = self._installation.fleet.recovery
+        assert recovery is not None, "a training that may grow is elastic"
+        return recovery
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether it is within ``join()``."""
+        training = self._installation.training
+        return training is not None and training.is_joining
+
+    @property
+    def flags(self) -> Flags:
+        """What the first member has told of newcomers with the last pass."""
+        training = self._installation.elastic_training
+        return NO_FLAGS if training is None else training.flags
+
+    def end_step(self) -> None:
+        """Take in who is connected; every member comes here at the end of the same step."""
+        growth = self._installation.fleet.growth
+        if growth is not None:
+            growth.end_step()
+
+    def finish(self) -> None:
+        """End what is under way of the last step, among the members as they are."""
+        self._training.finish()
+
+    def leave(self) -> None:
+        """Take the training away, and keep what it has."""
+        updater = self._training.updater
+        self._iteration, self._before = updater.iteration, updater
+        self._held = updater.held_state() if isinstance(updater, ElasticShardedUpdater) else []
+        self._installation.remove()
+
+    def resume(self) -> None:
+        """Put the model into training on the fleet as it is now; each rank gets its part of a divided state."""
+        training = self._installation.install(has_values=True)
+        training.updater.go_on_from(self._iteration)
+        self._optimizer.go_on(training, self._installation.elastic_training)
+        held, self._held = self._held, []
+        if isinstance(training.updater, ElasticShardedUpdater):
+            training.updater.admit(held)
+        if self._before is not None:
+            self._before.release()
+            self._before = None
+            gc.collect()  # a training refers to its parts and they to it, and they have as much memory as the model
+
+    def give(self, control: ControlStream) -> None:
+        """Give newcomers the state, as the first rank of ``control``."""
+        position = Position(
+            iteration=self._iteration,
+            extra=self.offer() if self.offer is not None else None,
+            parts=self.offer_parts() if self.offer_parts is not None else {},
+        )
+        give_state(self._installation.model, self._group(), control, position)
+
+    def take(self, control: ControlStream) -> None:
+        """Take what :meth:`give` gives."""
+        position = take_state(self._installation.model, self._group(), control)
+        self._iteration = self._came_at = position.iteration
+        self.extra, self.parts = position.extra, position.parts
+        self._held = []  # what this rank had alone counts no more
+
+    @property
+    def _training(self) -> Training:
+        training = self._installation.training
+        assert training is not None, "a training that was taken away makes no steps"
+        return training
+
+    def _group(self) -> CheckpointGroup:
+        return CheckpointGroup(self._installation.model, self._installation.optimizer)
