@@ -209,7 +209,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _listen() -> Growth:
-    return Growth(OPTIONS, machine=MACHINE, terms={})
+    return Growth(OPTIONS, terms={})
 
 
 def _growing(communicator: Communicator, **way: Any) -> Fleet:

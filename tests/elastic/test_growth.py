@@ -58,7 +58,7 @@ def members(number: int, *, is_open: bool = True, why_not: str = "") -> Iterator
     with contextlib.ExitStack() as stack:
         growths = []
         for _ in range(number):
-            growths.append(Growth(OPTIONS, machine="box", terms={"timeout_s": 7.0}))
+            growths.append(Growth(OPTIONS, terms={"timeout_s": 7.0}))
             stack.callback(growths[-1].close)
         job = JobRecord.first(
             Topology.flat(number), machines=["box"] * number, join_addresses=[each.join_address for each in growths]
@@ -225,7 +225,7 @@ def test_strangers_are_refused_with_the_reason(change: dict[str, object], told: 
     with members(1) as job:
         with newcomer(job.addresses[0], replace(OPTIONS, **change)) as entry:
             refuses(entry, told)
-        until(lambda: job.growths[0].num_refused == 1)
+        until(lambda: job.growths[0]._server.num_refused == 1)
 
 
 def test_a_job_that_does_not_grow_says_why() -> None:
@@ -305,9 +305,9 @@ def test_an_attempt_that_fails_ends_for_its_newcomer_and_not_for_the_job() -> No
 
 
 def test_ranks_of_a_host_take_the_next_ports() -> None:
-    first = Growth(OPTIONS, machine="box", terms={})
+    first = Growth(OPTIONS, terms={})
     port = first.join_address[1]
-    second = Growth(OPTIONS, machine="box", terms={}, port=port)
+    second = Growth(OPTIONS, terms={}, port=port)
     try:
         assert port < second.join_address[1] < port + 64
     finally:

@@ -145,11 +145,6 @@ class Recovery:
         """The stream of the first calls in this epoch."""
         self._regroup = self._open_regroup()
 
-    @property
-    def epoch(self) -> Epoch:
-        """The current epoch."""
-        return self._fleet.epoch
-
     def add(self, part: ElasticPart) -> None:
         """Let a training go on after losses; every rank adds the same ones in the same order."""
         self._parts.append(part)

@@ -73,7 +73,6 @@ class Ways:
 def _listen(environment: Environment) -> Growth:
     return Growth(
         with_secret(environment.fabric),
-        machine=environment.host,
         terms=_terms(environment.fabric),
         port=environment.join_port or 0,
     )

@@ -35,7 +35,7 @@ class Regroup:
         self._port = communicator.open_port("regroup")
         self._communicator = communicator
         self._machine = Agreement(
-            rank=epoch.members[communicator.rank], epoch=epoch, min_ranks=min_ranks, describe=self.describe
+            rank=epoch.members[communicator.rank], epoch=epoch, min_ranks=min_ranks, describe=self._port.describe_peer
         )
         self._timeout_s = timeout_s
         self._work: Work | None = None
@@ -45,15 +45,6 @@ class Regroup:
         self._interrupt: Interrupt | None = None
         """What came since the last agreement, if anything did."""
         self._port.call(lambda: self._open(stream), timeout_s)
-
-    def describe(self, rank: int) -> str:
-        """``"rank 3 (host b1)"``."""
-        return self._port.describe_peer(rank)
-
-    @property
-    def epoch(self) -> Epoch:
-        """The last epoch that was agreed on."""
-        return self._machine.epoch
 
     def agree(self, accused: Iterable[int], *, first_free: int) -> Go:
         """Wait until all who are left agree on who goes on; on the training thread.

@@ -22,7 +22,6 @@ from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
 from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.sockets import open_listening_socket, resolve_address
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
-from syncline.observe import Trace
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
 from syncline.runtime.joining.server import VERSION, JoinServer
 from syncline.runtime.loop import CommunicationLoop
@@ -100,7 +99,6 @@ class Party:
 
     connection: JoinConnection
     options: FabricOptions
-    trace: Trace | None = None
     admitted: Admitted | None = None
     """Set when this rank is connected to all others."""
     _connecting: asyncio.Task[None] | None = None
@@ -170,7 +168,6 @@ class Party:
                 rendezvous=rendezvous,
                 topology=topology,
                 numbers=job.numbers,
-                trace=self.trace,
             )
         except SynclineError as error:
             await self.connection.send("failed", attempt=attempt, why=str(error))
@@ -211,7 +208,6 @@ class Entry:
     addresses: list[Address]
     """Where members listen."""
     topology: str | None = None
-    trace: Trace | None = None
     _connection: JoinConnection | None = field(default=None, repr=False)
     _is_over: bool = False
     """Whether a member has said that the job is."""
@@ -304,7 +300,7 @@ class Entry:
         assert self._connection is not None, "it has asked"
         await self._connection.send("ready", lines=lines)
         try:
-            return await Party(self._connection, self.options, self.trace).follow(is_newcomer=True)
+            return await Party(self._connection, self.options).follow(is_newcomer=True)
         except EOFError as error:
             self._is_over = isinstance(error, JobOverError)
             self._connection.close()
@@ -342,19 +338,9 @@ class Growth:
     All methods are for one thread, the one that trains.
     """
 
-    def __init__(
-        self,
-        options: FabricOptions,
-        *,
-        machine: str,
-        terms: Mapping[str, Any],
-        port: int = 0,
-        trace: Trace | None = None,
-    ) -> None:
-        """``terms`` are what newcomers take over; ``machine`` is what this rank calls its host."""
+    def __init__(self, options: FabricOptions, *, terms: Mapping[str, Any], port: int = 0) -> None:
+        """``terms`` are what newcomers take over."""
         self._options = options
-        self._machine = machine
-        self._trace = trace
         self._job: JobRecord | None = None
         self._rank = 0
         self._part: _Part | None = None
@@ -375,11 +361,6 @@ class Growth:
             return JoinServer(sock, options, terms)
 
         self._server = self._loop.run(serve(), ANSWER_S)
-
-    @property
-    def num_refused(self) -> int:
-        """How many connections of strangers were refused."""
-        return self._server.num_refused
 
     def adopt(self, options: FabricOptions, terms: Mapping[str, Any]) -> None:
         """Behave as the job does that this rank is about to come into."""
@@ -452,7 +433,7 @@ class Growth:
         )
         try:
             await connection.send("member", attempt=attempt, epoch=self._job.epoch, rank=self._rank)
-            party = Party(connection, self._options, self._trace)
+            party = Party(connection, self._options)
             asked.set_result(party)
             await party.follow(is_newcomer=False)
         finally:
