@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from meeting_stores import DictStore
-from syncline.backend.collectives import GroupCollectives
 from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import Communicator
+from syncline.tensors.collectives import TensorCollectives
 from syncline.topology import Topology
 from thread_fleets import run_fleets
 
-Body = Callable[[GroupCollectives, Communicator], Any]
+Body = Callable[[TensorCollectives, Communicator], Any]
 
 
 def run_in_memory(world: int | Topology, body: Body, **options: Any) -> list[Any]:
     """Run ``body`` on every rank; the options are those of :func:`thread_fleets.run_fleets`."""
 
     def on_rank(fleet: Fleet) -> Any:
-        return body(GroupCollectives(fleet.communicator), fleet.communicator)
+        return body(TensorCollectives(fleet.communicator), fleet.communicator)
 
     return run_fleets(world, on_rank, **options)
 
@@ -36,7 +36,7 @@ def run_over_tcp(world: int, body: Body) -> list[Any]:
         with Communicator.connect(
             rank=rank, world_size=world, topology=topology, store=store, options=FabricOptions(), timeout_s=60.0
         ) as communicator:
-            return body(GroupCollectives(communicator), communicator)
+            return body(TensorCollectives(communicator), communicator)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(on_rank, range(world)))

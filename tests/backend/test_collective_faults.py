@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.backend.collectives import GroupCollectives
 from syncline.errors import DeadlineError, MismatchError, PeerLostError, SynclineError
-from syncline.pytorch.collectives import TensorWork
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.work import TensorWork
 
 WORLD = 4
 ROOT = 1
 SUM = dist.ReduceOp.SUM
-Begin = Callable[[GroupCollectives, int], TensorWork]
+Begin = Callable[[TensorCollectives, int], TensorWork]
 
 
 def then_barrier(work: TensorWork, communicator: Any) -> None:
@@ -56,7 +56,7 @@ def test_a_rank_that_is_lost_ends_the_call(name: str, run_ranks: Any) -> None:
     lost = ROOT if name in {"scatter", "broadcast", "gather"} else WORLD - 1
     have_begun = threading.Barrier(WORLD)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> str:
+    def body(collectives: TensorCollectives, communicator: Any) -> str:
         if communicator.rank == lost:
             communicator.barrier().wait()
             communicator.abort()
@@ -79,7 +79,7 @@ def test_a_rank_that_is_lost_while_messages_are_under_way(name: str, run_ranks: 
     lost = ROOT if name == "scatter" else WORLD - 1
     have_begun, have_heard = threading.Barrier(WORLD), threading.Barrier(WORLD - 1)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> bool:
+    def body(collectives: TensorCollectives, communicator: Any) -> bool:
         if communicator.rank == lost:
             have_begun.wait(60)
             communicator.abort()
@@ -102,7 +102,7 @@ def test_a_rank_that_is_lost_while_messages_are_under_way(name: str, run_ranks: 
 def test_a_rank_that_calls_something_else_is_told_to_all(name: str, run_ranks: Any) -> None:
     have_failed = threading.Barrier(WORLD)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> str:
+    def body(collectives: TensorCollectives, communicator: Any) -> str:
         rank = communicator.rank
         begin = (lambda c, _: c.all_reduce(torch.ones(77), SUM)) if rank == 2 else CALLS[name]
         with pytest.raises(MismatchError) as caught:
@@ -140,7 +140,7 @@ SIZES: dict[str, Begin] = {
 def test_sizes_that_do_not_fit_are_an_error_of_all(name: str, run_ranks: Any) -> None:
     have_failed = threading.Barrier(WORLD)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> str:
+    def body(collectives: TensorCollectives, communicator: Any) -> str:
         with pytest.raises(MismatchError) as caught:
             then_barrier(SIZES[name](collectives, communicator.rank), communicator)
         have_failed.wait(60)
@@ -155,7 +155,7 @@ def test_sizes_that_do_not_fit_are_an_error_of_all(name: str, run_ranks: Any) ->
 def test_a_monitored_barrier_names_all_that_are_missing(wait_all_ranks: bool, run_ranks: Any) -> None:
     have_failed = threading.Barrier(WORLD)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> str:
+    def body(collectives: TensorCollectives, communicator: Any) -> str:
         if communicator.rank in {2, 3}:
             have_failed.wait(60)
             return ""
@@ -176,7 +176,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(name: str, run_ranks
     have_failed = threading.Barrier(WORLD)
     absent = ROOT if name in {"gather", "scatter", "broadcast"} else 2
 
-    def body(collectives: GroupCollectives, communicator: Any) -> str:
+    def body(collectives: TensorCollectives, communicator: Any) -> str:
         if communicator.rank == absent:
             have_failed.wait(60)
             return ""
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(name: str, run_ranks
 def test_a_short_wait_leaves_the_call_under_way(run_ranks: Any) -> None:
     may_come = threading.Event()
 
-    def body(collectives: GroupCollectives, communicator: Any) -> float:
+    def body(collectives: TensorCollectives, communicator: Any) -> float:
         output = torch.zeros(1)
         if communicator.rank == 0:
             assert may_come.wait(60)
@@ -208,7 +208,7 @@ def test_a_short_wait_leaves_the_call_under_way(run_ranks: Any) -> None:
 
 
 def test_what_failed_stays_failed(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         with pytest.raises(MismatchError):
             collectives.all_reduce(torch.ones(communicator.rank + 1), SUM).wait()
         with pytest.raises(SynclineError):

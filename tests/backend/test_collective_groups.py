@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from small_racks import RACKS
-from syncline.backend.collectives import GroupCollectives
 from syncline.errors import PeerLostError
 from syncline.fabric import MEMORY_CLASS
 from syncline.runtime import Communicator
 from syncline.runtime.shared_memory import futex
+from syncline.tensors.collectives import TensorCollectives
 from syncline.topology import Topology
 
 SUM = dist.ReduceOp.SUM
 
 
-def check_every_call(collectives: GroupCollectives, rank: int, members: tuple[int, ...]) -> None:
+def check_every_call(collectives: TensorCollectives, rank: int, members: tuple[int, ...]) -> None:
     """Make each call in a group; its ranks bring the job's number of theirs."""
     size, me, numbers = len(members), members[rank], [float(member) for member in members]
     tensor = torch.tensor([float(me)])
@@ -50,11 +50,11 @@ def check_every_call(collectives: GroupCollectives, rank: int, members: tuple[in
 def test_groups_that_overlap_and_groups_that_do_not(seed: int, run_ranks: Any) -> None:
     groups = [(4, 0, 2), (1, 3, 5), (5, 4, 3, 2), (0, 1)]
 
-    def body(collectives: GroupCollectives, communicator: Communicator) -> None:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> None:
         for number, members in enumerate(groups):
             if communicator.rank in members:
                 with communicator.open_group(members, streams=range(40 + 4 * number, 44 + 4 * number)) as group:
-                    check_every_call(GroupCollectives(group), group.rank, members)
+                    check_every_call(TensorCollectives(group), group.rank, members)
             check_every_call(collectives, communicator.rank, tuple(range(6)))
 
     run_ranks(Topology.parse(RACKS), body, seed=seed)
@@ -63,9 +63,9 @@ def test_groups_that_overlap_and_groups_that_do_not(seed: int, run_ranks: Any) -
 def test_calls_of_several_groups_are_under_way_at_once(run_ranks: Any) -> None:
     """Two ranks make the calls of two groups and of all ranks in opposite order."""
 
-    def body(collectives: GroupCollectives, communicator: Communicator) -> list[float]:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> list[float]:
         groups = [communicator.open_group((0, 1), streams=range(8 + 4 * k, 12 + 4 * k)) for k in range(2)]
-        users = [GroupCollectives(group) for group in groups] + [collectives]
+        users = [TensorCollectives(group) for group in groups] + [collectives]
         order = users if communicator.rank == 0 else users[::-1]
         outputs = {user: torch.zeros(2) for user in users}
         source = torch.full((2,), communicator.rank + 1.0)
@@ -80,7 +80,7 @@ def test_calls_of_several_groups_are_under_way_at_once(run_ranks: Any) -> None:
 
 
 def test_a_rank_that_a_group_loses_ends_only_what_needs_it(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Communicator) -> str:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> str:
         rank = communicator.rank
         if rank == 4:
             collectives.barrier().wait()
@@ -90,7 +90,7 @@ def test_a_rank_that_a_group_loses_ends_only_what_needs_it(run_ranks: Any) -> No
         group = communicator.open_group(members, streams=range(8 + 4 * (rank >= 2), 12 + 4 * (rank >= 2)))
         collectives.barrier().wait()
         output = torch.zeros(len(members))
-        work = GroupCollectives(group).all_to_all_single(output, output)
+        work = TensorCollectives(group).all_to_all_single(output, output)
         if rank < 2:
             work.wait()
             return "done"
@@ -105,7 +105,7 @@ def test_a_rank_that_a_group_loses_ends_only_what_needs_it(run_ranks: Any) -> No
     "sizes", [(0, 0, 0, 0, 0, 0), (5, 0, 0, 0, 0, 0), (1, 0, 7, 0, 300_000, 2), (9, 8, 7, 6, 5, 4)]
 )
 def test_parts_of_any_size(sizes: tuple[int, ...], run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Communicator) -> None:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> None:
         rank = communicator.rank
         outputs = [torch.full((size,), -1.0) for size in sizes]
         collectives.all_gather(outputs, torch.full((sizes[rank],), float(rank))).wait()
@@ -124,7 +124,7 @@ def test_unequal_parts_cross_slow_links_once(run_ranks: Any) -> None:
     sizes = (1000, 0, 300, 50_000, 7, 20_000)
     left, right = 4 * sum(sizes[:4]), 4 * sum(sizes[4:])
 
-    def body(collectives: GroupCollectives, communicator: Communicator) -> list[Counter[str]]:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> list[Counter[str]]:
         own, counted = sizes[communicator.rank], [uplinks(communicator)]
         collectives.all_gather([torch.empty(size) for size in sizes], torch.ones(own)).wait()
         counted.append(uplinks(communicator))
@@ -155,7 +155,7 @@ def uplinks(communicator: Communicator) -> Counter[str]:
 def test_small_calls_that_are_awaited_are_made_in_shared_memory(run_ranks: Any) -> None:
     """All twenty of them, up to 64 KiB; and the engine makes what follows in the same order on all ranks."""
 
-    def body(collectives: GroupCollectives, communicator: Communicator) -> tuple[Counter[str], int]:
+    def body(collectives: TensorCollectives, communicator: Communicator) -> tuple[Counter[str], int]:
         assert communicator.open_segment()
         rank, before = communicator.rank, messages(communicator)
         for num_bytes in (4, 1 << 10, 8 << 10, 64 << 10):

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from test_group_collectives import check_moves, check_reductions
 
-from syncline.backend import collectives as group_collectives
-from syncline.backend import direct
-from syncline.backend.collectives import GroupCollectives
 from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
-from syncline.pytorch import collectives as tensor_collectives
-from syncline.pytorch import host_memory
-from syncline.pytorch.collectives import TensorWork
+from syncline.tensors import collectives as tensor_collectives
+from syncline.tensors import memory
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.work import TensorWork
 from syncline.updates.private_torch import tree_leaves
 
 WORLD = 3
@@ -31,7 +29,7 @@ def strided(value: float = 0.0) -> torch.Tensor:
 
 
 def test_strided_inputs_and_outputs(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         tensor = strided(rank + 1.0)
         collectives.all_reduce(tensor, SUM).wait()
@@ -69,7 +67,7 @@ def test_strided_inputs_and_outputs(run_ranks: Any) -> None:
 
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_an_input_that_is_part_of_the_output(is_awaited: bool, run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         whole = torch.full((6,), -1.0)
         own = whole[2 * rank : 2 * rank + 2].fill_(rank)
@@ -123,7 +121,7 @@ def calls_with_their_tensors(rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]
 def test_tensors_can_be_resized_after_every_call(is_awaited: bool, run_ranks: Any) -> None:
     """FSDP frees a parameter so, and takes memory for it anew; who only lent the memory must not prevent that."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         if is_awaited:
             communicator.open_segment()
         for name, arguments in calls_with_their_tensors(communicator.rank):
@@ -149,7 +147,7 @@ ONE_ELEMENT: dict[str, Callable[[], torch.Tensor]] = {
 def test_one_element_may_have_any_stride(name: str, run_ranks: Any) -> None:
     """Torch takes it as contiguous."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         tensor = ONE_ELEMENT[name]()
         assert (tensor.is_contiguous(), set(tensor.stride()) != {1}) == (True, True)
         collectives.all_reduce(tensor, SUM).wait()
@@ -168,7 +166,7 @@ def test_one_element_may_have_any_stride(name: str, run_ranks: Any) -> None:
 def test_all_to_all_in_place(run_ranks: Any) -> None:
     """Rank r brings 10 r + k for rank k, in more bytes than are sent before they are asked for."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         source = torch.arange(3.0).repeat_interleave(20_000) + 10 * rank
         collectives.all_to_all_single(source, source).wait()
@@ -181,7 +179,7 @@ def test_all_to_all_in_place(run_ranks: Any) -> None:
 
 
 def test_outputs_that_are_given_twice_hold_one_rank_whole(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> list[list[float]]:
+    def body(collectives: TensorCollectives, communicator: Any) -> list[list[float]]:
         rank = communicator.rank
         source = torch.full((20_000,), float(rank))
         gathered, received, collected = (torch.empty(20_000) for _ in range(3))
@@ -196,7 +194,7 @@ def test_outputs_that_are_given_twice_hold_one_rank_whole(run_ranks: Any) -> Non
 def test_lists_of_neighbouring_memory_need_no_copy(run_ranks: Any) -> None:
     """The parts land where they belong, as an all-gather of objects has them; one that is not in order is copied."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         whole = torch.zeros(8)
         parts = list(whole[1:7].split(2))
         collectives.all_gather(parts, torch.full((2,), communicator.rank + 1.0)).wait()
@@ -212,7 +210,7 @@ def test_lists_of_neighbouring_memory_need_no_copy(run_ranks: Any) -> None:
 
 
 def test_tensors_of_autograd(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         leaf = torch.full((3,), communicator.rank + 1.0, requires_grad=True)
         collectives.all_reduce(leaf, SUM).wait()
         assert leaf.tolist() == [6, 6, 6]
@@ -230,7 +228,7 @@ def test_tensors_of_autograd(run_ranks: Any) -> None:
 def test_tensors_of_an_inference(run_ranks: Any) -> None:
     """Their works may be ended where no inference goes on, as by a thread of their own."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank, average = communicator.rank, dist.ReduceOp.AVG
         with torch.inference_mode():
             whole, row, source, part, rows = (torch.ones(3), strided(1), torch.ones(3), torch.zeros(1), torch.zeros(3))
@@ -260,7 +258,7 @@ def test_tensors_of_an_inference(run_ranks: Any) -> None:
 
 
 def test_conjugates_are_what_they_stand_for(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         memory = torch.full((2,), complex(1, communicator.rank + 1))
         collectives.all_reduce(memory.conj(), SUM).wait()
         assert memory.tolist() == [3 + 6j, 3 + 6j]
@@ -274,9 +272,8 @@ class FakeDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_copied = 0
-        for module in (host_memory, tensor_collectives):
+        for module in (memory, tensor_collectives):
             monkeypatch.setattr(module, "is_plain", lambda _: False)
-        for module in (host_memory, tensor_collectives, group_collectives, direct):
             monkeypatch.setattr(module, "host_memory_of", self.copy)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +287,7 @@ def test_tensors_on_a_device_go_through_host_memory(
 ) -> None:
     device = FakeDevice(monkeypatch)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         check_moves(collectives, rank, torch.float32, (2, 3))
         check_reductions(collectives, rank, "AVG", torch.float64)
@@ -305,7 +302,7 @@ def test_tensors_on_a_device_go_through_host_memory(
     assert device.num_copied > 0
 
 
-def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
+def refused() -> dict[str, tuple[Callable[[TensorCollectives], object], str]]:
     some, other = torch.ones(2), torch.ones(2, dtype=torch.int32)
     eight_bits = torch.ones(2).to(torch.float8_e5m2)
     return {
@@ -324,7 +321,7 @@ def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
         "no factor": (lambda c: c.all_reduce(some, dist.ReduceOp.PREMUL_SUM), "needs a factor"),
         "bits of floats": (lambda c: c.all_reduce(some, dist.ReduceOp.BAND), "no band of torch.float32"),
         "order of complex": (lambda c: c.all_reduce(some + 1j, dist.ReduceOp.MAX), "no order"),
-        "no op": (lambda c: c.all_reduce(some, "sum"), "must be a torch.distributed.ReduceOp: SUM, .*, not 'sum'"),  # type: ignore[arg-type]
+        "no op": (lambda c: c.all_reduce(some, None), "must be a torch.distributed.ReduceOp: SUM, .*, not None"),  # type: ignore[arg-type]
         "one list short": (lambda c: c.all_gather([some], some), "one tensor for each of 2 ranks, not 1"),
         "no list": (lambda c: c.gather(None, some, 0), "one tensor for each of 2 ranks, not 0"),
         "own part": (lambda c: c.all_gather([torch.ones(3), torch.ones(3)], some), "one size, not of 2, 3 elements"),
@@ -337,7 +334,7 @@ def refused() -> dict[str, tuple[Callable[[GroupCollectives], object], str]]:
 
 
 def test_what_cannot_be_done_is_refused_and_spoils_nothing(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> float:
+    def body(collectives: TensorCollectives, communicator: Any) -> float:
         if communicator.rank == 0:
             for begin, message in refused().values():
                 with pytest.raises(ConfigurationError, match=message):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.backend.device_copies import CopyKind, CopyRange, CudaCopier
+from syncline.tensors.device_copies import CopyKind, CopyRange, CudaCopier
 
 GPU = torch.device("cuda", 0)
 

@@ -15,11 +15,7 @@ from test_group_collectives import check_moves, check_reductions
 from thread_device import WAIT_S, ThreadDevice
 from thread_groups import run_groups
 
-from syncline.backend import group_state, staged_collectives, staging
-from syncline.backend.collectives import GroupCollectives
-from syncline.backend.device_copies import CopyKind
-from syncline.backend.staged_collectives import StagedCollectives
-from syncline.backend.staging import Staging
+from syncline.backend import group_state
 from syncline.errors import (
     ConfigurationError,
     DeadlineError,
@@ -30,6 +26,10 @@ from syncline.errors import (
 )
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.schedule import Collective, Schedule, plan_ring
+from syncline.tensors import staging
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.device_copies import CopyKind
+from syncline.tensors.staging import StagedCollectives, Staging
 from syncline.topology import Topology
 from thread_fleets import run_fleets
 
@@ -37,21 +37,20 @@ WORLD = 3
 SMALL_BLOCK = 4096
 SUM = dist.ReduceOp.SUM
 TO_HOST, TO_DEVICE = CopyKind.TO_HOST, CopyKind.TO_DEVICE
-Body = Callable[[GroupCollectives, Any, ThreadDevice], Any]
+Body = Callable[[TensorCollectives, Any, ThreadDevice], Any]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (staging, staged_collectives):
-        monkeypatch.setattr(module, "BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(staging, "BLOCK_BYTES", SMALL_BLOCK)
     monkeypatch.setattr(staging, "MAX_BLOCKS", 3)
 
 
 @contextmanager
-def staged_on(communicator: Any, device: ThreadDevice) -> Iterator[GroupCollectives]:
+def staged_on(communicator: Any, device: ThreadDevice) -> Iterator[TensorCollectives]:
     stage = Staging(communicator, device)
     try:
-        yield GroupCollectives(communicator, staged=StagedCollectives(communicator, stage, stream=NUM_STREAMS - 2))
+        yield TensorCollectives(communicator, staged=StagedCollectives(communicator, stage, stream=NUM_STREAMS - 2))
     finally:
         stage.close()
         device.stop()
@@ -94,9 +93,9 @@ def test_results_are_to_the_bit_those_of_whole_tensors(
     world = topology.num_ranks
     num = 1543 * world
 
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> None:
         rank = communicator.rank
-        host = GroupCollectives(communicator)
+        host = TensorCollectives(communicator)
         for op in (SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist._make_nccl_premul_sum(0.3)):
             expected, tensor = many(rank, num, dtype), many(rank, num, dtype)
             host.all_reduce(expected, op).wait()
@@ -121,7 +120,7 @@ def test_results_are_to_the_bit_those_of_whole_tensors(
 
 
 def test_every_type_shape_and_reduction() -> None:
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> int:
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> int:
         for op, dtype in (("SUM", torch.int8), ("AVG", torch.float64), ("BXOR", torch.int16), ("SUM", torch.bool)):
             check_reductions(collectives, communicator.rank, op, dtype)
         for shape in ((), (0,), (2, 3)):
@@ -132,7 +131,7 @@ def test_every_type_shape_and_reduction() -> None:
 
 
 def test_tensors_that_are_strided_or_conjugates() -> None:
-    def body(collectives: GroupCollectives, communicator: Any, _: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> None:
         rank = communicator.rank
         memory = torch.full((60, 60), rank + 1.0)
         collectives.all_reduce(memory.t()[:, ::2], SUM).wait()
@@ -155,7 +154,7 @@ def test_tensors_that_are_strided_or_conjugates() -> None:
 def test_tensors_of_autograd_and_of_an_inference() -> None:
     """Threads copy them where no inference goes on."""
 
-    def body(collectives: GroupCollectives, _: Any, __: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, _: Any, __: ThreadDevice) -> None:
         leaf = torch.ones(3, requires_grad=True)
         collectives.all_reduce(leaf, dist.ReduceOp.AVG).wait()
         assert leaf.requires_grad
@@ -178,7 +177,7 @@ def test_inputs_and_outputs_that_share_memory(*, is_own: bool) -> None:
     """The own part, or a range across two parts, which results of early chunks would overwrite before it is read."""
     num = 3 * SMALL_BLOCK // 4
 
-    def body(collectives: GroupCollectives, communicator: Any, _: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> None:
         rank = communicator.rank
         place = rank * num if is_own else num // 2
         whole = torch.zeros(WORLD * num)
@@ -196,7 +195,7 @@ def test_later_chunks_are_copied_while_the_first_is_under_way() -> None:
     """Rank 1 makes no call before rank 0 has copied as many chunks as it has memory for; none can be over then."""
     devices = [ThreadDevice(), ThreadDevice()]
 
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> None:
         tensor = torch.ones(5 * SMALL_BLOCK // 4)
         if communicator.rank == 0:
             work = collectives.all_reduce(tensor, SUM)
@@ -218,8 +217,8 @@ def test_copies_that_differ_in_time_do_not_change_the_order_of_calls() -> None:
     """Between begin and copy of rank 0's tensor, both ranks make and end other calls; rank 1 has sent all it can."""
     devices = [ThreadDevice(held=[TO_HOST]), ThreadDevice()]
 
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> None:
-        host = GroupCollectives(communicator)
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> None:
+        host = TensorCollectives(communicator)
         tensors = [torch.full((3 * SMALL_BLOCK // 4,), float(k)) for k in range(3)]
         works = [collectives.all_reduce(tensor, SUM) for tensor in tensors]
         others = [torch.ones(5000), torch.ones(5000)]
@@ -239,7 +238,7 @@ def test_copies_that_differ_in_time_do_not_change_the_order_of_calls() -> None:
 def test_nobody_waits_for_the_users_stream() -> None:
     """What it has not made yet is not copied, and meanwhile other calls go on."""
 
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> None:
         tensor = torch.zeros(10)
         device.user_stream.clear()
         work = collectives.all_reduce(tensor, SUM)
@@ -256,7 +255,7 @@ def test_nobody_waits_for_the_users_stream() -> None:
 def test_a_wait_ends_before_the_last_copy_and_orders_the_current_stream_behind_it() -> None:
     devices = [ThreadDevice(held=[TO_DEVICE], is_lazy=True) for _ in range(2)]
 
-    def body(collectives: GroupCollectives, _: Any, device: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, _: Any, device: ThreadDevice) -> None:
         tensor = torch.ones(2 * SMALL_BLOCK // 4)
         work = collectives.all_reduce(tensor, SUM)
         work.wait()
@@ -272,7 +271,7 @@ def test_a_wait_ends_before_the_last_copy_and_orders_the_current_stream_behind_i
 def test_calls_of_many_threads_in_one_order() -> None:
     """Many calls at once need more memory than there is, and all end."""
 
-    def body(collectives: GroupCollectives, _: Any, __: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, _: Any, __: ThreadDevice) -> None:
         tensors = [torch.full((2000 + 50 * k,), float(k)) for k in range(20)]
         works = [collectives.all_reduce(tensor, SUM) for tensor in tensors]
         with ThreadPoolExecutor(4) as pool:
@@ -283,7 +282,7 @@ def test_calls_of_many_threads_in_one_order() -> None:
 
 
 def test_calls_that_differ_are_an_error() -> None:
-    def body(collectives: GroupCollectives, communicator: Any, _: ThreadDevice) -> str:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> str:
         tensor = torch.ones(5000 + communicator.rank)
         with pytest.raises(SynclineError) as caught:
             collectives.all_reduce(tensor, SUM).wait(WAIT_S)
@@ -331,7 +330,7 @@ def test_a_copy_that_fails_ends_its_call_and_later_ones_on_all_ranks() -> None:
     devices = [ThreadDevice() for _ in range(2)]
     devices[1].error = RuntimeError("an illegal memory access was encountered")
 
-    def body(collectives: GroupCollectives, communicator: Any, _: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> None:
         if communicator.rank == 0:
             with pytest.raises(PeerLostError, match=r"rank 1 .* gave up: its device failed: an illegal memory access"):
                 collectives.all_reduce(torch.ones(5000), SUM).wait(WAIT_S)
@@ -345,7 +344,7 @@ def test_a_copy_that_fails_ends_its_call_and_later_ones_on_all_ranks() -> None:
 
 
 def test_a_deadline_that_is_over_is_refused_and_spoils_nothing() -> None:
-    def body(collectives: GroupCollectives, _: Any, __: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, _: Any, __: ThreadDevice) -> None:
         tensor = torch.ones(1)
         with pytest.raises(ConfigurationError, match="a deadline lies in the future"):
             collectives.all_reduce(tensor, SUM, timeout_s=-1.0)
@@ -356,7 +355,7 @@ def test_a_deadline_that_is_over_is_refused_and_spoils_nothing() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
-    def body(collectives: GroupCollectives, communicator: Any, _: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> None:
         if communicator.rank == 0:
             with pytest.raises(DeadlineError, match="rank 1"):
                 collectives.all_reduce(torch.ones(5000), SUM, timeout_s=0.2).wait()
@@ -371,7 +370,7 @@ def test_a_close_ends_what_is_under_way() -> None:
     devices = [ThreadDevice(held=[TO_HOST]) for _ in range(2)]
     works = []
 
-    def body(collectives: GroupCollectives, communicator: Any, device: ThreadDevice) -> None:
+    def body(collectives: TensorCollectives, communicator: Any, device: ThreadDevice) -> None:
         works.append(collectives.all_reduce(torch.ones(50_000), SUM))
         device.wait_until_queued(TO_HOST, 3)
         communicator.barrier().wait()

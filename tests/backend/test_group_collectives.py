@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.backend.collectives import GroupCollectives
+from syncline.tensors.collectives import TensorCollectives
 
 Tensors = list[torch.Tensor]
 WORLD = 3
@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-def check_reductions(collectives: GroupCollectives, rank: int, name: str, dtype: torch.dtype) -> None:
+def check_reductions(collectives: TensorCollectives, rank: int, name: str, dtype: torch.dtype) -> None:
     op = getattr(dist.ReduceOp, name)
     for shape in SHAPES:
         every = [brought(k, dtype, shape) for k in range(WORLD)]
@@ -93,7 +93,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
 def test_every_reduction_of_every_type(op: str, run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for dtype in (dtype for name, dtype in CASES if name == op):
             check_reductions(collectives, communicator.rank, op, dtype)
 
@@ -101,7 +101,7 @@ def test_every_reduction_of_every_type(op: str, run_ranks: Any) -> None:
 
 
 def test_reductions_anywhere(run_anywhere: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for op, dtype in (("SUM", torch.float32), ("AVG", torch.bfloat16), ("BXOR", torch.int16), ("SUM", torch.bool)):
             check_reductions(collectives, communicator.rank, op, dtype)
 
@@ -112,7 +112,7 @@ def test_reductions_anywhere(run_anywhere: Any) -> None:
 def test_a_factor_multiplies_before_the_sum(factor: float | torch.Tensor, run_ranks: Any) -> None:
     op = dist._make_nccl_premul_sum(factor)
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for dtype in FLOATS + COMPLEX:
             tensor = torch.full((3,), communicator.rank + 1).to(dtype)
             collectives.all_reduce(tensor, op).wait()
@@ -125,7 +125,7 @@ def test_a_factor_multiplies_before_the_sum(factor: float | torch.Tensor, run_ra
     run_ranks(WORLD, body)
 
 
-def check_moves(collectives: GroupCollectives, rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_moves(collectives: TensorCollectives, rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     every = [brought(k, dtype, shape) for k in range(WORLD)]
 
     def fresh() -> Tensors:
@@ -157,7 +157,7 @@ def check_same(actual: Tensors, expected: Tensors) -> None:
 
 
 def test_every_type_is_moved(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for dtype in EVERY_KIND:
             check_moves(collectives, communicator.rank, dtype, (2, 3))
 
@@ -165,7 +165,7 @@ def test_every_type_is_moved(run_ranks: Any) -> None:
 
 
 def test_tensors_of_any_shape_are_moved_anywhere(run_anywhere: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for shape in [*SHAPES, (300_001,)]:
             check_moves(collectives, communicator.rank, torch.int64, shape)
 
@@ -173,7 +173,7 @@ def test_tensors_of_any_shape_are_moved_anywhere(run_anywhere: Any) -> None:
 
 
 def test_one_tensor_of_all_ranks(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         for dtype in EVERY_KIND:
             every = [brought(k, dtype, (2, 2)) for k in range(WORLD)]
             output = torch.empty(6, 2, dtype=dtype)
@@ -186,7 +186,7 @@ def test_one_tensor_of_all_ranks(run_ranks: Any) -> None:
 def test_rows_for_every_rank(run_anywhere: Any) -> None:
     """Rank r has r * k rows for rank k, so there are pairs with none; and as many for each."""
 
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         splits = [rank * k for k in range(WORLD)]
         source = torch.cat([torch.full((rank * k, 2), 10.0 * rank + k) for k in range(WORLD)])
@@ -201,7 +201,7 @@ def test_rows_for_every_rank(run_anywhere: Any) -> None:
 
 
 def test_several_tensors_at_once(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, communicator: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank
         many = [torch.full((4,), rank + 1.0), torch.full((2, 2), rank, dtype=torch.int64), torch.empty(0)]
         collectives.all_reduce_coalesced(many, dist.ReduceOp.SUM).wait()
@@ -226,7 +226,7 @@ def test_several_tensors_at_once(run_ranks: Any) -> None:
 
 
 def test_a_single_rank(run_ranks: Any) -> None:
-    def body(collectives: GroupCollectives, _: Any) -> None:
+    def body(collectives: TensorCollectives, _: Any) -> None:
         source, output = torch.arange(4.0), torch.empty(4)
         collectives.all_reduce(output.copy_(source), dist.ReduceOp.AVG).wait()
         check_same([output], [source])
@@ -248,7 +248,7 @@ def test_a_single_rank(run_ranks: Any) -> None:
 
 
 def test_barriers(run_anywhere: Any) -> None:
-    def body(collectives: GroupCollectives, _: Any) -> bool:
+    def body(collectives: TensorCollectives, _: Any) -> bool:
         collectives.barrier(is_awaited=True).wait()
         collectives.monitored_barrier(wait_all_ranks=True).wait()
         work = collectives.barrier()

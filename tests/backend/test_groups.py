@@ -15,11 +15,11 @@ from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
-from syncline.backend.group_parts import open_part
+from syncline.backend.group_state import open_part
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
 from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
-from syncline.pytorch import host_memory
+from syncline.tensors import memory
 
 
 def test_a_work_is_over_however_it_is_asked() -> None:
@@ -381,13 +381,13 @@ def test_a_group_that_ended_ends_what_is_under_way_and_later_calls(*, is_aborted
 def test_groups_of_a_world_keep_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call needs beside its tensors is kept for the next one, also of another group."""
     allocated_bytes: list[int] = []
-    allocate = host_memory._empty
+    allocate = memory._empty
 
     def count(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         allocated_bytes.append(num_elements * dtype.itemsize)
         return allocate(num_elements, dtype)
 
-    monkeypatch.setattr(host_memory, "_empty", count)
+    monkeypatch.setattr(memory, "_empty", count)
 
     def body(group: Group) -> None:
         world = group.state

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import torch
 
-from syncline.backend.device_copies import CopyKind, CopyRange
+from syncline.tensors.device_copies import CopyKind, CopyRange
 
 WAIT_S = 60.0
 Job = tuple[Sequence[CopyRange], Sequence[threading.Event], threading.Event]

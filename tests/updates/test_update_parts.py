@@ -11,12 +11,12 @@ import torch
 
 from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.runtime import CommunicationLoop, Work, communicators_in_memory
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.updates import AllReduce, Sharded
 from syncline.updates.control import ControlStream
-from syncline.updates.memory import bytes_of, reduction_for
 from syncline.updates.readiness import Readiness
 from syncline.updates.report import StepReports
-from syncline.updates.worker_thread import WorkerThread
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64, torch.int8])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from syncline.backend.completions import CompletionThreads
-from syncline.pytorch.collectives import TensorWork
+from syncline.tensors.work import TensorWork
 from syncline.updates.private_torch import uncompiled
 
 _NO_TIMEOUT = timedelta(0)

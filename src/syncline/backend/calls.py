@@ -6,10 +6,9 @@ group), the timeout of this call, and whether the caller goes on meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -19,12 +18,11 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.signatures import takes_torch_names
 from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
-from syncline.pytorch.collectives import TensorWork
 from syncline.runtime.call import BasicSettings
+from syncline.tensors.work import TensorWork
 from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
-_Start = Callable[..., TensorWork]
 
 
 class GroupCalls:
@@ -40,17 +38,17 @@ class GroupCalls:
 
     def allreduce(self, tensors: Any, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks, in place; several become what is made of all of them, as with gloo."""
-        return self._all_reduce(_list(tensors, "allreduce"), opts)
-
-    def _all_reduce(self, several: list[torch.Tensor], opts: Any) -> CallWork:
-        settings = _settings(opts, c10d.AllreduceOptions)
-        collectives, op = self.state.collectives, settings.reduceOp
+        several, settings = _list(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
+        collectives, op, how = self.state.collectives, settings.reduceOp, self._count(settings)
         if len(several) > 1:
-            return self._start(settings, several, collectives.all_reduce_several, several, op)
-        if several[0].layout is not torch.strided:
-            start = partial(all_reduce_sparse, collectives, num_ranks=self.state.communicator.world_size)
-            return self._start(settings, several, start, several[0], op)
-        return self._start(settings, several, collectives.all_reduce, several[0], op)
+            work = collectives.all_reduce_several(several, op, **how)
+        elif several[0].layout is not torch.strided:
+            work = all_reduce_sparse(collectives, several[0], op, num_ranks=self.state.communicator.world_size, **how)
+        else:
+            work = collectives.all_reduce(several[0], op, **how)
+        return self._begun(work, several, settings)
+
+    _all_reduce = allreduce  # which shows profilers nothing
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> CallWork:
         """Reduce each of several tensors over all ranks, in place; all are under way at once."""
@@ -58,64 +56,72 @@ class GroupCalls:
         if len(several) == 1:
             return self._all_reduce(several, opts)
         settings = _settings(opts, c10d.AllreduceOptions)
-        start = self.state.collectives.all_reduce_coalesced
-        return self._start(settings, several, start, several, settings.reduceOp)
+        work = self.state.collectives.all_reduce_coalesced(several, settings.reduceOp, **self._count(settings))
+        return self._begun(work, several, settings)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> CallWork:
         """Give all ranks a tensor of the root; of several of one size, all become the one that ``rootTensor`` names."""
         several = _list(tensors, "broadcast")
         settings = _settings(opts, c10d.BroadcastOptions, "rootRank")
-        start = self.state.collectives.broadcast_several
-        return self._start(settings, several, start, several, settings.rootRank, settings.rootTensor)
+        place = settings.rootRank, settings.rootTensor
+        work = self.state.collectives.broadcast_several(several, *place, **self._count(settings))
+        return self._begun(work, several, settings)
 
     def reduce(self, tensors: Any, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks, into that of the root."""
         tensor, settings = _only(tensors, "reduce"), _settings(opts, c10d.ReduceOptions, "rootRank")
         if settings.rootTensor:
             raise ConfigurationError(f"reduce takes one tensor, so rootTensor is 0, not {settings.rootTensor}")
-        start = self.state.collectives.reduce
-        return self._start(settings, [tensor], start, tensor, settings.rootRank, settings.reduceOp)
+        where, op = settings.rootRank, settings.reduceOp
+        work = self.state.collectives.reduce(tensor, where, op, **self._count(settings))
+        return self._begun(work, [tensor], settings)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather the tensor of each rank on all ranks; sizes may differ. Several of each, of one size, as with gloo."""
         lists, several = _lists(outputs), _list(inputs, "allgather")
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        collectives = self.state.collectives
+        collectives, how = self.state.collectives, self._count(settings)
         if len(several) > 1 or len(lists) != 1:
-            return self._start(settings, _flat(lists), collectives.all_gather_several, lists, several)
-        return self._start(settings, lists[0], collectives.all_gather, lists[0], several[0])
+            work = collectives.all_gather_several(lists, several, **how)
+        else:
+            work = collectives.all_gather(lists[0], several[0], **how)
+        return self._begun(work, _flat(lists), settings)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather several tensors of all ranks: the first index of ``outputs`` is the rank, the second the tensor."""
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        several, start = _list(inputs, "allgather_coalesced"), self.state.collectives.all_gather_coalesced
-        return self._start(settings, _flat(outputs), start, _lists(outputs), several)
+        several, lists = _list(inputs, "allgather_coalesced"), _lists(outputs)
+        work = self.state.collectives.all_gather_coalesced(lists, several, **self._count(settings))
+        return self._begun(work, _flat(outputs), settings)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks in one, in rank order."""
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        return self._start(settings, [output], self.state.collectives.all_gather_single, output, source)
+        work = self.state.collectives.all_gather_single(output, source, **self._count(settings))
+        return self._begun(work, [output], settings)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Do several :meth:`all_gather_single` in one."""
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        start = self.state.collectives.all_gather_single_coalesced
         several = _list(inputs, "all_gather_single_coalesced")
-        return self._start(settings, outputs, start, list(outputs), several)
+        work = self.state.collectives.all_gather_single_coalesced(list(outputs), several, **self._count(settings))
+        return self._begun(work, outputs, settings)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks on the root; the others give ``[]`` or ``[[]]`` as outputs."""
         settings = _settings(opts, c10d.GatherOptions, "rootRank")
         wanted = _own_list(outputs, "gather")
         source = _only(inputs, "gather")
-        return self._start(settings, wanted, self.state.collectives.gather, wanted, source, settings.rootRank)
+        work = self.state.collectives.gather(wanted, source, settings.rootRank, **self._count(settings))
+        return self._begun(work, wanted, settings)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Give each rank its tensor of the root's list; the others give ``[]`` or ``[[]]`` as inputs."""
         settings = _settings(opts, c10d.ScatterOptions, "rootRank")
         output = _only(outputs, "scatter")
         parts = _own_list(inputs, "scatter")
-        return self._start(settings, [output], self.state.collectives.scatter, output, parts, settings.rootRank)
+        work = self.state.collectives.scatter(output, parts, settings.rootRank, **self._count(settings))
+        return self._begun(work, [output], settings)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Reduce a list of tensors over all ranks; rank k gets the k-th, which may differ in size."""
@@ -123,26 +129,28 @@ class GroupCalls:
         output, lists = _only(outputs, "reduce_scatter"), _lists(inputs)
         if len(lists) != 1:
             raise ConfigurationError(f"reduce_scatter takes one list of tensors in a list, not {len(lists)}")
-        start = self.state.collectives.reduce_scatter
-        return self._start(settings, [output], start, output, lists[0], settings.reduceOp)
+        work = self.state.collectives.reduce_scatter(output, lists[0], settings.reduceOp, **self._count(settings))
+        return self._begun(work, [output], settings)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks; rank k gets its k-th part."""
         settings = _settings(opts, c10d.ReduceScatterOptions)
-        start = self.state.collectives.reduce_scatter_single
-        return self._start(settings, [output], start, output, source, settings.reduceOp)
+        op = settings.reduceOp
+        work = self.state.collectives.reduce_scatter_single(output, source, op, **self._count(settings))
+        return self._begun(work, [output], settings)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Do several :meth:`reduce_scatter_single` in one."""
         settings = _settings(opts, c10d.ReduceScatterOptions)
+        several, op = _list(inputs, "reduce_scatter_single_coalesced"), settings.reduceOp
         start = self.state.collectives.reduce_scatter_single_coalesced
-        several = _list(inputs, "reduce_scatter_single_coalesced")
-        return self._start(settings, outputs, start, list(outputs), several, settings.reduceOp)
+        return self._begun(start(list(outputs), several, op, **self._count(settings)), outputs, settings)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Send the k-th input to rank k, and receive the k-th output from it."""
         settings = _settings(opts, c10d.AllToAllOptions)
-        return self._start(settings, outputs, self.state.collectives.all_to_all, list(outputs), list(inputs))
+        work = self.state.collectives.all_to_all(list(outputs), list(inputs), **self._count(settings))
+        return self._begun(work, outputs, settings)
 
     def all_to_all_single(
         self,
@@ -154,8 +162,9 @@ class GroupCalls:
     ) -> CallWork:
         """Send the k-th part of a tensor to rank k; no sizes mean equal parts of the first dimension."""
         settings = _settings(opts, c10d.AllToAllOptions)
-        start = self.state.collectives.all_to_all_single
-        return self._start(settings, [output], start, output, source, list(output_splits), list(input_splits))
+        splits = list(output_splits), list(input_splits)
+        work = self.state.collectives.all_to_all_single(output, source, *splits, **self._count(settings))
+        return self._begun(work, [output], settings)
 
     def barrier(self, opts: Any = None) -> CallWork:
         """End when every rank has called it, and what this rank has begun before, but for messages, is over.
@@ -166,11 +175,9 @@ class GroupCalls:
         before = self.state.under_way
         if not settings.asyncOp:
             before.wait(self.state.choose_timeout_s(settings.timeout))
-        return self._start(settings, [], partial(self._join_barrier, before.all()))
-
-    def _join_barrier(self, before: Sequence[TensorWork], **how: Unpack[BasicSettings]) -> TensorWork:
-        work = self.state.collectives.barrier(**how)
-        return TensorWork.together([*before, work]) if before else work
+        joined = before.all()
+        work = self.state.collectives.barrier(**self._count(settings))
+        return self._begun(TensorWork.together([*joined, work]) if joined else work, [], settings)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it, and what this rank has begun before, but for messages, is over.
@@ -185,17 +192,17 @@ class GroupCalls:
     def send(self, tensors: Any, dst: int, tag: int = 0) -> CallWork:
         """Send one tensor to rank ``dst`` of the group."""
         tensor = _only(tensors, "send")
-        return self._begin(self.state.send(tensor, dst, tag), [tensor])
+        return self._begun(self.state.send(tensor, dst, tag), [tensor])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> CallWork:
         """Receive one tensor, of the size that was sent, from rank ``src`` of the group."""
         tensor = _only(tensors, "recv")
-        return self._begin(self.state.receive(tensor, src, tag), [tensor])
+        return self._begun(self.state.receive(tensor, src, tag), [tensor])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CallWork:
         """Receive one tensor from whoever sends first; the work's ``source_rank`` says from whom it was."""
         tensor = _only(tensors, "recv_anysource")
-        return self._begin(self.state.receive(tensor, None, tag), [tensor])
+        return self._begun(self.state.receive(tensor, None, tag), [tensor])
 
     def _start_coalescing(self, _device: object = None) -> None:
         """Let what is called until :meth:`_end_coalescing` be over together."""
@@ -203,16 +210,15 @@ class GroupCalls:
 
     def _end_coalescing(self, _device: object = None) -> CallWork:
         works, self.state.coalesced = self.state.coalesced or [], None
-        return self._begin(TensorWork.together(works), [])
+        return self._begun(TensorWork.together(works), [])
 
-    def _start(self, settings: Any, result: Tensors, start: _Start, *arguments: Any) -> CallWork:
-        timeout_s = self.state.choose_timeout_s(settings.timeout)
+    def _count(self, settings: Any) -> BasicSettings:
+        """Count a call that begins; return how long it may take, and whether its caller goes on meanwhile."""
         self.state.num_calls += 1
-        work = start(*arguments, timeout_s=timeout_s, is_awaited=not settings.asyncOp)
-        return self._begin(work, result, is_joined=settings.asyncOp)
+        return {"timeout_s": self.state.choose_timeout_s(settings.timeout), "is_awaited": not settings.asyncOp}
 
-    def _begin(self, work: TensorWork, result: Tensors, *, is_joined: bool = False) -> CallWork:
-        if is_joined:
+    def _begun(self, work: TensorWork, result: Tensors, settings: Any = None) -> CallWork:
+        if settings is not None and settings.asyncOp:
             self.state.under_way.add(work)
         if self.state.coalesced is not None:
             self.state.coalesced.append(work)

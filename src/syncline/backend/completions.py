@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from syncline.runtime.work import Work
-from syncline.updates.worker_thread import WorkerThread
+from syncline.runtime.worker_thread import WorkerThread
 
 _here = threading.local()
 _log = logging.getLogger(__name__)

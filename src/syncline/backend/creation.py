@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from syncline.backend.calls import GroupCalls
-from syncline.backend.group_parts import open_part
-from syncline.backend.group_state import GroupState
+from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.options import choose_options, read_options
 from syncline.errors import ConfigurationError

@@ -1,4 +1,7 @@
-"""What is behind the calls on one group: its communicator, its messages, the threads that complete futures."""
+"""What is behind the calls on one group: its communicator, its messages, the threads that complete futures.
+
+A group of some ranks of a world comes about on the world's connections, by its members alone.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,26 @@ import atexit
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
-from syncline.backend.checks import check_tensors
-from syncline.backend.collectives import GroupCollectives
 from syncline.backend.completions import CompletionThreads
-from syncline.backend.device_copies import CudaCopier, DeviceCopier
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.hierarchical import HierarchicalCollectives
+from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
-from syncline.backend.layers import Layers, LayerSource
 from syncline.backend.point_to_point import PointToPoint
-from syncline.backend.staged_collectives import StagedCollectives
-from syncline.backend.staging import Staging
 from syncline.last_words import note
-from syncline.pytorch.collectives import PendingCalls, TensorWork
-from syncline.pytorch.host_memory import ScratchPool, host_memory_of, landing_memory_of, put_back
 from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
-from syncline.updates.memory import bytes_of
+from syncline.tensors.checks import check_tensors
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.device_copies import CudaCopier, DeviceCopier
+from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, landing_memory_of, put_back
+from syncline.tensors.staging import StagedCollectives, Staging
+from syncline.tensors.work import PendingCalls, TensorWork
 
 
 class ReceiveWork(TensorWork):
@@ -66,17 +67,16 @@ class GroupState:
         uses_shared_memory: bool = True,
         owner: GroupOwner | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.communicator, self.streams = communicator, streams
         self.world = world or self
         """What has the connections."""
-        self.streams = streams
         self._inner = inner or NcclBackend()
         self._staging = Staging(communicator, copier or CudaCopier())
-        staged = StagedCollectives(communicator, self._staging, stream=staging_stream)
         self._layered = HierarchicalCollectives(communicator, self._staging.copier, self._find_layers)
+        staged = StagedCollectives(communicator, self._staging, stream=staging_stream, layered=self._layered.all_reduce)
         self.scratch: ScratchPool = ScratchPool() if world is None else world.scratch
         """Shared by all groups of a world: each would keep as much as its largest call took."""
-        self.collectives = GroupCollectives(communicator, self.scratch, staged=staged, layered=self._layered)
+        self.collectives = TensorCollectives(communicator, self.scratch, staged=staged)
         self.completions = CompletionThreads("syncline-futures")
         self.uses_shared_memory = uses_shared_memory
         """Whether groups of ranks of one machine may make small calls in memory that they share."""
@@ -132,7 +132,7 @@ class GroupState:
         """Send ``tensor`` to a rank of the group."""
         check_tensors("send", [tensor])
         work = self.messages.send(bytes_of(host_memory_of(tensor)), peer, tag, timeout_s=self.timeout_s)
-        return TensorWork([work], lambda: None)
+        return TensorWork([work])
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
         """Receive ``tensor`` from a rank of the group, or from anyone."""
@@ -187,3 +187,31 @@ class GroupState:
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
         self._end(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
+
+
+def open_part(world: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:
+    """Return what is behind a group of some ranks of a world; they alone call it."""
+    assert world.streams is not None, "a world gives out streams"
+    own = world.communicator
+    streams = world.streams.take(ranks, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost)
+    communicator = own.open_group(ranks, streams=streams)
+    communicator.timeout_s = timeout_s
+    try:
+        communicator.open_segment(is_wanted=world.uses_shared_memory)
+    except BaseException:
+        communicator.abort()
+        raise
+    return GroupState(
+        communicator,
+        message_stream=streams[-1],
+        staging_stream=streams[-2],
+        timeout_s=timeout_s,
+        store=store,
+        world=world,
+    )
+
+
+def split_state(state: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:
+    """Return what is behind a group of some ranks of a group, numbered as in that; they alone call it."""
+    members = state.communicator.members
+    return open_part(state.world, [members[rank] for rank in ranks], store, timeout_s)

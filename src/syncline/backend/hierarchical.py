@@ -15,18 +15,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 
-from syncline.backend.device_copies import CopyKind, DeviceCopier, Mark
-from syncline.backend.inner_groups import InnerOperation
-from syncline.backend.layers import Layers
-from syncline.backend.staged_collectives import flat_memory_of
+from syncline.backend.group_streams import GroupStreams
+from syncline.backend.inner_groups import (
+    PLACE_BYTES,
+    DevicePlace,
+    InnerBackend,
+    InnerGroup,
+    InnerOperation,
+    divide_by_hosts,
+)
 from syncline.errors import (
     ConfigurationError,
     DeadlineError,
@@ -36,12 +41,15 @@ from syncline.errors import (
     name_ranks,
 )
 from syncline.fabric import PeerLeftError
-from syncline.pytorch.collectives import TensorReduction, TensorWork
-from syncline.pytorch.host_memory import put_back
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.port import Port
 from syncline.runtime.work import Work
-from syncline.updates.worker_thread import WorkerThread
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.tensors.device_copies import CopyKind, DeviceCopier, Mark
+from syncline.tensors.memory import dtype_name, put_back
+from syncline.tensors.reductions import TensorReduction
+from syncline.tensors.staging import StagedCollectives, Staging, flat_memory_of
+from syncline.tensors.work import TensorWork
 
 OPERATIONS: MappingProxyType[str, InnerOperation] = MappingProxyType(
     {"sum": "sum", "avg": "sum", "premul_sum": "sum", "max": "max", "min": "min", "product": "product"}
@@ -65,13 +73,126 @@ GRACE_S = 5.0
 """So much longer hosts wait for each other, so that they hear from one whose devices are stuck what is the matter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """One rank's part: ``host`` has the ranks of this host, ``across`` those of its place on each, if there are more.
+
+    ``scattering`` and ``gathering`` have the devices of this host. They are two, because each is called in one order,
+    and the all-gather of one call in any order with the reduce-scatters of later ones.
+    """
+
+    device: torch.device
+    host: Communicator
+    across: Communicator | None
+    staging: Staging | None
+    staged: StagedCollectives | None
+    scattering: InnerGroup
+    gathering: InnerGroup
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of each host."""
+        return self.host.world_size
+
+    @property
+    def inner_groups(self) -> tuple[InnerGroup, InnerGroup]:
+        """Both."""
+        return self.scattering, self.gathering
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those on the network."""
+        return (self.host,) if self.across is None else (self.host, self.across)
+
+    def announce(self, tensor: torch.Tensor, meaning: str, timeout_s: float) -> Work:
+        """Meet the ranks of this host before a call.
+
+        NCCL would wait for ever for a rank that makes none or another: here that is an error that names it.
+        """
+        what = f"{meaning} of {tensor.numel()} x {dtype_name(tensor.dtype)} on devices"
+        return self.host.barrier(label="all_reduce", op=what, timeout_s=timeout_s)
+
+    def close(self, *, is_failing: bool) -> None:
+        """Release all: when what was queued is done, or at once, after the inner groups were aborted."""
+        if not is_failing:
+            for group in self.inner_groups:
+                group.close()
+        for communicator in self.communicators:
+            communicator.abort() if is_failing else communicator.close()
+        if self.staging is not None:
+            self.staging.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource:
+    """What layers of the ``group`` are opened from: the ``world`` whose connections and streams they use."""
+
+    group: Communicator
+    world: Communicator
+    streams: GroupStreams
+    copier: DeviceCopier
+    backend: InnerBackend
+
+    def open(self, device: torch.device, *, timeout_s: float) -> Layers | None:
+        """Open layers if all ranks of the group can use them, which all of them ask at once; else return None."""
+        hosts = divide_by_hosts(exchange_places(self.group, self.backend.find_place(device), timeout_s=timeout_s))
+        if not hosts:
+            return None
+        ranks = next(ranks for ranks in hosts if self.group.rank in ranks)
+        place = ranks.index(self.group.rank)
+        with ExitStack() as opened:
+            host, streams = self._open_part(ranks, "host", timeout_s)
+            opened.callback(host.abort)
+            across = staging = staged = None
+            if len(hosts) > 1:
+                across, outer = self._open_part([one[place] for one in hosts], "across", timeout_s)
+                opened.callback(across.abort)
+                staging = Staging(across, self.copier)
+                staged = StagedCollectives(across, staging, stream=outer[-2])
+            scattering, gathering = (
+                self.backend.open(
+                    self.streams.open_store(streams, name), rank=place, size=len(ranks), timeout_s=timeout_s
+                )
+                for name in ("scattering", "gathering")
+            )
+            opened.pop_all()
+        return Layers(
+            device=device,
+            host=host,
+            across=across,
+            staging=staging,
+            staged=staged,
+            scattering=scattering,
+            gathering=gathering,
+        )
+
+    def _open_part(self, ranks: Sequence[int], kind: str, timeout_s: float) -> tuple[Communicator, range]:
+        """Open a communicator of some of the group's ranks, which no ``new_group()`` of the same ranks is taken for."""
+        members = [self.group.members[rank] for rank in ranks]
+        own = self.world
+        purpose = f"{kind} of {self.group.user_stream} "
+        streams = self.streams.take(members, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost, purpose=purpose)
+        part = own.open_group(members, streams=streams)
+        part.timeout_s = timeout_s
+        return part, streams
+
+
+def exchange_places(group: Communicator, own: DevicePlace, *, timeout_s: float) -> list[DevicePlace]:
+    """Return the places of all ranks of a group, in their order; all of them call it alike."""
+    whole = bytearray(PLACE_BYTES * group.world_size)
+    start = PLACE_BYTES * group.rank
+    whole[start : start + PLACE_BYTES] = own.encode()
+    group.all_gather(memoryview(whole), label="places of devices", timeout_s=timeout_s, is_awaited=True).wait()
+    return [DevicePlace.decode(bytes(whole[at : at + PLACE_BYTES])) for at in range(0, len(whole), PLACE_BYTES)]
+
+
 class HierarchicalWork(TensorWork):
     """An all-reduce in layers under way. Once :meth:`wait` returns, the result is in the device's memory."""
 
     def __init__(
         self, tensor: torch.Tensor, op: TensorReduction, work: Work, *, timeout_s: float, copier: DeviceCopier
     ) -> None:
-        super().__init__([work], lambda: None)
+        super().__init__([work])
         self._copier = copier
         self.tensor = tensor
         self.op = op
@@ -109,7 +230,7 @@ class HierarchicalCollectives:
         self._scattering = WorkerThread("syncline-scattering", on_failure=self._broke)
         self._gathering = WorkerThread("syncline-gathering", on_failure=self._broke)
 
-    def all_reduce(self, tensor: torch.Tensor, op: TensorReduction, *, timeout_s: float) -> HierarchicalWork | None:
+    def all_reduce(self, tensor: torch.Tensor, op: TensorReduction, timeout_s: float) -> HierarchicalWork | None:
         """Begin an all-reduce of ``tensor``, in place; None where hosts have no devices to make it, which all know."""
         if op.meaning not in OPERATIONS or tensor.dtype not in DTYPES or not tensor.numel():
             return None
@@ -172,8 +293,7 @@ class HierarchicalCollectives:
         self._copier.wait(work.called)  # here, for in a stream it would hold up the copies of the call before
         with self._copier.aside(layers.device, CopyKind.TO_HOST, [work.tensor]):
             whole = _padded(flat_memory_of(work.tensor), layers.num_devices)
-            if work.op.prepare is not None:
-                work.op.prepare(whole)
+            work.op.prepared(whole)
             part = whole.new_empty(whole.numel() // layers.num_devices)
             layers.scattering.reduce_scatter(part, whole, OPERATIONS[work.op.meaning])
             self._copier.wait(self._copier.mark(layers.device))
@@ -196,8 +316,8 @@ class HierarchicalCollectives:
         with self._copier.aside(layers.device, CopyKind.TO_DEVICE, [work.tensor, whole, part]):
             if staged is not None:
                 staged.wait()
-            elif work.op.finish is not None:
-                work.op.finish(part)
+            else:
+                work.op.finished(part)
             work.inner_step = "all-gather"
             layers.gathering.all_gather(whole, part)
             put_back(whole[: work.tensor.numel()], work.tensor)

@@ -11,8 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from syncline.backend.calls import GroupCalls
-from syncline.backend.group_parts import split_state
-from syncline.backend.group_state import GroupState
+from syncline.backend.group_state import GroupState, split_state
 from syncline.backend.name import NAME
 from syncline.updates.private_torch import backend_class
 

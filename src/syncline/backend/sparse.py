@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 
-from syncline.backend.collectives import GroupCollectives
-from syncline.backend.reductions import ReduceOp
 from syncline.errors import ConfigurationError
-from syncline.pytorch.collectives import TensorWork
+from syncline.runtime.call import BasicSettings
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.reductions import ReduceOp
+from syncline.tensors.work import TensorWork
 
 
 def all_reduce_sparse(
-    collectives: GroupCollectives,
+    collectives: TensorCollectives,
     tensor: torch.Tensor,
     op: ReduceOp,
     *,
     num_ranks: int,
-    timeout_s: float | None = None,
-    is_awaited: bool = False,
+    **settings: Unpack[BasicSettings],
 ) -> TensorWork:
     """Make ``tensor``, a sparse COO tensor of one shape on all ranks, the sum of those of all ranks, or their mean.
 
@@ -33,12 +35,13 @@ def all_reduce_sparse(
     own = tensor.detach().coalesce()
     rows, values = own.indices().t().contiguous(), own.values()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
-    collectives.all_gather(counts, torch.tensor([len(rows)]), timeout_s=timeout_s, is_awaited=True).wait()
+    how: BasicSettings = {**settings, "is_awaited": True}
+    collectives.all_gather(counts, torch.tensor([len(rows)]), **how).wait()
     sizes = [int(count) for count in counts]
     all_rows = [rows.new_empty((size, rows.shape[1])) for size in sizes]
     all_values = [values.new_empty((size, *values.shape[1:])) for size in sizes]
     works = [
-        collectives.all_gather(outputs, source, timeout_s=timeout_s, is_awaited=is_awaited)
+        collectives.all_gather(outputs, source, **settings)
         for outputs, source in ((all_rows, rows), (all_values, values))
     ]
 

@@ -31,8 +31,8 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.pytorch import trained_parameters
 from syncline.pytorch.packing import pack
+from syncline.tensors.memory import bytes_of
 from syncline.updates.bucket import Bucket
-from syncline.updates.memory import bytes_of
 from syncline.updates.rule import Updater
 
 DEFAULT_EVERY = 100

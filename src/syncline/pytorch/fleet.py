@@ -16,13 +16,16 @@ from syncline.arguments import checked
 from syncline.errors import ConfigurationError
 from syncline.members import Epoch
 from syncline.observe import Trace
-from syncline.pytorch.collectives import Operation, PendingCalls, TensorCollectives, TensorWork
 from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.notices import Notice, Preemption
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime.call import CallSettings
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.reductions import Operation
+from syncline.tensors.work import PendingCalls, TensorWork
 from syncline.topology import Topology
 
 _entering = threading.Lock()
@@ -145,7 +148,7 @@ class Fleet(FabricPlace):
         tensor([1., 2.])
         """
         return self._end(
-            self._collectives.all_reduce(tensor, op=op, weight=weight, is_awaited=not async_op), async_op=async_op
+            self._collectives.all_reduce(tensor, op, weight=weight, is_awaited=not async_op), async_op=async_op
         )
 
     @checked
@@ -166,7 +169,7 @@ class Fleet(FabricPlace):
         >>> work = fleet.reduce(value, dst=0, op="max", async_op=True)
         >>> work.wait()
         """
-        work = self._collectives.reduce(tensor, dst=dst, op=op, weight=weight, is_awaited=not async_op)
+        work = self._collectives.reduce(tensor, dst, op, weight=weight, is_awaited=not async_op)
         return self._end(work, async_op=async_op)
 
     @checked
@@ -188,7 +191,7 @@ class Fleet(FabricPlace):
         >>> part
         tensor([1., 1., 1., 1.])
         """
-        work = self._collectives.reduce_scatter(output, source, op=op, weight=weight, is_awaited=not async_op)
+        work = self._collectives.reduce_scatter_single(output, source, op, weight=weight, is_awaited=not async_op)
         return self._end(work, async_op=async_op)
 
     @checked
@@ -202,7 +205,8 @@ class Fleet(FabricPlace):
         >>> whole
         tensor([1., 2.])
         """
-        return self._end(self._collectives.all_gather(output, source, is_awaited=not async_op), async_op=async_op)
+        work = self._collectives.all_gather_single(output, source, is_awaited=not async_op)
+        return self._end(work, async_op=async_op)
 
     @checked
     def gather(self, tensor: torch.Tensor, *, dst: int = 0) -> list[torch.Tensor] | None:
@@ -213,7 +217,11 @@ class Fleet(FabricPlace):
         >>> fleet.gather(torch.tensor([7]), dst=0)
         [tensor([7])]
         """
-        return self._collectives.gather(tensor, dst=dst)
+        self._collectives.check_rank(dst, "dst")
+        whole = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
+        how: CallSettings = {"is_awaited": True, "op": f"for rank {dst}", "label": "gather"}
+        self._collectives.all_gather_single(whole, tensor, **how).wait()
+        return list(whole.to(tensor.device).unbind()) if dst == self.rank else None
 
     @checked
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> TensorWork | None:
@@ -222,7 +230,7 @@ class Fleet(FabricPlace):
         >>> value = torch.tensor([1.0])
         >>> fleet.broadcast(value, root=0)
         """
-        return self._end(self._collectives.broadcast(tensor, root=root, is_awaited=not async_op), async_op=async_op)
+        return self._end(self._collectives.broadcast(tensor, root, is_awaited=not async_op), async_op=async_op)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, anything that can be pickled, in rank order.

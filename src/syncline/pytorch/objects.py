@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from syncline.errors import ConfigurationError, name_ranks
-from syncline.pytorch.collectives import TensorCollectives
-from syncline.updates.memory import bytes_of
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.memory import bytes_of
 
 _UNPICKLABLE = -1
 """In place of a size: the object of this rank cannot be sent, which all ranks must know, or they would wait for it."""
@@ -59,12 +59,12 @@ class ObjectCollectives:
         pickled, error = _pickled(value)
         sizes = torch.empty(self._world_size, dtype=torch.int64)
         own_size = torch.tensor([_UNPICKLABLE if error else len(pickled)])
-        self._tensors.all_gather(sizes, own_size, is_awaited=True, label=label, op=op).wait()
+        self._tensors.all_gather_single(sizes, own_size, is_awaited=True, label=label, op=op).wait()
         _check_sizes(sizes.tolist(), range(self._world_size), error)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(pickled)] = pickled
         whole = torch.empty((self._world_size, len(padded)), dtype=torch.uint8)
-        self._tensors.all_gather(whole, padded, is_awaited=True, label=label, op=op).wait()
+        self._tensors.all_gather_single(whole, padded, is_awaited=True, label=label, op=op).wait()
         return [row[:size] for row, size in zip(whole, sizes.tolist(), strict=True)]
 
     def _check_trust(self, call: str) -> None:

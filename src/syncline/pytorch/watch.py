@@ -25,8 +25,8 @@ from isal import isal_zlib
 
 from syncline.errors import SynclineWarning, name_ranks
 from syncline.pytorch.notices import Notice
+from syncline.tensors.memory import bytes_of
 from syncline.updates.bucket import Bucket
-from syncline.updates.memory import bytes_of
 from syncline.updates.private_torch import tree_leaves
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin

@@ -175,7 +175,11 @@ class Communicator:
             segment.submit(call, work, is_awaited=is_awaited)
         else:
             call.place_own_part(self.rank)
-            self._loop.call_soon(self._engine.submit, call, work)
+            clock = self._loop.clock
+            try:
+                clock.call_soon_threadsafe(self._engine.submit, call, work)
+            except RuntimeError as error:
+                raise self._loop.stopped(error) from error
         return work
 
     def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:

@@ -100,8 +100,12 @@ class CommunicationLoop:
         clock = self.clock
         try:
             clock.call_soon_threadsafe(function, *args)
-        except RuntimeError as error:  # asyncio's way to say that it was closed between two lines
-            raise FabricClosedError(f"The communication loop {self._name!r} is stopped: {error}") from error
+        except RuntimeError as error:
+            raise self.stopped(error) from error
+
+    def stopped(self, why: RuntimeError) -> FabricClosedError:
+        """Return the error for ``why``, by which asyncio says that it was closed between two lines."""
+        return FabricClosedError(f"The communication loop {self._name!r} is stopped: {why}")
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run ``coroutine`` on the loop and wait for its result, at most ``timeout_s``; not from the loop's thread."""

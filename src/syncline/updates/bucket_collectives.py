@@ -12,10 +12,10 @@ from syncline.priorities.terms import Priorities
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
+from syncline.tensors.memory import summands_of
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
-from syncline.updates.memory import bytes_of, reduction_for
 
 MOST_SHARED_BYTES = 2 << 20
 """Of a bucket that moves through a segment; communication threads move what is larger, under the computation."""
@@ -118,8 +118,7 @@ class BucketCollectives:
             values = bucket.wire_parameters if is_gather else bucket.wire_gradients
         return self.communicator.start(
             bucket_schedule.schedules[collective],
-            bytes_of(values),
-            reduction_for(values.dtype),
+            *summands_of(values),
             layout=bucket_schedule.layout,
             stream=bucket_schedule.stream,
             urgency=num_buckets + bucket.index if is_gather else num_buckets - 1 - bucket.index,

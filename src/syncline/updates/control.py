@@ -13,7 +13,7 @@ from syncline.runtime.direct import Messages, start_direct
 from syncline.runtime.failures import EVERY_RANK
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
-from syncline.updates.memory import bytes_of, reduction_for
+from syncline.tensors.memory import summands_of
 
 URGENCY = -1
 """Before every bucket: these calls are small, and everybody waits for them."""
@@ -112,8 +112,7 @@ class ControlStream:
         schedule = self._communicator.plan(collective, tensor.numel() * tensor.element_size(), root=root)
         return self._communicator.start(
             schedule,
-            bytes_of(tensor),
-            reduction_for(tensor.dtype),
+            *summands_of(tensor),
             stream=self._stream,
             urgency=URGENCY,
             op=label,

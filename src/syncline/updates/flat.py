@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from syncline.tensors.memory import bytes_of
 from syncline.updates.bucket import Bucket
-from syncline.updates.memory import bytes_of
 
 ALIGNMENT_BYTES = 64
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

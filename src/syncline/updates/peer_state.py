@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.tensors.memory import bytes_of
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.flat import aligned
-from syncline.updates.memory import bytes_of
 from syncline.updates.redistribution import StateLostError, StateMove, StatePart, plan_redistribution
 from syncline.updates.state import StateEntry, copied
 from syncline.updates.state_values import decode_value, encode_single

@@ -21,6 +21,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.divided import DividedGradients, GradientsOfStep
@@ -32,7 +33,6 @@ from syncline.updates.rule import Setting, Updater
 from syncline.updates.shard import Shard
 from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.state import StateEntry, StateSource
-from syncline.updates.worker_thread import WorkerThread
 from syncline.variables import process_variables
 
 _log = logging.getLogger(__name__)

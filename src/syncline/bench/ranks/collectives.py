@@ -20,7 +20,7 @@ from syncline.bench.task import CollectiveName, Task
 from syncline.errors import MismatchError
 from syncline.schedule import PLANNERS, Collective, Schedule
 from syncline.schedule.ownership import Target
-from syncline.updates.memory import bytes_of, reduction_for
+from syncline.tensors.memory import summands_of
 
 CHOSEN = "Syncline"
 
@@ -135,4 +135,4 @@ def _check(name: str, run: Run, whole: torch.Tensor, part: torch.Tensor, fleet: 
 def _reduce_by(fleet: Fleet, schedule: Schedule, whole: torch.Tensor, _: torch.Tensor) -> None:
     """All-reduce by this schedule, in slices as the runtime would cut them."""
     label = f"all_reduce by {schedule.planner}"
-    fleet.communicator.start(schedule, bytes_of(whole), reduction_for(whole.dtype), label=label).wait()
+    fleet.communicator.start(schedule, *summands_of(whole), label=label).wait()

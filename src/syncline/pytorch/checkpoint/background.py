@@ -26,9 +26,9 @@ from syncline.errors import CheckpointError, DeadlineError, PeerLostError
 from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
+from syncline.runtime.worker_thread import JOIN_S
 from syncline.updates.control import ControlStream, every_rank
 from syncline.updates.large_pages import ALIGNMENT_BYTES, PAGE_BYTES, zeros_in_large_pages
-from syncline.updates.worker_thread import JOIN_S
 
 _log = logging.getLogger(__name__)
 _known: WeakKeyDictionary[object, BackgroundWriter] = WeakKeyDictionary()

@@ -15,7 +15,7 @@ import torch
 
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.schedule import Receive, Schedule
-from syncline.updates.memory import bytes_of
+from syncline.tensors.memory import bytes_of
 
 URGENCY = 1
 """After the heads and payloads of messages: those, others wait for."""

@@ -9,8 +9,8 @@ import torch
 from syncline.fabric import BULK
 from syncline.members import Quorum
 from syncline.runtime.port import Port
+from syncline.tensors.memory import bytes_of
 from syncline.updates.flat import sum_dtype
-from syncline.updates.memory import bytes_of
 from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
 from syncline.updates.overlapped.worker import PushOf

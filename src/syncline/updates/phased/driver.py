@@ -18,7 +18,7 @@ from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateE
 from syncline.fabric import PeerLeftError
 from syncline.members import Membership
 from syncline.runtime.failures import LOOK
-from syncline.updates.memory import bytes_of
+from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging.driver import Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.updates.memory import bytes_of
+from syncline.tensors.memory import bytes_of
 from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.micro_batches import WHOLE, Part
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.input_store import InputStore
 from syncline.updates.phased.instructions import (
@@ -35,7 +36,6 @@ from syncline.updates.phased.phases import Phases
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage_store import StageStore, gradients_name
 from syncline.updates.phased.updating import StageUpdater
-from syncline.updates.worker_thread import WorkerThread
 
 Tell = Callable[..., None]
 """Gets a method of the machine, and what it is called with."""

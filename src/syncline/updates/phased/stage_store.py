@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from syncline.observe import Trace
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.updates.phased.buffer_pool import Ledger
 from syncline.updates.phased.stage import Stage
 from syncline.updates.phased.state_file import ShardState, read_state
 from syncline.updates.phased.storage import Storage, Tensors
 from syncline.updates.phased.versions import Manifest, checksum, forget, versioned
-from syncline.updates.worker_thread import WorkerThread
 
 
 def parameters_name(number: int) -> str:

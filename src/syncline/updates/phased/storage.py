@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from syncline.errors import StorageError
-from syncline.updates.memory import bytes_of
+from syncline.tensors.memory import bytes_of
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -19,6 +19,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
@@ -26,7 +27,6 @@ from syncline.updates.control import ControlStream
 from syncline.updates.inner import hyperparameters
 from syncline.updates.phased.state_file import ShardState
 from syncline.updates.shard import Shard
-from syncline.updates.worker_thread import WorkerThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

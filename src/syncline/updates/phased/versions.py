@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.errors import StorageError, UpdateError
-from syncline.updates.memory import bytes_of
+from syncline.tensors.memory import bytes_of
 from syncline.updates.phased.storage import Storage, Tensors
 
 Files = Mapping[str, tuple[str, int]]

@@ -2,7 +2,7 @@
 
 import threading
 
-from syncline.updates.worker_thread import WorkerThread
+from syncline.runtime.worker_thread import WorkerThread
 
 WAIT_S = 60
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from syncline.errors import ConfigurationError
 from syncline.fabric import _native
 from syncline.runtime.reduction import OPS
-from syncline.updates.memory import bytes_of, reduction_for
+from syncline.tensors.memory import bytes_of, reduction_for
 
 TYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.bool),

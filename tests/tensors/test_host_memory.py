@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from syncline.pytorch.host_memory import (
+from syncline.tensors.memory import (
     ScratchPool,
     host_memory_of,
     is_plain,
