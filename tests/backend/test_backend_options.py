@@ -12,7 +12,7 @@ from thread_groups import description, run_groups
 
 import syncline
 from syncline.backend import creation
-from syncline.backend.options import choose_options, read_options
+from syncline.backend.creation import choose_options, read_options
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.pytorch import listening
 from syncline.pytorch.environment import BackendOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.options import choose_options, read_options
 from syncline.errors import ConfigurationError
 from syncline.pytorch.connecting import connect, with_address
-from syncline.pytorch.environment import BackendOptions, Environment
+from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment
 from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
@@ -69,6 +69,25 @@ def _choose_state(distributed: Any, pg_options: object) -> GroupState:
     if isinstance(pg_options, GroupState):  # of reconfigure(), which has connected its ranks
         return pg_options
     return create_state(distributed, choose_options(pg_options))
+
+
+def choose_options(given: object) -> BackendOptions:
+    """Return what ``pg_options`` means: options, or a topology alone; :class:`ConfigurationError` for all else."""
+    if given is None:
+        return BackendOptions()
+    if isinstance(given, BackendOptions):
+        return given
+    if isinstance(given, (str, Path, Topology)):
+        return BackendOptions(topology=given)
+    raise ConfigurationError(
+        f"pg_options must be syncline.BackendOptions, a syncline.Topology, or the path or name of one, not {given!r}"
+    )
+
+
+def read_options(options: BackendOptions, *, rank: int, world_size: int, timeout_s: float) -> Environment:
+    """Complete the options by variables and defaults, and check them all."""
+    given = Arguments.of_group(options, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    return read_environment(given=given, has_store=True)
 
 
 def create_state(distributed: Any, options: BackendOptions) -> GroupState:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.backend.completions import CompletionThreads
+from syncline.backend.call_work import CompletionThreads
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
