@@ -13,7 +13,7 @@ from syncline.priorities.terms import Priorities
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.packing import pack, unpack
-from syncline.pytorch.phased_resume import begin_versions, find_manifest
+from syncline.pytorch.phased.resume import begin_versions, find_manifest
 from syncline.pytorch.registry import check_untrained
 from syncline.pytorch.same_model import check_agreement
 from syncline.pytorch.sync_batch_norm import find_layers
@@ -37,7 +37,7 @@ CALL = "phase() with the same stages, optimizer and options"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseOptions:
-    """How a model of stages is trained; see :func:`~syncline.pytorch.phased.phase`. Alike on all ranks."""
+    """How a model of stages is trained; see :func:`~syncline.pytorch.phased.trainer.phase`. Alike on all ranks."""
 
     num_micros: int
     max_stages: int

@@ -14,8 +14,8 @@ from syncline.arguments import Bounds, Count, Whole, checked
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.members import Elastic
 from syncline.pytorch.fleet import Fleet, current_fleet
-from syncline.pytorch.phased_scaling import refuse_scaled_loss, refuse_scaled_steps
-from syncline.pytorch.phased_setup import MakeStage, PhaseOptions, check_stages, set_up
+from syncline.pytorch.phased.scaling import refuse_scaled_loss, refuse_scaled_steps
+from syncline.pytorch.phased.setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import PHASED_STEP
