@@ -86,7 +86,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("MASTER_PORT", "master", "port on which rank 0 serves the store"),
     _of_init("TORCHELASTIC_USE_AGENT_STORE", "master", "torchrun's agent serves the store; not with an argument"),
     _of_init("TORCHELASTIC_RUN_ID", "job_id", "name of the job: ranks of other jobs are refused (default: syncline)"),
-    _of_init("SYNCLINE_TOPOLOGY", "topology", "topology file or shipped name; also `syncline run --topology`"),
+    _of_init("SYNCLINE_TOPOLOGY", "topology", "topology file or shipped name, auto, measure, or flat (default: auto)"),
     _of_init("SYNCLINE_SECRET_FILE", "secret", "file with the job's secret; also `syncline run --secret-file`"),
     _of_init("SYNCLINE_SECRET", "secret", "the secret itself, where there is no file"),
     _of_init("SYNCLINE_AUTHENTICATE_FRAMES", "authenticate_frames", "on: a keyed code on each frame (default: off)"),

@@ -16,7 +16,7 @@ from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
 from syncline.pytorch.connecting import connect, with_address
-from syncline.pytorch.environment import Arguments, BackendOptions, Environment, read_environment
+from syncline.pytorch.environment import UNWRITTEN, Arguments, BackendOptions, Environment, read_environment
 from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
@@ -155,7 +155,7 @@ def check_topology(communicator: Communicator) -> None:
 def _restrict(environment: Environment, ranks: list[int]) -> Environment:
     """Let a topology of all of the job's ranks serve for a group of some, where another backend has the world."""
     chosen = environment.topology
-    if chosen is None or not ranks:
+    if chosen in UNWRITTEN or not ranks:
         return environment
     topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
     if topology.num_ranks != environment.world_size and topology.num_ranks > max(ranks):

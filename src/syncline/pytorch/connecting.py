@@ -9,18 +9,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
 from types import TracebackType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
+from syncline.discovery import discover_network, discovery_folder, is_discoverable
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit
 from syncline.observe import Trace
-from syncline.pytorch.environment import Environment
+from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.runtime.host_names import REFUSAL_S
+from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
@@ -75,14 +77,37 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
     chosen = _load_topology(environment)
     if isinstance(chosen, TopologyError):
         _refuse_topology(environment, chosen, open_store)
-    began_s = time.monotonic()
+    end_s = time.monotonic() + options.connect_s
 
     def left_s() -> float:
-        return max(options.connect_s - (time.monotonic() - began_s), options.handshake_s)
+        return max(end_s - time.monotonic(), options.handshake_s)
 
     store = open_store(environment)
     topology = _match(environment, chosen, store, timeout_s=left_s())
+    if chosen is None and is_discoverable(topology, options.address):
+        topology = _discover(environment, topology, store, timeout_s=left_s())
+        end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
     trace = _open_trace(environment, topology)
+    return _open(environment, topology, store, trace=trace, timeout_s=left_s())
+
+
+def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> Topology:
+    """Return what the ranks, all at one switch for now, find by measuring."""
+    options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
+    brief = replace(environment, fabric=options)
+    with _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:
+        folder = discovery_folder(process_variables())
+        found = discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
+    if environment.rank == 0:
+        print(f"syncline: {found}", file=sys.stderr, flush=True)
+    return with_gateways_chosen(found.topology)
+
+
+def _open(
+    environment: Environment, topology: Topology, store: Store, *, trace: Trace | None, timeout_s: float
+) -> Communicator:
+    """Start a loop, and connect to all others on it."""
+    options = environment.fabric
     loop = CommunicationLoop()
     loop.start()
     try:
@@ -93,19 +118,21 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
             rendezvous=Rendezvous(store, job_id=options.job_id),
             topology=topology,
             trace=trace,
-            timeout_s=left_s(),
+            timeout_s=timeout_s,
         )
-        fabric = loop.run(connecting, left_s() + CONNECT_MARGIN_S)
+        fabric = loop.run(connecting, timeout_s + CONNECT_MARGIN_S)
         return Communicator(loop, fabric, topology, trace=trace, timeout_s=environment.timeout_s, on_close=loop.stop)
     except BaseException:
         loop.stop()
         raise
 
 
-def _load_topology(environment: Environment) -> Topology | TopologyError | None:
+def _load_topology(environment: Environment) -> Topology | TopologyError | Literal["flat"] | None:
     """Return the topology that this rank was given, or what is wrong with it."""
     chosen = environment.topology
-    if chosen is None:
+    if chosen == FLAT:
+        return "flat"
+    if chosen is None or chosen == MEASURE:
         return None
     try:
         topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
@@ -130,7 +157,7 @@ def _refuse_topology(
 
 def _match(
     environment: Environment,
-    topology: Topology | TopologyError | None,
+    topology: Topology | TopologyError | Literal["flat"] | None,
     store: Store,
     *,
     timeout_s: float,

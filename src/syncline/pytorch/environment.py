@@ -24,6 +24,12 @@ from syncline.pytorch.secret import read_secret
 from syncline.topology import Topology
 from syncline.variables import process_variables
 
+FLAT = "flat"
+"""In place of a topology: one switch for all hosts, of which nothing is known."""
+MEASURE = "measure"
+"""In place of a topology: measured, whatever was measured before."""
+UNWRITTEN = (None, FLAT, MEASURE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
@@ -37,7 +43,8 @@ class BackendOptions:
     """
 
     topology: str | Path | Topology | None = None
-    """A file, the name of a shipped topology, or a :class:`Topology`; one switch for all ranks if nobody says."""
+    """A file, the name of a shipped topology, a :class:`Topology`, "flat", "measure", or "auto", if nobody says; as
+    with :func:`init`."""
     host: str | None = None
     """The name of this rank's host in the topology; the launcher's or the machine's if nobody says."""
     job_id: str | None = None
@@ -98,6 +105,7 @@ class Environment:
     uses_agent_store: bool
     """Whether torchrun's agent serves the store already."""
     topology: str | Path | Topology | None
+    """A file or name of one, "flat", "measure", or None: what was measured, if it still holds, or is measured now."""
     interface: str | None
     """Address or name of the interface that other ranks reach."""
     host: str
@@ -137,7 +145,7 @@ def read_environment(
     join = _choose_join(values, said, group)
     place = Place(rank=0, world_size=1, source="join") if join else _choose_place(values, said, group)
     address, port = (None, None) if has_store or join else _choose_master(values, said, place, group)
-    topology, trace = said.topology, said.trace or values.get("SYNCLINE_TRACE")
+    trace = said.trace or values.get("SYNCLINE_TRACE")
     return Environment(
         rank=place.rank,
         world_size=place.world_size,
@@ -145,7 +153,7 @@ def read_environment(
         master_port=port,
         uses_agent_store=not said.master and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
         # the variable tells of the job at its start, and a newcomer's job knows its tree by itself
-        topology=topology if topology is not None or join else values.get("SYNCLINE_TOPOLOGY") or None,
+        topology=_choose_topology(values, said, has_own_tree=bool(join)),
         interface=said.interface or values.get("SYNCLINE_INTERFACE") or None,
         host=said.host or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
         trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
@@ -155,6 +163,13 @@ def read_environment(
         on_preemption=_choose_on_preemption(values, said),
         fabric=_choose_fabric(values, said),
     )
+
+
+def _choose_topology(values: Mapping[str, str], said: Arguments, *, has_own_tree: bool) -> str | Path | Topology | None:
+    chosen = said.topology
+    if chosen is None and not has_own_tree:
+        chosen = values.get("SYNCLINE_TOPOLOGY") or None
+    return None if chosen == "auto" else chosen
 
 
 def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> Place:

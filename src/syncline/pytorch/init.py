@@ -47,8 +47,10 @@ def init(
     """Join the job, and return its fleet when all ranks are connected; every rank calls it once.
 
     Each argument that is given goes before its variable, which stands in brackets; then comes the default. ``topology``
-    (``SYNCLINE_TOPOLOGY``): a file, the name of a shipped topology, or a :class:`Topology`; default: one switch for
-    all. ``host`` (``SYNCLINE_HOST``, the machine's name): what the topology calls the host of this rank; ranks take
+    (``SYNCLINE_TOPOLOGY``): a file, the name of a shipped topology, a :class:`Topology`, or one of three words. "auto",
+    the default: where there are several machines, the network is measured, or what was measured before between these
+    is taken if it still holds. "measure": it is measured in any case. "flat": one switch for all, of no known rate.
+    ``host`` (``SYNCLINE_HOST``, the machine's name): what the topology calls the host of this rank; ranks take
     their places in the topology by it. ``rank`` and ``world_size``, both or neither (``RANK`` and ``WORLD_SIZE``, or
     what another launcher says; default: a job of one rank). Where a process group of ``torch.distributed`` exists
     already, its ranks and its store are those of the job, and it is an error if the arguments, ``RANK`` or

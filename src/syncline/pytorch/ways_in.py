@@ -9,7 +9,7 @@ from typing import Any
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.connecting import with_address, with_secret
-from syncline.pytorch.environment import Environment
+from syncline.pytorch.environment import UNWRITTEN, Environment
 from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.limits import with_times
@@ -96,7 +96,7 @@ def _adopted(environment: Environment, terms: Any) -> Environment:
 
 def _text_of(topology: Any) -> str | None:
     """Return the tree that a newcomer brings for the larger job, as text."""
-    if topology is None:
+    if topology in UNWRITTEN:
         return None
     chosen = topology if isinstance(topology, Topology) else Topology.load(topology)
     if chosen.helpers:

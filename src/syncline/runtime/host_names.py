@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Literal
 
 from syncline.errors import RendezvousError, TopologyError, accusing, escape_text, name_ranks
 from syncline.fabric import Rendezvous, Store
@@ -28,7 +29,7 @@ _MARGIN_S = 10.0
 
 
 def match_topology(
-    topology: Topology | TopologyError | None,
+    topology: Topology | TopologyError | Literal["flat"] | None,
     *,
     rank: int,
     world_size: int,
@@ -42,9 +43,10 @@ def match_topology(
 
     Gateways that it leaves open (``gateway: auto``) are chosen.
 
-    Every rank of the job calls this, with the same topology and ``job_id``; None is one switch, without rates, for all
-    hosts. With the error that a topology ended in, the other ranks are told of it, and it is raised. It blocks until
-    the last rank has come; one of which the store hears nothing for ``silence_s`` is gone. The store need not be kept.
+    Every rank of the job calls this, with the same topology and ``job_id``; "flat" is one switch, without rates, for
+    all hosts, and so is None, with which the job measures its network afterwards. With the error that a topology ended
+    in, the other ranks are told of it, and it is raised. It blocks until the last rank has come; one of which the store
+    hears nothing for ``silence_s`` is gone. The store need not be kept.
 
     Raises ``RendezvousError`` after ``timeout_s`` (who did not come), and :class:`TopologyError` on all ranks if their
     number, or the hosts, or how many ranks each has, are not the topology's (see :meth:`.Topology.matched`), or if
@@ -83,10 +85,12 @@ def match_topology(
         loop.stop()
 
 
-def _describe(topology: Topology | TopologyError | None) -> str:
+def _describe(topology: Topology | TopologyError | Literal["flat"] | None) -> str:
     """Say which topology it is, so that two that differ are told apart and found."""
     if topology is None:
-        return "none: one switch for all"
+        return "none: what is measured"
+    if isinstance(topology, str):
+        return "flat: one switch for all"
     if isinstance(topology, TopologyError):
         return escape_text(f"{_OF_NO_USE}: {topology}", max_chars=MAX_TOPOLOGY_LENGTH)
     name = escape_text(repr(topology.source or topology.name), max_chars=200)
@@ -114,9 +118,9 @@ def _check_alike(members: Sequence[Member]) -> None:
     raise accusing(error, *(member.rank for member in groups[-1]))
 
 
-def _numbered(topology: Topology | TopologyError | None, hosts: tuple[str, ...]) -> Topology:
+def _numbered(topology: Topology | TopologyError | Literal["flat"] | None, hosts: tuple[str, ...]) -> Topology:
     if isinstance(topology, TopologyError):
         raise topology
-    if topology is not None:
+    if isinstance(topology, Topology):
         return with_gateways_chosen(topology.matched(hosts))
     return Topology.flat(len(hosts)) if len(set(hosts)) == 1 else Topology.flat_on(hosts)

@@ -1,0 +1,185 @@
+"""Discovery: ranks of several hosts measure their network together, and all get the same tree of it.
+
+Every rank calls :func:`discover_network` at the same time, on a communicator of the job's hosts at one switch. Rank 0
+orders what is measured, finds the tree, and gives it to all. What was found on the same hosts before is looked at
+first: where a few flows still are as it predicts, it holds.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from syncline.discovery.building import build_topology, describe_topology
+from syncline.discovery.kept import keep, recall
+from syncline.discovery.probe import ROUND_S, Prober
+from syncline.discovery.rounds import first_rounds, rounds_across, rounds_inside
+from syncline.discovery.tree_search import FittedTree, Flow, Round, Set, fair_shares, fit_tree, likely_sets
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.port import Port
+from syncline.topology import Topology
+
+NAME = "measured"
+NUM_PASSES = 3
+MOST_HOSTS = 64
+"""More are not measured: rounds grow with their number."""
+NUM_LOOKS = 4
+"""So many rounds show whether a network is as it was."""
+SAME_PART = 1 / 3
+"""It is, while most flows differ by less than this part."""
+FLOW_S = (0.06, 0.3)
+"""How long flows send; longer only where the first tree was in doubt: other traffic was there, or hosts were busy."""
+DOUBT = 0.2
+"""A tree is in doubt where flows are off it by more than this part."""
+DISCOVERY_S = 240.0
+"""The others wait for rank 0 so long; every round has a deadline, and most take a tenth of a second."""
+MARGIN_S = 5.0
+_SIZE_BYTES = 8
+Measure = Callable[[Sequence[Flow]], Round]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """What was found, how far flows were off it (as a part), and how long it took (s); ``kept``: in which file."""
+
+    topology: Topology
+    error: float
+    seconds: float
+    is_recalled: bool = False
+    kept: str = ""
+
+    def __str__(self) -> str:
+        how = "the network is as it was" if self.is_recalled else "measured the network"
+        where = f"; kept in {self.kept}" if self.kept else ""
+        return f"{how} ({self.seconds:.1f} s, give or take {self.error:.0%}): {describe_topology(self.topology)}{where}"
+
+
+def is_discoverable(flat: Topology, address: str | None) -> bool:
+    """Whether there is anything to measure between the hosts of ``flat``: not where all ranks share a machine."""
+    is_alone = address is None or ipaddress.ip_address(address).is_loopback
+    return 1 < len(flat.hosts) <= MOST_HOSTS and not is_alone
+
+
+def discover_network(communicator: Communicator, *, folder: Path | None = None, recalls: bool = True) -> Discovery:
+    """Return the tree of the network between the communicator's hosts, the same on every rank; each of them calls it.
+
+    The communicator's topology is one switch for all. ``folder`` is where rank 0 keeps what is found; with ``recalls``
+    what it has kept is taken if it still holds. Where a flow does not end within ``ROUND_S`` the network stays that one
+    switch.
+    """
+    flat = communicator.topology
+    leaders = [host.ranks[0].rank for host in flat.hosts]
+    port = communicator.open_port("discovery of the network")
+    prober = Prober(port, leaders, stream=communicator.user_stream + 1)
+    began_s = time.monotonic()
+    if communicator.rank in leaders:
+        port.run(prober.open(), MARGIN_S)
+    text = b""
+    if communicator.rank == 0:
+        measuring = partial(_measuring, port, prober)
+        known = recall(folder, flat) if folder is not None and recalls else None
+        text = _lead(flat, measuring, known, folder).encode()
+    text = broadcast_bytes(communicator, text)
+    port.call_soon(port.close)
+    error, is_recalled, kept, written = text.decode().split("\n", 3)
+    return Discovery(
+        topology=Topology.parse(written, source=kept or NAME),
+        error=float(error),
+        seconds=time.monotonic() - began_s,
+        is_recalled=bool(is_recalled),
+        kept=kept,
+    )
+
+
+def _measuring(port: Port, prober: Prober, flow_s: float) -> Measure:
+    return lambda flows: port.run(prober.measure(flows, flow_s), ROUND_S + MARGIN_S)
+
+
+def _lead(flat: Topology, measuring: Callable[[float], Measure], known: Topology | None, folder: Path | None) -> str:
+    """Return what rank 0 tells all: the error, whether it was known before, the file, and the topology.
+
+    ``measuring(seconds)`` measures with flows that last so long.
+    """
+    try:
+        if known is not None and (off := look_at(known, measuring(FLOW_S[0]))) <= SAME_PART:
+            return f"{off:.4f}\nrecalled\n{known.source}\n{known.to_yaml()}"
+        trees = []
+        for flow_s in FLOW_S:
+            trees.append(find_tree(len(flat.hosts), measuring(flow_s)))
+            if trees[-1].error <= DOUBT:
+                break
+        tree = min(trees, key=lambda each: each.error)
+    except TimeoutError:
+        return f"inf\n\n\n{flat.to_yaml()}"
+    found = build_topology(tree, flat, name=NAME)
+    kept = keep(folder, found) if folder is not None else None
+    return f"{tree.error:.4f}\n\n{kept or ''}\n{found.to_yaml()}"
+
+
+def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
+    """Measure until there is nothing new to look at, and return the tree."""
+    rounds = [measure(flows) for flows in first_rounds(num_hosts)]
+    looked_at: set[Set] = set()
+    for _ in range(NUM_PASSES):
+        tree = fit_tree(num_hosts, rounds)
+        sides = {_side(each, num_hosts) for each in (*tree.switches, *likely_sets(num_hosts, rounds))}
+        new = sorted((side for side in sides - looked_at if len(side) > 1), key=sorted)
+        if not new:
+            return tree
+        looked_at |= set(new)
+        across = list(rounds_across(num_hosts, new))
+        inside = rounds_inside([each for each in tree.switches if not any(other < each for other in tree.switches)])
+        rounds += [measure(flows) for flows in (*across, *inside, *across)]  # twice: one may be disturbed
+    return fit_tree(num_hosts, rounds)
+
+
+def look_at(known: Topology, measure: Measure) -> float:
+    """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
+    num_hosts = len(known.hosts)
+    firsts = sorted(host.ranks[0].rank for host in known.hosts)
+    racks = [
+        frozenset(firsts.index(host.ranks[0].rank) for host in known.hosts if child in known.path(host.ranks[0].rank))
+        for child in known.root.children
+    ]
+    looks = list(first_rounds(num_hosts))
+    looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
+    looks += list(rounds_across(num_hosts, [rack for rack in racks if len(rack) > 1][:NUM_LOOKS]))
+    off = [
+        abs(math.log(max(rate, 1.0) / predicted))
+        for each in map(measure, looks)
+        for rate, predicted in zip(each.rates, predicted_rates(known, firsts, each.flows), strict=True)
+    ]
+    return math.expm1(float(np.quantile(off, 0.75)))
+
+
+def predicted_rates(topology: Topology, ranks: Sequence[int], flows: Sequence[Flow]) -> list[float]:
+    """Return the fair share of each flow, bytes per second; hosts are named by a rank of each."""
+    links = {(name, way): link.bytes_per_s(way) for name, link in topology.links() for way in ("up", "down")}
+    numbers = {key: number for number, key in enumerate(links)}
+    crosses = np.zeros((1, len(flows), len(links)), bool)
+    for flow, (source, target) in enumerate(flows):
+        for link in topology.route(ranks[source], ranks[target]):
+            crosses[0, flow, numbers[link.child, link.direction]] = True
+    return [float(share) for share in fair_shares(crosses, np.array(list(links.values())))[0]]
+
+
+def _side(hosts: Set, num_hosts: int) -> Set:
+    """Return the smaller of two sides: what is measured across is the same."""
+    others = frozenset(range(num_hosts)) - hosts
+    return min(hosts, others, key=lambda side: (len(side), sorted(side)))
+
+
+def broadcast_bytes(communicator: Communicator, payload: bytes) -> bytes:
+    """Give rank 0's bytes to all."""
+    size = bytearray(len(payload).to_bytes(_SIZE_BYTES, "little"))
+    communicator.broadcast(memoryview(size), label="size of the network's tree", timeout_s=DISCOVERY_S).wait()
+    content = bytearray(payload if communicator.rank == 0 else int.from_bytes(size, "little"))
+    communicator.broadcast(memoryview(content), label="the network's tree", timeout_s=DISCOVERY_S).wait()
+    return bytes(content)

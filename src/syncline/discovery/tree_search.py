@@ -1,0 +1,288 @@
+"""Which tree of links explains the rates that were measured, found by itself: no structure is known beforehand.
+
+A *round* is a set of flows between hosts that ran at the same time, with the rate that each of them got. A tree
+predicts these: flows share links fairly (max-min). Its links need no search: what a link carried at the most, in all
+rounds, is its rate where it was ever full, and where it never was, no plan will notice.
+
+So only the switches are searched for, as sets of the hosts below each. From one switch for all, the change that makes
+predictions better by the most is made (a switch above two neighbours, a node moved into a switch or out of it, a switch
+taken away), until none is worth the two numbers that a switch adds. What is left of the error says how sure it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+Flow = tuple[int, int]
+"""From which host to which."""
+Set = frozenset[int]
+
+LEAST_NOISE = 0.12
+"""How far a flow of a few hundredths of a second is off its fair share where nothing disturbs it, as a logarithm."""
+CALM = 2.0
+"""From so many times the noise on, errors count linearly: something else may have been in a flow's way."""
+SWITCH_COST = 8.0
+"""A switch must explain so much more, in squared errors over squared noise, than a tree without it."""
+MOST_NEAR = 4
+"""A node may be joined with so many of those that are nearest to it."""
+_MOST_OF_TWO = 1.645 * math.sqrt(2)
+"""Of two normal values nine in ten differ by less than so many deviations of one."""
+_FULL = 0.85
+"""A link was full in the rounds in which it carried at least this part of the most that it ever did."""
+_LEAST = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Flows that ran at once, and the rate of each in bytes per second."""
+
+    flows: tuple[Flow, ...]
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTree:
+    """Switches, as sets of the hosts below each (without the root's), the rates of all links, and what is left open."""
+
+    num_hosts: int
+    switches: tuple[Set, ...]
+    up: dict[Set, float]
+    down: dict[Set, float]
+    error: float
+    """The mean by which a flow is off its prediction, as a part of it."""
+
+
+def fit_tree(num_hosts: int, rounds: Sequence[Round]) -> FittedTree:
+    """Return the tree that explains ``rounds`` best; every host is in one of them at least.
+
+    Where the same flows were measured more than once, how far they differ is the noise that a tree need not explain.
+    """
+    evidence = _Evidence(num_hosts, rounds := _plausible(num_hosts, rounds))
+    near = _nearness(num_hosts, rounds)
+    hints = list(_hints(near))
+    best: frozenset[Set] = frozenset()
+    best_score = evidence.score(best)
+    while True:
+        candidates = {candidate for candidate in _neighbours(near, best) if candidate != best}
+        candidates |= {best | {hint} for hint in hints if all(_is_laminar(hint, switch) for switch in best)} - {best}
+        scored = [(evidence.score(candidate), _order(candidate)) for candidate in candidates]
+        if not scored or min(scored)[0] >= best_score - _LEAST:
+            return evidence.describe(best)
+        best_score, order = min(scored)
+        best = frozenset(map(frozenset, order))
+
+
+def noise_of(rounds: Sequence[Round]) -> float:
+    """Return how far flows differ from their own repetitions, as a logarithm, and at least LEAST_NOISE."""
+    seen: dict[tuple[Flow, ...], np.ndarray] = {}
+    differences: list[float] = []
+    for each in rounds:
+        logarithms = np.log(np.maximum(each.rates, _LEAST))
+        if each.flows in seen:
+            differences += np.abs(logarithms - seen[each.flows]).tolist()
+        seen[each.flows] = logarithms
+    return max(LEAST_NOISE, float(np.quantile(differences or [0.0], 0.9)) / _MOST_OF_TWO)
+
+
+class _Evidence:
+    """The rounds as arrays: (round, flow), padded with flows of no host."""
+
+    def __init__(self, num_hosts: int, rounds: Sequence[Round]) -> None:
+        self._num_hosts = num_hosts
+        shape = (len(rounds), max(len(each.flows) for each in rounds))
+        self._sources, self._targets = np.zeros(shape, int), np.zeros(shape, int)
+        self._rates, self._is_real = np.zeros(shape), np.zeros(shape, bool)
+        for number, each in enumerate(rounds):
+            count = len(each.flows)
+            self._sources[number, :count], self._targets[number, :count] = np.array(each.flows).T
+            self._rates[number, :count] = each.rates
+            self._is_real[number, :count] = True
+        self._noise = noise_of(rounds)
+        self._scores: dict[frozenset[Set], float] = {}
+
+    def score(self, switches: frozenset[Set]) -> float:
+        """Return how badly these switches explain what was measured; less is better."""
+        if switches not in self._scores:
+            predicted, _ = self._predict(_nodes(self._num_hosts, switches))
+            self._scores[switches] = float(np.sum(_losses(self._errors(predicted)))) + SWITCH_COST * len(switches)
+        return self._scores[switches]
+
+    def describe(self, switches: frozenset[Set]) -> FittedTree:
+        """Return the tree with its rates."""
+        nodes = _nodes(self._num_hosts, switches)
+        predicted, rates = self._predict(nodes)
+        ups, downs = np.split(rates, 2)
+        return FittedTree(
+            num_hosts=self._num_hosts,
+            switches=tuple(sorted(switches, key=lambda each: (-len(each), sorted(each)))),
+            up=dict(zip(nodes, map(float, ups), strict=True)),
+            down=dict(zip(nodes, map(float, downs), strict=True)),
+            error=float(np.mean(self._errors(predicted)[self._is_real])) * self._noise,
+        )
+
+    def _errors(self, predicted: np.ndarray) -> np.ndarray:
+        """Return by how many times the noise each flow is off."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            off = np.abs(np.log(np.maximum(predicted, _LEAST) / np.maximum(self._rates, _LEAST))) / self._noise
+        return np.where(self._is_real, off, 0.0)
+
+    def _predict(self, nodes: Sequence[Set]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each flow's fair share, and the rates of the nodes' links, up and then down."""
+        below = np.array([[host in node for node in nodes] for host in range(self._num_hosts)])
+        from_below, to_below = below[self._sources], below[self._targets]
+        crosses = np.concatenate([from_below & ~to_below, to_below & ~from_below], axis=2)
+        crosses &= self._is_real[:, :, None]
+        carried = np.einsum("rf,rfk->rk", self._rates, crosses, optimize=True)
+        rates = _rates_of(carried)
+        return fair_shares(crosses, rates), rates
+
+
+def _losses(errors: np.ndarray) -> np.ndarray:
+    """Return the losses of Huber: squares, and from CALM on lines."""
+    return np.where(errors <= CALM, errors**2, CALM * (2 * errors - CALM))
+
+
+def _rates_of(carried: np.ndarray) -> np.ndarray:
+    """Return each link's rate from what it carried (round, link): the mean of the rounds in which it was full."""
+    most = carried.max(axis=0)
+    is_full = np.asarray(carried >= _FULL * most)
+    return np.where(most > 0, (carried * is_full).sum(axis=0) / np.maximum(is_full.sum(axis=0), 1), np.inf)
+
+
+def _plausible(num_hosts: int, rounds: Sequence[Round]) -> list[Round]:
+    """Return the rounds with no flow faster than its hosts: one in many is timed wrongly, and looks like a wide link.
+
+    A host sends or receives as much as in its second best round.
+    """
+    totals = np.zeros((2, len(rounds), num_hosts))
+    for number, each in enumerate(rounds):
+        for (source, target), rate in zip(each.flows, each.rates, strict=True):
+            totals[0, number, source] += rate
+            totals[1, number, target] += rate
+    ordered = -np.sort(-totals, axis=1)
+    most = ordered[:, min(1, len(rounds) - 1)]
+    most = np.where(most > 0, most, ordered[:, 0])
+    return [
+        Round(
+            each.flows,
+            tuple(
+                min(rate, float(most[0, source]), float(most[1, target]))
+                for (source, target), rate in zip(each.flows, each.rates, strict=True)
+            ),
+        )
+        for each in rounds
+    ]
+
+
+def fair_shares(crosses: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """Return the max-min fair rate of every flow of every round.
+
+    ``crosses`` says which links (last axis) each flow (second axis) of each round (first axis) crosses; flows of one
+    round share them. A flow that crosses none has the rate 0, one that nothing limits an infinite one.
+    """
+    shares = np.zeros(crosses.shape[:2])
+    is_open = np.asarray(crosses.any(axis=2))
+    left = np.broadcast_to(rates, (crosses.shape[0], rates.size)).astype(float)
+    while is_open.any():
+        uses: np.ndarray = crosses & is_open[:, :, None]
+        num_open = uses.sum(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(num_open > 0, np.maximum(left, 0.0) / num_open, np.inf)
+        own = np.where(uses, share[:, None, :], np.inf).min(axis=2)  # by each flow's narrowest link
+        narrowest = np.where(uses, own[:, :, None], np.inf).min(axis=1)  # of all flows of a link
+        is_full = (num_open > 0) & (narrowest >= share * (1 - _LEAST))  # nothing else holds its flows back
+        ends = (uses & np.asarray(is_full)[:, None, :]).any(axis=2)
+        shares = np.where(ends, own, shares)
+        moved = np.where(ends & np.isfinite(own), own, 0.0)
+        left = left - np.where(uses, moved[:, :, None], 0.0).sum(axis=1)
+        is_open &= ~ends
+    return shares
+
+
+def _nodes(num_hosts: int, switches: Iterable[Set]) -> list[Set]:
+    return [frozenset((host,)) for host in range(num_hosts)] + sorted(switches, key=sorted)
+
+
+def children(num_hosts: int, switches: Iterable[Set], above: Set) -> list[Set]:
+    """Return what hangs on the switch above those hosts: hosts and other switches."""
+    inside = [node for node in _nodes(num_hosts, switches) if node < above]
+    return [node for node in inside if not any(node < other for other in inside)]
+
+
+def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
+    """Return for each pair how fast its slower flow was, beside what both can do, when all others spoke too."""
+    pairs = np.full((num_hosts, num_hosts), np.inf)
+    for each in rounds:
+        if len({host for flow in each.flows for host in flow}) == 2 * len(each.flows):  # each host in one flow
+            for (source, target), rate in zip(each.flows, each.rates, strict=True):
+                pairs[source, target] = min(pairs[source, target], rate)
+    most = np.where(np.isinf(pairs), 0.0, pairs)
+    able = np.minimum(most.max(axis=1)[:, None], most.max(axis=0)[None, :])
+    part = pairs / able
+    return np.asarray(np.minimum(part, part.T))
+
+
+def _between(near: np.ndarray, first: Set, second: Set) -> float:
+    return float(near[np.ix_(sorted(first), sorted(second))].mean())
+
+
+def likely_sets(num_hosts: int, rounds: Sequence[Round]) -> list[Set]:
+    """Return sets of hosts that may be below a switch, whether or not a tree of them explains more: look there."""
+    return list(_hints(_nearness(num_hosts, rounds)))
+
+
+def _hints(near: np.ndarray) -> Iterator[Set]:
+    """Yield sets of hosts that are nearer to each other than to others: every step of joining the nearest two sets."""
+    groups: list[Set] = [frozenset((host,)) for host in range(len(near))]
+    while len(groups) > 2:
+        first, second = max(combinations(groups, 2), key=lambda both: (_between(near, *both), -min(both[0])))
+        groups = [group for group in groups if group not in (first, second)] + [first | second]
+        yield first | second
+
+
+def _is_laminar(first: Set, second: Set) -> bool:
+    return first <= second or second <= first or not first & second
+
+
+def _neighbours(near: np.ndarray, switches: frozenset[Set]) -> Iterator[frozenset[Set]]:
+    """Yield the trees that are one change away; only what is near another node may be joined with it."""
+    num_hosts = len(near)
+    everyone = frozenset(range(num_hosts))
+    for above in (everyone, *switches):
+        inside = children(num_hosts, switches, above)
+        for first, second in _nearest_pairs(near, inside):
+            if first | second != above:
+                yield from _joined(switches, first, second)
+        if above != everyone:
+            yield switches - {above}
+            for node in inside:
+                yield _valid((switches - {above}) | {above - node})
+
+
+def _nearest_pairs(near: np.ndarray, nodes: Sequence[Set]) -> Iterator[tuple[Set, Set]]:
+    for node in nodes:
+        others = sorted((other for other in nodes if other != node), key=lambda other: -_between(near, node, other))
+        yield from ((node, other) for other in others[:MOST_NEAR])
+
+
+def _joined(switches: frozenset[Set], first: Set, second: Set) -> Iterator[frozenset[Set]]:
+    """Yield the trees in which two neighbours are below one switch: a new one, one of them, or one for both."""
+    both = first | second
+    yield switches | {both}
+    for gone in ({first}, {second}, {first, second}):
+        if gone <= switches:
+            yield (switches - gone) | {both}
+
+
+def _valid(switches: frozenset[Set]) -> frozenset[Set]:
+    return frozenset(switch for switch in switches if len(switch) > 1)
+
+
+def _order(switches: frozenset[Set]) -> tuple[tuple[int, ...], ...]:
+    """Return the same switches in an order, so that of equal ones all ranks would take the same."""
+    return tuple(sorted(tuple(sorted(switch)) for switch in switches))

@@ -1,0 +1,71 @@
+"""Networks of known trees whose flows share links fairly, with noise, and random trees of racks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from syncline.discovery.discovery import predicted_rates
+from syncline.discovery.tree_search import Flow, Round
+from syncline.topology import Host, Link, Rank, Switch, Topology
+
+HOST_RATES = (125e6, 125e6, 125e6, 62.5e6)
+UPLINK_RATES = (12.5e6, 25e6, 50e6, 125e6)
+
+
+class EmulatedNetwork:
+    """Measures flows on a topology; host k is the k-th by first ranks. ``outliers``: this part is timed wrongly."""
+
+    def __init__(self, topology: Topology, *, noise: float, seed: int, outliers: float = 0.0) -> None:
+        self.topology = topology
+        self.flat = Topology.flat_on([topology.host_of(rank).name for rank in range(topology.num_ranks)])
+        self._ranks = [host.ranks[0].rank for host in self.flat.hosts]
+        self._noise, self._outliers = noise, outliers
+        self._source = np.random.default_rng(seed)
+        self.num_rounds = 0
+
+    def measure(self, flows: Sequence[Flow]) -> Round:
+        self.num_rounds += 1
+        shares = np.array(predicted_rates(self.topology, self._ranks, flows))
+        off = self._source.normal(0, self._noise, len(shares))
+        is_wrong = self._source.random(len(shares)) < self._outliers
+        off += np.where(is_wrong, self._source.uniform(-1, 1, len(shares)), 0)
+        return Round(tuple(flows), tuple(map(float, shares * np.exp(off))))
+
+
+def random_racks(seed: int) -> Topology:
+    """Return 4 to 16 hosts in racks, and racks in rows, uplinks up to 10 times slower, some slower downward."""
+    source = random.Random(seed)
+    numbers, names = iter(range(100)), iter(range(100))
+
+    def host() -> Host:
+        number = next(numbers)
+        return Host(name=f"h{number}", link=Link.symmetric(source.choice(HOST_RATES)), ranks=(Rank(rank=number),))
+
+    def switch(num_hosts: int, depth: int, link: Link | None) -> Switch:
+        name = f"s{next(names)}"
+        if depth == 0 or num_hosts <= 2:
+            return Switch(name=name, link=link, children=tuple(host() for _ in range(num_hosts)))
+        num_parts = source.randint(2, min(4, num_hosts))
+        cuts = [0, *sorted(source.sample(range(1, num_hosts), num_parts - 1)), num_hosts]
+        children: list[Switch | Host] = []
+        for begin, end in pairwise(cuts):
+            up = source.choice(UPLINK_RATES)
+            down = source.choice((up, up, up / 2))
+            if end - begin == 1:
+                children.append(host())
+            else:
+                children.append(switch(end - begin, depth - 1, Link(up_bytes_per_s=up, down_bytes_per_s=down)))
+        return Switch(name=name, link=link, children=tuple(children))
+
+    return Topology(name=f"racks-{seed}", root=switch(source.randint(4, 16), source.randint(1, 2), None))
+
+
+def shuffled(topology: Topology, seed: int) -> Topology:
+    """Return the same tree with its ranks on other hosts."""
+    order = list(range(topology.num_ranks))
+    random.Random(seed).shuffle(order)
+    return topology.permuted(order)
