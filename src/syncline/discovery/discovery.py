@@ -34,7 +34,7 @@ NUM_LOOKS = 4
 """So many rounds show whether a network is as it was."""
 SAME_PART = 1 / 3
 """It is, while most flows differ by less than this part."""
-FLOW_S = (0.06, 0.3)
+FLOW_S = (0.06, 0.2)
 """How long flows send; longer only where the first tree was in doubt: other traffic was there, or hosts were busy."""
 DOUBT = 0.2
 """A tree is in doubt where flows are off it by more than this part."""

@@ -12,6 +12,9 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
 
 from syncline.discovery.tree_search import Flow, Round
 from syncline.runtime.port import Port
@@ -168,11 +171,15 @@ def _size(message: int) -> int:
 
 
 def _rate(flow: _Receiving) -> float:
-    """Return bytes per second in the part of the time that counts, or else in all of it."""
+    """Return bytes per second in the part of the time that counts, or of all where it was over by then.
+
+    Between two messages bytes are taken to have come evenly: this thread may have been told late of either.
+    """
+    times_s = [flow.begin_s, *(landed_s for landed_s, _ in flow.landed)]
+    sums = [0, *accumulate(size for _, size in flow.landed)]
     begin_s = flow.begin_s + WARM_PART * (flow.end_s - flow.begin_s)
-    counted = [landed for landed in flow.landed if begin_s <= landed[0] <= flow.end_s]
-    if len(counted) < 2 or counted[-1][0] <= counted[0][0]:
-        counted = flow.landed
-    if len(counted) < 2 or counted[-1][0] <= counted[0][0]:
-        counted = [(flow.begin_s, 0), *flow.landed]
-    return sum(size for _, size in counted[1:]) / max(counted[-1][0] - counted[0][0], 1e-6)
+    end_s = min(flow.end_s, times_s[-1])
+    if end_s <= begin_s:
+        begin_s, end_s = times_s[0], times_s[-1]
+    first, last = np.interp((begin_s, end_s), times_s, sums)
+    return float(last - first) / max(end_s - begin_s, 1e-6)

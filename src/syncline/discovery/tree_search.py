@@ -62,7 +62,9 @@ def fit_tree(num_hosts: int, rounds: Sequence[Round]) -> FittedTree:
 
     Where the same flows were measured more than once, how far they differ is the noise that a tree need not explain.
     """
-    evidence = _Evidence(num_hosts, rounds := _plausible(num_hosts, rounds))
+    noise = noise_of(rounds)
+    rounds = _plausible(num_hosts, _together(rounds))
+    evidence = _Evidence(num_hosts, rounds, noise)
     near = _nearness(num_hosts, rounds)
     hints = list(_hints(near))
     best: frozenset[Set] = frozenset()
@@ -89,10 +91,21 @@ def noise_of(rounds: Sequence[Round]) -> float:
     return max(LEAST_NOISE, float(np.quantile(differences or [0.0], 0.9)) / _MOST_OF_TWO)
 
 
+def _together(rounds: Sequence[Round]) -> list[Round]:
+    """Return the rounds with those of the same flows as one: each flow has the geometric mean of its rates."""
+    alike: dict[tuple[Flow, ...], list[tuple[float, ...]]] = {}
+    for each in rounds:
+        alike.setdefault(each.flows, []).append(each.rates)
+    return [
+        Round(flows, tuple(np.exp(np.log(np.maximum(rates, _LEAST)).mean(axis=0)).tolist()))
+        for flows, rates in alike.items()
+    ]
+
+
 class _Evidence:
     """The rounds as arrays: (round, flow), padded with flows of no host."""
 
-    def __init__(self, num_hosts: int, rounds: Sequence[Round]) -> None:
+    def __init__(self, num_hosts: int, rounds: Sequence[Round], noise: float) -> None:
         self._num_hosts = num_hosts
         shape = (len(rounds), max(len(each.flows) for each in rounds))
         self._sources, self._targets = np.zeros(shape, int), np.zeros(shape, int)
@@ -102,7 +115,7 @@ class _Evidence:
             self._sources[number, :count], self._targets[number, :count] = np.array(each.flows).T
             self._rates[number, :count] = each.rates
             self._is_real[number, :count] = True
-        self._noise = noise_of(rounds)
+        self._noise = noise
         self._scores: dict[frozenset[Set], float] = {}
 
     def score(self, switches: frozenset[Set]) -> float:
