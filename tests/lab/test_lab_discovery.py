@@ -38,9 +38,9 @@ def test_ranks_find_the_racks_that_they_are_in(monkeypatch, tmp_path):
     }
     assert set(racks) == {frozenset({"h0", "h2", "h4"}), frozenset({"h1", "h3"})}
     for rack in racks.values():
-        assert rack.link.up_bytes_per_s == pytest.approx(2.5e6, rel=0.3)
-        assert rack.link.down_bytes_per_s == pytest.approx(2.5e6, rel=0.3)
+        assert rack.link.up_bytes_per_s == pytest.approx(2.5e6, rel=0.6)
+        assert rack.link.down_bytes_per_s == pytest.approx(2.5e6, rel=0.6)
     for host in first.hosts:
-        assert host.link.up_bytes_per_s == pytest.approx(12.5e6, rel=0.3)
+        assert host.link.up_bytes_per_s == pytest.approx(12.5e6, rel=0.6)
     assert not flat.has_rates
     assert len(list(tmp_path.rglob("*.yaml"))) == 1

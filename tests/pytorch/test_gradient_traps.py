@@ -12,7 +12,7 @@ from oracle_models import CASES, copies, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from syncline.errors import UpdateError
+from syncline.errors import SynclineWarning, UpdateError
 from syncline.pytorch.control import batch_size, clip_grad_norm_, no_sync, synchronize
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -352,18 +352,20 @@ def test_gradients_of_the_users_own_are_refused_where_the_step_would_not_see_the
 
 
 @by_rule
-def test_a_step_without_samples_anywhere_is_an_error(rule: UpdateRule, run_fleets: Any) -> None:
+def test_a_step_without_samples_anywhere_warns(rule: UpdateRule, run_fleets: Any) -> None:
+    warned: list[str] = []
+
     def body(model: nn.Module, optimizer: DistributedOptimizer, inputs: torch.Tensor) -> None:
-        def step() -> None:
+        try:
             optimizer.step()
             optimizer.synchronize()
-
-        with pytest.raises(UpdateError, match="no gradient reached a parameter"):
-            step()
+        except SynclineWarning as warning:  # which are errors in tests; not every rank warns
+            warned.append(str(warning))
         raise KeyError("the end")
 
     with pytest.raises(KeyError):
         run_pair(run_fleets, rule, body)
+    assert any("no gradient reached a parameter" in text for text in warned)
 
 
 def test_graph_kept_over_a_step_is_refused_by_autograd(run_fleets: Any) -> None:
