@@ -21,6 +21,7 @@ LONGEST = (
         for name in (
             "conformance/test_programs",
             "cli/test_demo",
+            "packaging/test_wheel",
             "launchers/test_under_ray",
             "updates/clustered/test_protocol_orders",
             "frameworks/test_framework_examples",

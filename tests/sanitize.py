@@ -56,16 +56,21 @@ OPTIONS = {
 }
 
 
-def build(kind: str, folder: Path) -> Path:
-    """Return a folder in which the package lies with a compiled module that is watched."""
-    tree = folder / "tree"
-    tree.mkdir()
+def copy_sources(tree: Path) -> None:
+    """Copy into a folder what the package is built from."""
     for name in BUILT_FROM:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, tree / name)
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Return a folder in which the package lies with a compiled module that is watched."""
+    tree = folder / "tree"
+    tree.mkdir()
+    copy_sources(tree)
     flags = f"{FLAGS[kind]} -g -fno-omit-frame-pointer"
     environment = os.environ | {
         "CFLAGS": flags,
@@ -80,8 +85,6 @@ def build(kind: str, folder: Path) -> Path:
     package = folder / "package"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(package)
-    if not list(package.glob("syncline/fabric/_native*.so")):
-        raise SystemExit("the compiled module could not be built; install a C++ compiler (Debian: g++)")
     return package
 
 
