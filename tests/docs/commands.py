@@ -36,6 +36,7 @@ def read(words: Sequence[str], folder: Path) -> Any:
     rules = {
         "syncline": lambda: _parse(list(words[1:]), folder),
         "make": lambda: _check_target(words[1:]),
+        "pip": lambda: _check_pip(words),
         ".": lambda: _check_equal(words, [".", ".venv/bin/activate"]),
         "sudo": lambda: _check_sudo(words, folder),
         "torchrun": lambda: _check_launcher(words, folder),
@@ -55,7 +56,7 @@ def read(words: Sequence[str], folder: Path) -> Any:
 
 def check_names(words: Sequence[str], folder: Path = ROOT) -> None:
     """Check a command that a sentence mentions, which may leave arguments out: subcommands and options must exist."""
-    if words[0] in {"make", "python"}:
+    if words[0] in {"make", "python", "pip"}:
         read(words, folder)
         return
     command: Any = None
@@ -98,6 +99,18 @@ def _check_target(words: Sequence[str]) -> None:
     assert words[0] in TARGETS, f"the Makefile has no target {words[0]!r}"
     unknown = [word for word in words[1:] if word.partition("=")[0] not in VARIABLES]
     assert not unknown, f"make takes {', '.join(sorted(VARIABLES))}, not {unknown}"
+
+
+def _check_pip(words: Sequence[str]) -> None:
+    """Only the library itself is installed: a folder, a wheel of this version, or its name with an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    what = rf"\.|dist/syncline-{re.escape(project['version'])}-[a-z0-9_-]+\.whl|syncline(\[(?P<extra>[a-z]+)\])?"
+    _check_equal(words[:2], ["pip", "install"])
+    for word in words[2:]:
+        found = re.fullmatch(what, word)
+        assert found, f"no rule for pip install {word}"
+        extra = found["extra"]
+        assert extra is None or extra in project["optional-dependencies"], f"no extra is called {extra!r}"
 
 
 def _check_equal(words: Sequence[str], expected: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ PAGES = GUIDE | {
 }
 LAUNCHERS = {f"docs/launchers/{path.name}": path for path in sorted((ROOT / "docs/launchers").glob("*.md"))}
 """They start the guide's first script; what they show of launchers is read, and what is Python runs."""
-PROGRAMS = ("syncline ", "make ", "python ")
+PROGRAMS = ("syncline ", "make ", "python ", "pip ")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -75,6 +75,8 @@ def test_commands_in_sentences_exist(page: str, tmp_path: Path) -> None:
         "syncline run --ranks 4 missing.py",
         "syncline lab run nowhere -- syncline run --ranks 4 missing.py",
         "make coffee",
+        "pip install 'syncline[coffee]'",
+        "pip install dist/syncline-0.0.1-cp311-cp311-linux_x86_64.whl",
         "python benchmarks/incast.py --no-such-option",
         "curl example.org",
         ".venv/bin/python -m pytest tests/missing.py",
@@ -85,7 +87,8 @@ def test_commands_in_sentences_exist(page: str, tmp_path: Path) -> None:
 )
 def test_a_wrong_command_is_noticed(line: str, tmp_path: Path) -> None:
     with pytest.raises(
-        Exception, match=r"no rule|no command|(?i:no such option)|no option|no block|no target|not exist|no topol"
+        Exception,
+        match=r"no rule|no command|(?i:no such option)|no option|no extra|no block|no target|not exist|no topol",
     ):
         Story(tmp_path).do(line)
 
