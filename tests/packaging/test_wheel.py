@@ -109,7 +109,7 @@ def test_the_wheel_holds_what_is_compiled_and_neither_sources_of_it_nor_tests(wh
     [
         (["run", "--ranks", "2", "train.py"], "trained with {environment}"),
         (["demo", "--ranks", "2", "--steps", "2"], "All 2 ranks hold the same parameters"),
-        (["doctor"], "compiled transport"),
+        (["doctor"], "compiled part"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
