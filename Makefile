@@ -83,13 +83,13 @@ lint: $(READY) ## formatting, lint, types, layers, and the same for C++
 docs: $(VENV)/.ready-docs ## build the documentation's site in site/; broken links and references are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
 
-# auditwheel names the platform: it looks at what was linked.
+# auditwheel names the platform by what was linked: glibc 2.24 suffices.
 wheels: $(VENV)/.ready-wheels ## build the source archive, and wheels of this Python for x86-64 and aarch64, in dist/
 	rm -rf build dist
 	$(BIN)/python -m build --sdist
 	for platform in x86_64 aarch64; do \
 	    SYNCLINE_BUILD_FOR=linux-$$platform PIP_CONSTRAINT='$(CURDIR)/$(CONSTRAINTS)' $(BIN)/python -m build --wheel --outdir build/wheels && \
-	    PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_$$platform --wheel-dir dist build/wheels/*_$$platform.whl || exit 1; \
+	    PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*_$$platform.whl || exit 1; \
 	done
 
 bench: $(READY) ## collectives on loopback, this library and gloo side by side
