@@ -91,3 +91,13 @@ def test_one_broken_connection_costs_the_higher_rank_alone_in_every_order():
             for _, found in news.find(known=known):
                 known.add(found)
         assert known == {2}, order
+
+
+def test_a_rank_is_believed_of_itself_as_it_ends():
+    """Where it says why, with a loss below its own that is not known here, once that is known."""
+    assert is_believed(3, 3)
+    news = News()
+    assert not news.hear(3, 2, known=set())
+    assert not news.hear(3, 3, known=set())
+    assert list(news.find(known={2})) == [(3, 3)]
+    assert news.hear(1, 1, known=set())

@@ -21,12 +21,12 @@ from collections.abc import Set as AbstractSet
 def is_believed(accuser: int, lost: int, *, found: Iterable[int] = (), known: Collection[int] = ()) -> bool:
     """Whether ``accuser`` is right that ``lost`` is, where ``known`` are known to be; ``found``: all that it accuses.
 
-    >>> is_believed(1, 2), is_believed(2, 1)
-    (True, False)
+    >>> is_believed(1, 2), is_believed(2, 1), is_believed(2, 2)  # the last says that it ends itself
+    (True, False, True)
     >>> is_believed(1, 2, found=[0, 2]), is_believed(1, 2, found=[0, 2], known={0})  # rank 0 lives, or it is dead
     (False, True)
     """
-    return accuser < lost and all(one in known for one in found if one <= accuser)
+    return accuser <= lost and all(one in known for one in found if one < accuser)
 
 
 class News:
