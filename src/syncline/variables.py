@@ -127,7 +127,8 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
 """Those that users and launchers set. Beside them ``SYNCLINE_LAB`` tells what the lab starts that it runs there,
 ``SYNCLINE_LAST_WORDS`` where a rank that fails tells its launcher whom it names, and
 ``CUDA_VISIBLE_DEVICES`` says, with ``LOCAL_RANK``, which GPU is measured, where nobody names one; ``XDG_RUNTIME_DIR``
-where the secret of a job lies that was given none."""
+where the secret of a job lies that was given none, and ``XDG_CACHE_HOME`` (or ``HOME``) where networks are kept that
+were measured."""
 
 
 def process_variables() -> Mapping[str, str]:

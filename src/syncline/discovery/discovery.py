@@ -56,6 +56,12 @@ class Discovery:
     kept: str = ""
 
     def __str__(self) -> str:
+        if math.isinf(self.error):
+            return (
+                f"the network could not be measured, as some flow did not end within {ROUND_S:g} s: one switch is "
+                "taken for it, which is slow on uneven racks; give a topology, or look for what is in the way with "
+                "`syncline doctor`"
+            )
         how = "the network is as it was" if self.is_recalled else "measured the network"
         where = f"; kept in {self.kept}" if self.kept else ""
         return f"{how} ({self.seconds:.1f} s, give or take {self.error:.0%}): {describe_topology(self.topology)}{where}"

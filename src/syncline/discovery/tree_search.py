@@ -297,5 +297,5 @@ def _valid(switches: frozenset[Set]) -> frozenset[Set]:
 
 
 def _order(switches: frozenset[Set]) -> tuple[tuple[int, ...], ...]:
-    """Return the same switches in an order, so that of equal ones all ranks would take the same."""
+    """Return the same switches in an order: of two trees that explain as much, the same is taken each time."""
     return tuple(sorted(tuple(sorted(switch)) for switch in switches))

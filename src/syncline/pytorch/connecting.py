@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import Literal, NoReturn
 
-from syncline.discovery import discover_network, discovery_folder, is_discoverable
+from syncline.discovery import MOST_HOSTS, discover_network, discovery_folder, is_discoverable
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
@@ -87,6 +87,12 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
     if chosen is None and is_discoverable(topology, options.address):
         topology = _discover(environment, topology, store, timeout_s=left_s())
         end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
+    elif chosen is None and len(topology.hosts) > MOST_HOSTS and environment.rank == 0:
+        print(
+            f"syncline: more than {MOST_HOSTS} hosts are not measured, and one switch is taken for their network, "
+            "which is slow on uneven racks; give a topology",
+            file=sys.stderr,
+        )
     trace = _open_trace(environment, topology)
     return _open(environment, topology, store, trace=trace, timeout_s=left_s())
 
