@@ -89,7 +89,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_TOPOLOGY", "topology", "topology file or shipped name, auto, measure, or flat (default: auto)"),
     _of_init("SYNCLINE_SECRET_FILE", "secret", "file with the job's secret; also `syncline run --secret-file`"),
     _of_init("SYNCLINE_SECRET", "secret", "the secret itself, where there is no file"),
-    _of_init("SYNCLINE_AUTHENTICATE_FRAMES", "authenticate_frames", "on: a keyed code on each frame (default: off)"),
+    _of_init(
+        "SYNCLINE_AUTHENTICATE_FRAMES",
+        "authenticate_frames",
+        "on, off: a keyed code on each frame (default: on several machines)",
+    ),
     _of_init("SYNCLINE_INTERFACE", "interface", "address, or name of the interface, that other ranks reach"),
     _of_init("SYNCLINE_HOST", "host", "the topology's name of this rank's host; also `syncline run --host`"),
     _of_init("SYNCLINE_TIMEOUT", "timeout_s", "seconds that a collective may take (default: 300)"),

@@ -123,6 +123,35 @@ def test_a_frame_of_another_connection_or_of_the_other_direction_is_refused():
     assert derive_frame_keys(b"l" * 32, b"transcript", is_dialer=True).sending not in one
 
 
+@pytest.mark.parametrize(
+    ("addresses", "secret", "expected"),
+    [
+        (("127.0.0.1", "127.0.0.1"), SECRET, False),
+        (("127.0.0.1", "127.0.0.2"), SECRET, True),
+        (("127.0.0.1", "127.0.0.2"), None, False),
+    ],
+    ids=["one machine", "two machines", "no secret"],
+)
+def test_where_nobody_says_frames_are_authenticated_between_machines_with_a_secret(addresses, secret, expected):
+    async def main():
+        store = DictStore()
+        fabrics = await gather(
+            *(
+                connect_tcp(
+                    FabricOptions(address=address, secret=secret),
+                    rank=rank,
+                    world_size=len(addresses),
+                    rendezvous=Rendezvous(store, job_id="syncline"),
+                )
+                for rank, address in enumerate(addresses)
+            )
+        )
+        assert [fabric._options.authenticate_frames for fabric in fabrics] == [expected] * len(fabrics)
+        await gather(*(fabric.close() for fabric in fabrics))
+
+    loops.run(main())
+
+
 @pytest.mark.parametrize("wants", [(False, True), (True, False), (True, True, False)])
 def test_ranks_that_differ_are_told_on_both_sides(wants):
     async def main():

@@ -77,7 +77,7 @@ REASONS = {
     Refusal.CLASSES: "the numbers of connection classes differ; give all ranks the same options",
     Refusal.SECRET: "the shared secrets differ; give all ranks the same secret file",
     Refusal.FRAMES: "one of the two authenticates its frames and the other does not; give all ranks the same "
-    "authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES)",
+    "secret and the same authenticate_frames (SYNCLINE_AUTHENTICATE_FRAMES)",
     Refusal.GONE: "it has given up this rank, or is another process; look there for why",
 }
 

@@ -79,6 +79,7 @@ async def connect_tcp(
         member = Member(rank=rank, host=host, address=address, port=listening.getsockname()[1])
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
+        options = options.decided_for({other.address for other in generation.members})
         key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
         grants = fit_grants(options, rank=rank, world_size=world_size, topology=topology)
         fabric = TcpFabric(
@@ -171,7 +172,7 @@ class _Mesh:
             epoch=generation.epoch,
             key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
             num_classes=options.num_classes,
-            authenticates_frames=options.authenticate_frames,
+            authenticates_frames=bool(options.authenticate_frames),  # decided by now
         )
         self._opening = asyncio.Lock()
         self._expected = options

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from syncline.arguments import Bounds, Count, Whole, check_fields
@@ -32,9 +33,9 @@ class FabricOptions:
     """At least 32 bytes that all ranks share and that never go through the store; None: loopback only."""
     insecure: bool = False
     """Allow addresses other than loopback without a secret. Whoever reaches the port can then join the job."""
-    authenticate_frames: bool = False
+    authenticate_frames: bool | None = None
     """Let every frame carry a code that only who knows the secret can make, so that none can be changed, repeated or
-    left out on the way."""
+    left out on the way. None: where there is a secret, and ranks are on several machines."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
 
@@ -108,6 +109,16 @@ class FabricOptions:
             "the job; give all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or say "
             "insecure=True on a network that you trust"
         )
+
+    def decided_for(self, addresses: Collection[str]) -> FabricOptions:
+        """Return these options where all ranks listen on ``addresses``: whether frames carry codes is decided.
+
+        >>> FabricOptions(secret=b"s" * 32).decided_for({"10.0.0.1", "10.0.0.2"}).authenticate_frames
+        True
+        """
+        if self.authenticate_frames is not None:
+            return self
+        return replace(self, authenticate_frames=self.secret is not None and len(set(addresses)) > 1)
 
     def _check_security(self) -> None:
         if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:

@@ -54,7 +54,7 @@ class BackendOptions:
     insecure: bool = False
     """Use other addresses than loopback without a secret. Whoever reaches the port can then join the job."""
     authenticate_frames: bool | None = None
-    """Let every frame carry a code keyed by the secret."""
+    """Let every frame carry a code keyed by the secret; where ranks are on several machines, if nobody says."""
     interface: str | None = None
     """The address, or the interface's name, that the other ranks reach."""
     connect_timeout_s: Seconds | None = None
@@ -244,7 +244,7 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         job_id=said.job_id or values.get("TORCHELASTIC_RUN_ID") or "syncline",
         secret=_choose_secret(values, said),
         insecure=said.insecure,
-        authenticate_frames=_switch(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames, default="off"),
+        authenticate_frames=_choice(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames),
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
         congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
     )
@@ -265,10 +265,17 @@ def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:
     return read_secret(values)
 
 
-def _switch(values: Mapping[str, str], name: str, given: bool | None, *, default: str = "on") -> bool:
-    if given is not None:
+def _switch(values: Mapping[str, str], name: str, given: bool | None) -> bool:
+    """Return what was chosen, and True where nobody did."""
+    chosen = _choice(values, name, given)
+    return True if chosen is None else chosen
+
+
+def _choice(values: Mapping[str, str], name: str, given: bool | None) -> bool | None:
+    """Return what the argument says, else the variable; None where neither does."""
+    text = values.get(name) or None
+    if given is not None or text is None:
         return given
-    text = values.get(name) or default
     if text not in ("on", "off"):
         raise ConfigurationError(f"{name} must be on or off, not {text!r}")
     return text == "on"

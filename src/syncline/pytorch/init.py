@@ -60,9 +60,10 @@ def init(
     ``secret`` (``SYNCLINE_SECRET_FILE``, ``SYNCLINE_SECRET``): at least 32 bytes that all ranks share. On one
     machine it may be left out: the ranks use their user's own, which is made when it is first needed. On several it is
     needed, unless ``insecure``, which excludes collectives on objects: they load pickles of other ranks.
-    ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``, off), alike on all ranks: every frame carries a code
-    keyed by the secret, so that nobody on the way can change, repeat or leave out what is sent. ``interface``
-    (``SYNCLINE_INTERFACE``): the address, or the interface's name, that the other ranks reach.
+    ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``; default: where ranks with a secret are on several
+    machines), alike on all ranks: every frame carries a code keyed by the secret, so that nobody on the way can change,
+    repeat or leave out what is sent. ``interface`` (``SYNCLINE_INTERFACE``): the address, or the interface's name, that
+    the other ranks reach.
 
     Seconds, alike on all ranks: ``timeout_s`` (``SYNCLINE_TIMEOUT``, 300): how long a collective may take, and so how
     long a rank may validate or save by itself while the others wait. ``connect_timeout_s``

@@ -90,7 +90,7 @@ def _terms(options: FabricOptions) -> dict[str, Any]:
 
 def _adopted(environment: Environment, terms: Any) -> Environment:
     names = ("connect_timeout_s", "silence_s", "timeout_s", "stall_s")
-    options = replace(environment.fabric, authenticate_frames=bool(terms["authenticates_frames"]))
+    options = replace(environment.fabric, authenticate_frames=terms["authenticates_frames"])
     return replace(environment, fabric=with_times(options, **{name: float(terms[name]) for name in names}))
 
 
