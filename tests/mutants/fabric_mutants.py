@@ -143,8 +143,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="members/belief.py",
-                before="    return accuser < lost and all(",
-                after="    return accuser != lost and all(",
+                before="    return accuser <= lost and all(",
+                after="    return all(",
             ),
         ),
         found_by=NamedTest(
