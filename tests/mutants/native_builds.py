@@ -31,18 +31,20 @@ class NativeBuildError(Exception):
 
 def build(library: Path, changed: Iterable[str]) -> None:
     """Compile the extension module anew in ``library``, a copy of which only the files ``changed`` are others."""
-    with _lock:
-        objects, _ = _objects()
     affected = {ROOT / "src" / "syncline" / file for file in changed}
     made = library / NATIVE / "objects"
     made.mkdir()
-    chosen = []
+    # first what was changed itself: an error in it is told at once
+    chosen = {file.name: _compile(library / NATIVE / file.name, made) for file in affected if file.suffix == ".cpp"}
+    with _lock:
+        objects, _ = _objects()
     for name, same in objects.items():
-        is_affected = not affected.isdisjoint(_dependencies(same))
-        chosen.append(_compile(library / NATIVE / name, made) if is_affected else same)
+        if name not in chosen:
+            is_affected = not affected.isdisjoint(_dependencies(same))
+            chosen[name] = _compile(library / NATIVE / name, made) if is_affected else same
     module = library / "fabric" / f"_native{SUFFIX}"
     module.unlink(missing_ok=True)
-    _run([_COMPILER[0], "-shared", *map(str, chosen), "-o", str(module)])
+    _run([_COMPILER[0], "-shared", *map(str, chosen.values()), "-o", str(module)])
 
 
 @cache

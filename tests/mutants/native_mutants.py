@@ -20,6 +20,7 @@ NATIVE_MUTANTS = (
         is_quick=False,
     ),
     Mutant(
+        is_quick=False,
         name="checksum is ignored",
         breaks="a bit that flips on the way is added to the gradient",
         changes=(
