@@ -62,7 +62,8 @@ def train(folder: Path, rank: int) -> dict[str, Any]:
                 os.read(pause, 1)  # until the stranger has done all that it can
         objects = fleet.all_gather_object(f"of rank {rank}")
         assert fleet.growth is not None
-        return {"objects": objects, "world_size": fleet.world_size, "refused": fleet.growth._service._server.num_refused}
+        server = fleet.growth._service._server
+        return {"objects": objects, "world_size": fleet.world_size, "refused": server.num_refused}
 
 
 def tell(fleet: syncline.Fleet) -> dict[str, Any]:
