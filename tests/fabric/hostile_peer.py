@@ -35,7 +35,7 @@ class HostilePeer:
             epoch=generation.epoch,
             key=derive_key(self.options.secret or generation.job_nonce, job_id=self.options.job_id),
             num_classes=self.options.num_classes,
-            authenticates_frames=self.options.authenticate_frames,
+            authenticates_frames=bool(self.options.authenticate_frames),
         )
         self.offer_terms = OfferTerms(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         target = generation.members[0]
