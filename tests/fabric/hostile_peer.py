@@ -40,7 +40,7 @@ class HostilePeer:
         self.offer_terms = OfferTerms(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         target = generation.members[0]
         for connection_class in range(-1, self.options.num_classes):
-            self.sockets[connection_class], keys, _ = await dial(
+            self.sockets[connection_class], keys, *_ = await dial(
                 terms,
                 self.options,
                 own_address="127.0.0.1",

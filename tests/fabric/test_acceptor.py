@@ -59,7 +59,7 @@ class Door:
         return Terms(**(values | changes))
 
     async def dial(self, rank, connection_class=0, **changes):
-        sock, _, _ = await dial(
+        sock, *_ = await dial(
             self.terms(rank, **changes),
             self.options,
             own_address="127.0.0.1",

@@ -52,14 +52,15 @@ def test_two_ranks_of_a_job_agree(connection_class):
     reply = other.reply(hello)
     finish = one.finish(reply)
     assert (len(hello), len(reply), len(finish)) == (HELLO_BYTES, REPLY_BYTES, FINISH_BYTES)
-    assert max(HELLO_BYTES, REPLY_BYTES, FINISH_BYTES) <= 256
+    assert max(HELLO_BYTES, REPLY_BYTES, FINISH_BYTES, WELCOME_BYTES) <= 256
     assert other.finish(finish) == (3, connection_class, None, one.connection_id, None)
+    assert one.enter(other.welcome) == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (4, 5)}, Refusal.VERSION),
+        ({"versions": (5, 6)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),
@@ -103,7 +104,9 @@ def test_the_second_of_two_at_once_is_refused():
     finish_one = one.finish(first.reply(one.hello()))
     finish_other = other.finish(second.reply(other.hello()))
     taken.add(first.finish(finish_one)[:2])
-    assert refusal(second.finish, finish_other).refusal is Refusal.DUPLICATE
+    refused = refusal(second.finish, finish_other)
+    assert refused.refusal is Refusal.DUPLICATE
+    assert "same RANK" in str(refusal(other.enter, refused.answer)), "it is told, though it has sent its last message"
 
 
 def test_another_secret_is_refused_on_both_sides():
@@ -219,7 +222,7 @@ def test_a_connection_that_is_opened_again_says_what_has_arrived_at_both_ends():
     assert asked == [(3, 0, Resumption(4, one.connection_id, 123_456))]
     assert admission.resumption == asked[0][2]
     assert admission.frame_keys is None
-    assert one.resume(other.welcome) == 77_000
+    assert one.enter(other.welcome) == 77_000
     assert len(other.welcome) == WELCOME_BYTES
 
 
@@ -228,7 +231,7 @@ def test_a_connection_that_is_not_known_is_not_opened_again_and_the_dialer_learn
     finish = one.finish(other.reply(one.hello()))
     refused = refusal(other.finish, finish)
     assert refused.refusal is Refusal.GONE
-    assert "given up this rank" in str(refusal(one.resume, refused.answer))
+    assert "given up this rank" in str(refusal(one.enter, refused.answer))
 
 
 def test_nobody_without_the_key_can_have_a_socket_given_up():
@@ -250,4 +253,4 @@ def test_a_changed_welcome_is_refused(place):
     other.finish(one.finish(other.reply(one.hello())))
     changed = bytearray(other.welcome)
     changed[place // 8] ^= 1 << place % 8
-    refusal(one.resume, bytes(changed))
+    refusal(one.enter, bytes(changed))

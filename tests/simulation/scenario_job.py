@@ -38,7 +38,7 @@ FAULTS = (
 HARMLESS = ("none", "slow", "pause", "short cut", "stranger", "crumbs", "held")
 """After these all calls end right."""
 MENDED = ("reset", "flip", "storm")
-"""After these too, once all are connected: what breaks is opened again."""
+"""After these too, but for a bit that is flipped before all are connected: what breaks is opened again."""
 TIMEOUT_S = 40.0
 QUIET_S = 6.0
 DETECTION_S = 12.0
@@ -195,7 +195,7 @@ class JobScenario:
         if self.fault == "held" and not is_connected:  # nobody beats before
             self.time.after(0.1, self._strike)
             return
-        self.is_harmless &= is_connected or self.fault not in MENDED
+        self.is_harmless &= is_connected or self.fault not in ("flip", "storm")
         self.victim = choose.choice(ranks)
         self.other = choose.choice([rank for rank in ranks if rank is not self.victim] or ranks)
         victim, other = self.victim.host, self.other.host

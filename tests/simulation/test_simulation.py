@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import simulate
@@ -13,6 +14,8 @@ from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
 from virtual_time import Host, SimulationError, VirtualTime
 
+from syncline.fabric import acceptor, mesh
+from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.peer_transport import TransportSet
 from syncline.runtime.engine import Engine
 
@@ -31,6 +34,29 @@ def test_seeds(first: int) -> None:
 def test_each_fault_of_a_job(fault: str) -> None:
     for seed in range(4):
         JobScenario(10_000 + seed, fault).run()
+
+
+@pytest.mark.parametrize("seed", [0, 9, 17, 101])
+def test_resets_while_ranks_connect_cost_no_rank(seed: int) -> None:
+    scenario = JobScenario(seed, "reset")
+    for delays in range(1, 8):
+        scenario.time.at(0.005 + delays * scenario.network.delay_s, scenario._strike)
+    scenario.run()
+
+
+@pytest.mark.parametrize("seed", [1, 14, 15, 20])
+def test_who_loses_its_place_in_a_handshake_comes_again(seed: int, monkeypatch) -> None:
+    """One place for all, for hardly a round trip: many hold themselves for connected, and are not."""
+    scenario, refused = JobScenario(seed, "none"), []
+
+    def one_place(*args: Any, num_expected: int, **settings: Any) -> Acceptor:
+        refused.append(Acceptor(*args, num_expected=1 - acceptor.MAX_UNAUTHENTICATED, **settings))
+        return refused[-1]
+
+    monkeypatch.setattr(mesh, "Acceptor", one_place)
+    monkeypatch.setattr(acceptor, "PATIENCE_S", 2.5 * scenario.network.delay_s)
+    scenario.run()
+    assert sum(each.num_refused for each in refused) > 0
 
 
 def test_jobs_are_played_on_the_compiled_transport_and_executor() -> None:

@@ -1,8 +1,9 @@
 """The accept loop: strangers get one address, few sockets and little time.
 
-At most 64 sockets are unauthenticated at once, each for the handshake's deadline at most. When all places are taken,
-the oldest loses its place if it had half a second (an honest handshake takes milliseconds); until then the kernel's
-backlog holds the others. What is refused is counted, and logged at most once in five seconds.
+At most 64 sockets more than honest ranks need are unauthenticated at once, each for the handshake's deadline at most.
+When all places are taken, the oldest loses its place if it had half a second (an honest handshake takes milliseconds,
+where the machine is not busy); until then the kernel's backlog holds the others. An honest rank that loses its place
+comes again. What is refused is counted, and logged at most once in five seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _log = logging.getLogger(__name__)
 class Acceptor:
     """Accepts connections and hands the authenticated ones to ``on_connection(*admission, socket)``.
 
-    ``resume`` and ``holds`` are asked for connections that are opened again (:mod:`syncline.fabric.reopening`).
+    ``num_expected`` connections of honest ranks may come at once. ``resume`` and ``holds`` are asked for connections
+    that are opened again (:mod:`syncline.fabric.reopening`).
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Acceptor:
         terms: Terms,
         *,
         handshake_s: float,
+        num_expected: int = 0,
         is_taken: Callable[[int, int], bool],
         on_connection: Callable[[int, int, FrameKeys | None, bytes, Resumption | None, socket.socket], None],
         resume: Resume = lambda *_: None,
@@ -46,6 +49,7 @@ class Acceptor:
         self._socket = sock
         self._terms = terms
         self._handshake_s = handshake_s
+        self._num_places = MAX_UNAUTHENTICATED + num_expected
         self._is_taken = is_taken
         self._on_connection = on_connection
         self._resume_connection = resume
@@ -84,7 +88,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTS_AT_ONCE):
-            if len(self._handshakes) >= MAX_UNAUTHENTICATED and not self._make_room():
+            if len(self._handshakes) >= self._num_places and not self._make_room():
                 self._pause()
                 return
             try:

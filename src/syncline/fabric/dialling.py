@@ -12,6 +12,7 @@ import hmac
 import socket
 import struct
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
 from syncline.endpoints import format_endpoint
@@ -57,6 +58,8 @@ class Dialled(NamedTuple):
     sock: socket.socket
     frame_keys: FrameKeys | None
     connection_id: bytes
+    number: int
+    """0, or of the attempt at which it was opened, as it was not welcomed before."""
 
 
 async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -97,8 +100,7 @@ async def greet(
         if refused.answer:
             await loop.sock_sendall(sock, refused.answer)
         raise
-    if greeter.welcome:
-        await loop.sock_sendall(sock, greeter.welcome)
+    await loop.sock_sendall(sock, greeter.welcome)
     return admission
 
 
@@ -153,19 +155,27 @@ async def dial(
     The keys are those of the connection's frames, if they are authenticated.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
+    After a try that may have been let in, for all that is known here, the next one asks to go on with it; where the
+    peer does not know it, or knows it only then, the one after that begins anew, or asks again.
     """
     pause_s, began_s = FIRST_PAUSE_S, asyncio.get_running_loop().time()
-    while True:
+    unsure: Dialer | None = None
+    goes_on = False
+    for number in count(1):
+        resumption = Resumption(number, unsure.connection_id, 0) if unsure is not None and goes_on else None
+        dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
         try:
             async with asyncio.timeout(options.handshake_s):
-                dialer = Dialer(terms, peer=peer, connection_class=connection_class)
                 sock, _ = await dial_once(options, own_address, dialer, address)
-                return Dialled(sock, dialer.frame_keys, dialer.connection_id)
+            first = unsure if unsure is not None and goes_on else dialer
+            return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)
         except RefusedError as refused:
-            raise HandshakeError(
-                f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
-                f"{REASONS[refused.refusal]}"
-            ) from refused
+            if unsure is None or refused.refusal is not (Refusal.GONE if goes_on else Refusal.DUPLICATE):
+                raise HandshakeError(
+                    f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
+                    f"{REASONS[refused.refusal]}"
+                ) from refused
+            goes_on = not goes_on
         except (OSError, EOFError) as error:
             waited_s = asyncio.get_running_loop().time() - began_s
             if isinstance(error, ConnectionRefusedError) and waited_s >= options.handshake_s:
@@ -174,8 +184,11 @@ async def dial(
                     f"listened there for {waited_s:.0f} s; its process has ended, or a firewall rejects connections"
                 ) from error
             # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if resumption is None and dialer.connection_id:  # its last message was made, and may have arrived
+                unsure, goes_on = dialer, True
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    raise AssertionError("it tries until it is cancelled")
 
 
 async def dial_again(
@@ -195,7 +208,7 @@ async def dial_again(
     EOFError.
     """
     dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
-    return await dial_once(options, own_address, dialer, address, is_resumed=True, connect_s=connect_s)
+    return await dial_once(options, own_address, dialer, address, connect_s=connect_s)
 
 
 async def dial_once(
@@ -204,13 +217,11 @@ async def dial_once(
     dialer: Dialer,
     address: tuple[str, int],
     *,
-    is_resumed: bool = False,
     connect_s: float | None = None,
 ) -> tuple[socket.socket, int]:
-    """Connect and shake hands, once; with ``is_resumed`` return how much has arrived at the peer, else 0."""
+    """Connect and shake hands, once; return how much has arrived at the peer of what was sent on this connection."""
     loop = asyncio.get_running_loop()
     sock = open_dialling_socket(own_address, options)
-    position = 0
     try:
         async with asyncio.timeout(connect_s):
             await loop.sock_connect(sock, address)
@@ -222,9 +233,7 @@ async def dial_once(
                 await loop.sock_sendall(sock, refused.answer)
             raise
         await loop.sock_sendall(sock, finish)
-        if is_resumed:
-            position = dialer.resume(await read_exactly(sock, WELCOME_BYTES))
+        return sock, dialer.enter(await read_exactly(sock, WELCOME_BYTES))
     except BaseException:
         sock.close()
         raise
-    return sock, position

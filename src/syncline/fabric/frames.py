@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-VERSION = 3
+VERSION = 4
 MAX_REASON_BYTES = 1024
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""

@@ -1,4 +1,4 @@
-"""The handshake that opens every connection: three messages of fixed size, before anything is allocated.
+"""The handshake that opens every connection: four messages of fixed size, before anything is allocated.
 
 ::
 
@@ -6,12 +6,13 @@
     HELLO  versions, job, epoch, ranks, class, nonce   ->
                                                        <-      REPLY  version, nonce, HMAC(K, "S" + HELLO + REPLY)
     FINISH HMAC(K, "C" + HELLO + REPLY)                ->
-
-A connection that broke is opened again by the same messages. HELLO then says which one (an identity that both ends have
-from its first handshake) and for which time, FINISH how much of it has arrived at the dialer. The greeter,
-who knows now that it is the same process, gives up the old socket and says how much has arrived there::
-
                                                        <-      WELCOME position, HMAC(K, "W" + HELLO + REPLY + FINISH)
+
+A dialer that is not welcomed, as the greeter had no place for it or the network broke, comes again. It cannot know
+whether its FINISH has arrived, so it first asks to go on with that connection, as with one that broke later: by the
+same messages. HELLO then says which one (an identity that both ends have from its first handshake) and for which time,
+FINISH how much of it has arrived at the dialer. The greeter, who knows now that it is the same process, gives up the
+old socket, and WELCOME says how much has arrived there.
 
 The labels stop reflection, the nonces replay; ranks, class and epoch are bound by the MACs. K comes from the shared
 secret, or from the job's nonce where there is none (then it stops accidents, not attackers). Only the opening is
@@ -220,8 +221,8 @@ class Dialer:
             self.connection_id = _connection_id(self._terms, self._hello + reply)
         return finish
 
-    def resume(self, welcome: bytes) -> int:
-        """Judge what the greeter says of a connection that is opened again; return how much has arrived there."""
+    def enter(self, welcome: bytes) -> int:
+        """Judge the greeter's last message; return how much of what was sent on this connection has arrived there."""
         magic, status, position, mac = _WELCOME.unpack(welcome)
         if magic != MAGIC:
             raise RefusedError(Refusal.GARBAGE)
@@ -241,7 +242,7 @@ class Greeter:
         self._resume = resume
         self._number, self._connection_id = 0, b""
         self.welcome = b""
-        """What the dialer of a connection that is opened again is told in the end."""
+        """What the dialer is told in the end."""
         self._hello = b""
         self._reply = b""
         self._identity = (-1, -1)
@@ -289,19 +290,19 @@ class Greeter:
         if not hmac.compare_digest(message[-_MAC_BYTES:], _mac(terms.key, b"C", transcript, message[:-_MAC_BYTES])):
             raise RefusedError(Refusal.SECRET)
         if self._number:
-            return self._finish_again(Resumption(self._number, self._connection_id, position), transcript + message)
-        if self._is_taken(*self._identity):
-            raise RefusedError(Refusal.DUPLICATE)
+            resumption = Resumption(self._number, self._connection_id, position)
+            self._let_in(self._resume(*self._identity, resumption), Refusal.GONE, transcript + message)
+            return Admission(*self._identity, None, resumption.connection_id, resumption)
+        self._let_in(None if self._is_taken(*self._identity) else 0, Refusal.DUPLICATE, transcript + message)
         keys = _frame_keys(terms, transcript, is_dialer=False)
         return Admission(*self._identity, keys, _connection_id(terms, transcript), None)
 
-    def _finish_again(self, resumption: Resumption, transcript: bytes) -> Admission:
-        position = self._resume(*self._identity, resumption)
+    def _let_in(self, position: int | None, refusal: Refusal, transcript: bytes) -> None:
+        """Make the welcome, or refuse where nothing can be opened at any position."""
         if position is None:
-            raise RefusedError(Refusal.GONE, _WELCOME.pack(MAGIC, Refusal.GONE, 0, _NO_MAC))
+            raise RefusedError(refusal, _WELCOME.pack(MAGIC, refusal, 0, _NO_MAC))
         body = _WELCOME.pack(MAGIC, Refusal.NONE, position, _NO_MAC)[:-_MAC_BYTES]
         self.welcome = body + _mac(self._terms.key, b"W", transcript, body)
-        return Admission(*self._identity, None, resumption.connection_id, resumption)
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:

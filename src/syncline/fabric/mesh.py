@@ -182,6 +182,7 @@ class _Mesh:
             listening,
             self._terms,
             handshake_s=options.handshake_s,
+            num_expected=(fabric.world_size - 1 - fabric.rank) * (options.num_classes + 1),
             is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
             on_connection=self._accept,
             resume=lambda peer, *which: self._reopener.give_up_socket(fabric.peer(peer), *which),
@@ -309,7 +310,7 @@ class _Mesh:
 
     async def _dial(self, member: Member, connection_class: int) -> None:
         async with self._places:
-            sock, keys, connection_id = await dial(
+            sock, keys, connection_id, number = await dial(
                 self._terms,
                 self._options,
                 own_address=self._own_address,
@@ -318,7 +319,7 @@ class _Mesh:
                 address=(member.address, member.port),
                 connection_class=connection_class,
             )
-        self._attach(member.rank, connection_class, keys, connection_id, sock)
+        self._attach(member.rank, connection_class, keys, connection_id, sock, number=number)
 
     def _accept(
         self,
@@ -335,7 +336,14 @@ class _Mesh:
             self._reopener.accept(self._fabric.peer(peer), connection_class, resumption, sock)
 
     def _attach(
-        self, peer: int, connection_class: int, keys: FrameKeys | None, connection_id: bytes, sock: socket.socket
+        self,
+        peer: int,
+        connection_class: int,
+        keys: FrameKeys | None,
+        connection_id: bytes,
+        sock: socket.socket,
+        *,
+        number: int = 0,
     ) -> None:
         state = self._fabric.peer(peer)
         if state.has_connection(connection_class):
@@ -346,7 +354,7 @@ class _Mesh:
         except OSError:
             sock.close()  # it broke meanwhile, and the deadline names the peer
             return
-        self._reopener.opened(peer, connection_class, connection_id)
+        self._reopener.opened(peer, connection_class, connection_id, keys, number=number)
         state.attach(connection_class, sock, keys)
 
     def _describe_missing(self) -> str:

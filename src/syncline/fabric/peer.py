@@ -105,8 +105,11 @@ class Peer:
 
     def has_connection(self, connection_class: int) -> bool:
         """Whether there is a connection of this class already."""
-        is_used = self.is_ready and connection_class < self.num_classes
-        return is_used or self.is_gone or connection_class in self._sockets
+        return self.is_using(connection_class) or self.is_gone or connection_class in self._sockets
+
+    def is_using(self, connection_class: int) -> bool:
+        """Whether frames pass on the connection of this class; before that it waits for the others."""
+        return self.is_ready and connection_class < self.num_classes
 
     def expect(self, options: FabricOptions) -> None:
         """Use these classes and marks from now on; the further connections are attached when they are there."""
@@ -126,6 +129,11 @@ class Peer:
         elif len(self._sockets) == self.options.num_classes - self.num_classes:
             self._hand_over()
             self._events.on_opening(self)
+
+    def detach(self, connection_class: int) -> None:
+        """Close a connection that waits for others, if it is there: the peer opens it again."""
+        if (waiting := self._sockets.pop(connection_class, None)) is not None:
+            waiting[0].close()
 
     def close(self) -> None:
         """Release everything; the peer is gone."""

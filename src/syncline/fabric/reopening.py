@@ -19,7 +19,7 @@ from typing import Protocol
 
 from syncline.fabric.dialling import ask, dial_again, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
-from syncline.fabric.handshake import Refusal, RefusedError, Resumption, Terms
+from syncline.fabric.handshake import FrameKeys, Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.sockets import prepare_connected
@@ -63,7 +63,8 @@ class _Line:
     """A connection over all its sockets."""
 
     connection_id: bytes
-    number: int = 0
+    keys: FrameKeys | None
+    number: int
     """Of the last attempt to open it again."""
     positions: tuple[int, int] = (0, 0)
     """What had arrived at both ends when it was opened last."""
@@ -108,9 +109,11 @@ class Reopener:
         """Dial by these terms from now on."""
         self._terms = terms
 
-    def opened(self, peer: int, connection_class: int, connection_id: bytes) -> None:
-        """Take note of a connection that was opened for the first time."""
-        self._lines[peer, connection_class] = _Line(connection_id=connection_id)
+    def opened(
+        self, peer: int, connection_class: int, connection_id: bytes, keys: FrameKeys | None, *, number: int
+    ) -> None:
+        """Take note of a connection that was opened for the first time, at the attempt of this ``number``."""
+        self._lines[peer, connection_class] = _Line(connection_id=connection_id, keys=keys, number=number)
 
     def reopen(self, peer: Peer, connection_class: int, error: Exception) -> None:
         """Begin to open a connection again that broke with ``error``."""
@@ -128,10 +131,12 @@ class Reopener:
         line = self._lines.get((peer.rank, connection_class))
         if peer.is_gone or line is None or resumption.number <= line.number:
             return None
-        if not peer.is_ready or connection_class >= peer.num_classes:
-            return None  # it waits for others, and nothing was read from it yet
         if not hmac.compare_digest(resumption.connection_id, line.connection_id):
             return None
+        if not peer.is_using(connection_class):
+            peer.detach(connection_class)  # it waits for others, and nothing was read from it or written yet
+            line.number = resumption.number
+            return 0
         if not peer.transport.suspend(connection_class):
             return None  # the peer had said that nothing more comes, and is about to leave
         line.number = resumption.number
@@ -141,7 +146,7 @@ class Reopener:
     def holds(self, peer: Peer, connection_class: int, resumption: Resumption) -> bool:
         """Say whether a peer that asks is still connected; dial, if only its end of a connection knows of the break."""
         line = self._lines.get((peer.rank, connection_class))
-        if line is None or peer.is_gone or not peer.is_ready or connection_class >= peer.num_classes:
+        if line is None or peer.is_gone or not peer.is_using(connection_class):
             return not peer.is_gone
         is_news = peer.rank < self._terms.rank and line.task is None and line.number == resumption.number
         is_meant = hmac.compare_digest(resumption.connection_id, line.connection_id)
@@ -246,7 +251,10 @@ class Reopener:
         except OSError:
             sock.close()
             return False
-        self._resume(peer, connection_class, line, sock, theirs)
+        if peer.is_using(connection_class):
+            self._resume(peer, connection_class, line, sock, theirs)
+        else:
+            peer.attach(connection_class, sock, line.keys)
         return True
 
     def _resume(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> None:
