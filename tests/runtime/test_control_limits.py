@@ -9,8 +9,7 @@ from syncline.errors import PeerLostError, SynclineError, escape_text
 from syncline.runtime import control
 from syncline.runtime.call import Description
 from syncline.runtime.control import ControlError, Failure
-from syncline.runtime.early import COST_BYTES, MAX_EARLY_BYTES, RANK_BYTES, EarlyQuota, EarlyWaits
-from syncline.runtime.same_calls import Agreement
+from syncline.runtime.same_calls import COST_BYTES, MAX_EARLY_BYTES, RANK_BYTES, Agreement, EarlyQuota, EarlyWaits
 
 
 def test_calls_that_this_rank_never_makes_are_kept_up_to_a_bound():

@@ -13,8 +13,7 @@ from virtual_job import VirtualWork
 from virtual_time import Host, VirtualTime
 
 from syncline.errors import PeerLostError
-from syncline.fabric.memory import MemoryFabric, _Network
-from syncline.fabric.memory_parcels import Parcel
+from syncline.fabric.memory import MemoryFabric, Parcel, _Network
 from syncline.runtime.call import Call
 from syncline.runtime.engine import Engine
 from syncline.topology import Topology

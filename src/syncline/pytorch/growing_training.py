@@ -28,7 +28,7 @@ from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import HeldState
-from syncline.updates.state_values import decode_single, describe_state, dtype_of
+from syncline.updates.state import decode_single, describe_state, dtype_of
 
 PACKED_BYTES = 4 << 20
 """Smaller tensors go together in messages of about this size."""

@@ -13,8 +13,7 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, whole_state
-from syncline.updates.state_values import decode_single, describe_state, dtype_of
+from syncline.updates.state import StateEntry, decode_single, describe_state, dtype_of, whole_state
 
 Values = dict[str, dict[str, Any]]
 

@@ -18,16 +18,14 @@ from syncline.errors import FabricError, SynclineError
 from syncline.fabric import PeerLeftError, PeerStalls, Transport
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
-from syncline.runtime.active import ActiveCall
 from syncline.runtime.call import Call, Describer, trace_call
 from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
 from syncline.runtime.direct import DirectCall
-from syncline.runtime.early import CallKey, EarlyQuota, EarlyWaits
-from syncline.runtime.executions import Executions
+from syncline.runtime.executions import ActiveCall, Executions
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
-from syncline.runtime.same_calls import Agreement, Disagreement
+from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQuota, EarlyWaits
 from syncline.runtime.tags import NUMBER_MASK
 from syncline.runtime.work import Work
 from syncline.topology import Topology

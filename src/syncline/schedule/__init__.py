@@ -8,11 +8,10 @@ from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import After, Before, Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, predict
 from syncline.schedule.draft import UNOWNED, Draft
-from syncline.schedule.gateway_choice import with_gateways_chosen
 from syncline.schedule.in_trees import draft_with_owners
 from syncline.schedule.layout import Layout
 from syncline.schedule.ownership import Fractions, Target
-from syncline.schedule.planners import PLANNERS, Planner, choose
+from syncline.schedule.planners import PLANNERS, Planner, choose, with_gateways_chosen
 from syncline.schedule.program import Phase, RankProgram, Receive, Send
 from syncline.schedule.recursive_doubling import plan_recursive_doubling
 from syncline.schedule.ring import plan_ring

@@ -15,7 +15,7 @@ import numpy as np
 
 from syncline.schedule.collective import After
 from syncline.schedule.draft import Draft
-from syncline.schedule.fingerprints import Words, draw_words, scramble
+from syncline.schedule.replay import Words, draw_words, scramble
 from syncline.schedule.transfers import IntArray, Transfer
 
 _SEED = 0xB175

@@ -20,8 +20,7 @@ from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.flat import aligned
 from syncline.updates.redistribution import StateLostError, StateMove, StatePart, plan_redistribution
-from syncline.updates.state import StateEntry, copied
-from syncline.updates.state_values import decode_value, encode_single
+from syncline.updates.state import StateEntry, copied, decode_value, encode_single
 
 BESIDE = "~"
 """Keys that begin so are no optimizer state."""

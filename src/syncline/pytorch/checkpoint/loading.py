@@ -36,8 +36,7 @@ from syncline.pytorch.checkpoint.state import (
 )
 from syncline.pytorch.optimizer import DistributedOptimizer, Growing
 from syncline.updates.bucket import Slot
-from syncline.updates.state import SINGLE_VALUES, StateEntry
-from syncline.updates.state_values import encode_single
+from syncline.updates.state import SINGLE_VALUES, StateEntry, encode_single
 
 if TYPE_CHECKING:
     from syncline.pytorch.checkpoint.manifest import CheckpointManifest

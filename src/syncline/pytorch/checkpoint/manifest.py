@@ -28,7 +28,7 @@ from pydantic import (
 from syncline.errors import CheckpointError, UpdateError
 from syncline.pytorch.checkpoint.folder import MANIFEST, is_checkpoint, previous_folder
 from syncline.pytorch.checkpoint.state import STATE_PREFIX
-from syncline.updates.state_values import decode_single, dtype_of
+from syncline.updates.state import decode_single, dtype_of
 
 FORMAT = 2
 _BLOCK_BYTES = 1 << 20

@@ -19,8 +19,7 @@ from syncline.pytorch.checkpoint.background import CheckpointWork, writer_of
 from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
 from syncline.pytorch.checkpoint.state import SavedState, Stateful, encode_parts
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.updates.state import StateEntry
-from syncline.updates.state_values import describe_state
+from syncline.updates.state import StateEntry, describe_state
 
 _SAVE = "save_checkpoint()"
 

@@ -23,8 +23,7 @@ from torch import nn
 
 from syncline.errors import CheckpointError
 from syncline.updates.bucket import Slot
-from syncline.updates.state import StateEntry
-from syncline.updates.state_values import decode_value
+from syncline.updates.state import StateEntry, decode_value
 
 MODEL_PREFIX = "model."
 STATE_PREFIX = "optimizer.state."

@@ -47,7 +47,7 @@ from syncline.pytorch.checkpoint.folder import DCP_INDEX, MANIFEST
 from syncline.pytorch.checkpoint.manifest import ChunkRecord, ValueRecord
 from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES, checkpoint_place
-from syncline.updates.state_values import dtype_of
+from syncline.updates.state import dtype_of
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from syncline.arguments import Bounds, Count, Whole, checked
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.members import Elastic
 from syncline.pytorch.fleet import Fleet, current_fleet
-from syncline.pytorch.phased.scaling import refuse_scaled_loss, refuse_scaled_steps
 from syncline.pytorch.phased.setup import MakeStage, PhaseOptions, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.runtime.control import Tally
@@ -29,7 +29,50 @@ from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_p
 from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.statistics import PhasedStatistics
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
-from syncline.updates.private_torch import note_step
+from syncline.updates.private_torch import SCALED, let_scalers_step, note_step
+
+# Refuses ``torch.amp.GradScaler`` where a model is phased: its gradients are reduced and used as the loss made them.
+#
+# A loss that a scaler multiplies would be trained on as it is, so what the loss function refers to is looked through,
+# and the optimizer tells when a scaler steps it.
+
+
+REMEDY = (
+    "phase() computes stages in host memory and updates them itself, with the gradients of the loss as it is; return "
+    "the plain mean, without a scaler (bfloat16 under torch.autocast needs none)"
+)
+
+
+def refuse_scaled_loss(loss: Callable[..., Any]) -> None:
+    """Raise :class:`ConfigurationError` if ``loss`` refers to a scaler that is enabled."""
+    for name, value in _referred_to(loss):
+        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+            raise ConfigurationError(f"The loss refers to {name!r}, a GradScaler, which scales the loss; {REMEDY}")
+
+
+def refuse_scaled_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``GradScaler.step(optimizer)`` raise :class:`ConfigurationError`."""
+    let_scalers_step(optimizer)
+    optimizer.register_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if hasattr(optimizer, SCALED):
+        raise ConfigurationError(f"A GradScaler steps the optimizer of a phased model; {REMEDY}")
+
+
+def _referred_to(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to, by name: its globals, what it encloses, and what it was bound with."""
+    while isinstance(function, partial):
+        yield from ((f"argument {value!r}", value) for value in function.args)
+        yield from function.keywords.items()
+        function = function.func
+    yield from getattr(getattr(function, "__self__", function), "__dict__", {}).items()
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        variables = inspect.getclosurevars(function)
+        yield from variables.nonlocals.items()
+        yield from variables.globals.items()
+
 
 OF_PHASE = (
     Combination("gateway: helper", "in which every rank computes stages", WRITE_ONE),

@@ -13,7 +13,6 @@ import torch
 
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.updates.phased.buffer_pool import BufferPool
-from syncline.updates.phased.input_store import InputStore
 from syncline.updates.phased.instructions import (
     Commit,
     Drop,
@@ -31,6 +30,7 @@ from syncline.updates.phased.instructions import (
     SumNorm,
     Update,
 )
+from syncline.updates.phased.kept_inputs import InputStore
 from syncline.updates.phased.phase_work import PhaseWork
 from syncline.updates.phased.phases import Phases
 from syncline.updates.phased.setting import PhasedSetting
