@@ -207,7 +207,10 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.Topology.flat_on": lambda world: (Topology.flat_on, {"hosts": ["a", "b"]}),
     "syncline.Topology.load": lambda world: (Topology.load, {"path": "two-racks-5-3"}),
     "syncline.Topology.parse": lambda world: (Topology.parse, {"text": TOPOLOGY.to_yaml()}),
-    "syncline.Topology.from_slurm": lambda world: (Topology.from_slurm, {"text": "SwitchName=s Nodes=n[1-4]"}),
+    "syncline.Topology.imported": lambda world: (
+        Topology.imported,
+        {"text": "SwitchName=s Nodes=n[1-4]", "origin": "slurm"},
+    ),
     "syncline.Topology.host_of": lambda world: (TOPOLOGY.host_of, {"rank": 0}),
     "syncline.Topology.ranks_of": lambda world: (TOPOLOGY.ranks_of, {"host_name": "h0"}),
     "syncline.Topology.node": lambda world: (TOPOLOGY.node, {"name": "h0"}),

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from syncline.cli.topology import app
+from syncline.discovery.kept import keep
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 
@@ -45,3 +46,47 @@ def test_a_job_of_one_host_has_nothing_to_measure(tmp_path: Path) -> None:
     drawn = shown("measure", "--output", str(target))
     assert Topology.parse(target.read_text()).num_ranks == 1
     assert "1 rank" in drawn
+
+
+RACK = "{switch: core, children: [{switch: rack, uplink: 400 Mbit/s, children: [{host: 'h[5-7]', uplink: 1 Gbit/s}]}, "
+RACK += "{host: 'h[0-4]', uplink: 1 Gbit/s}]}"
+
+
+def test_a_file_is_checked_beside_what_was_measured(tmp_path: Path) -> None:
+    """The file of two racks says 200 Mbit/s of an uplink that was measured as 400."""
+    measured = Topology.parse(RACK)
+    keep(tmp_path / "syncline" / "networks", measured)
+    (tmp_path / "net.yaml").write_text(Topology.load("two-racks-5-3").to_yaml())
+    run = CliRunner().invoke(app, ["check", str(tmp_path / "net.yaml")], env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert run.exit_code == 1
+    lines = run.stdout.splitlines()
+    assert [line for line in lines if "more" in line or "less" in line] == [
+        "rack-a up      200 Mbit/s    400 Mbit/s  100% more",
+        "rack-a down    200 Mbit/s    400 Mbit/s  100% more",
+    ]
+    assert shown("check", "two-racks-5-3", "--measured", "two-racks-5-3").count("\n") == len(lines)
+
+
+def test_what_was_not_measured_cannot_be_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no network of the hosts of 'flat-8' was measured .*--measured"):
+        CliRunner().invoke(app, ["check", "flat-8"], env={"XDG_CACHE_HOME": str(tmp_path)}, catch_exceptions=False)
+
+
+def test_a_tree_is_imported_with_rates_that_are_given_or_measured(tmp_path: Path) -> None:
+    file = tmp_path / "topology.conf"
+    file.write_text("SwitchName=a Nodes=h[0-4]\nSwitchName=b Nodes=h[5-7]\nSwitchName=c Switches=a,b\n")
+    given = Topology.parse(shown("import", str(file), "--from", "slurm", "--rates", "1 Gbit/s, 10 Gbit/s"))
+    assert {name: link.up_bytes_per_s * 8 for name, link in given.links() if name in ("h0", "b")} == {
+        "h0": 1e9,
+        "b": 1e10,
+    }
+    keep(tmp_path / "syncline" / "networks", Topology.parse(RACK))
+    measured = Topology.parse(shown("import", str(file), "--from", "slurm", XDG_CACHE_HOME=str(tmp_path)))
+    rates = {name: link.up_bytes_per_s * 8 for name, link in measured.links()}
+    assert (rates["h0"], rates["a"], rates["b"]) == (1e9, 4e8, 4e8)
+
+
+def test_the_picture_is_a_flowchart() -> None:
+    picture = shown("show", "demo-1-3", "--mermaid")
+    assert picture.startswith("flowchart TD\n")
+    assert picture.count(" ---|") == picture.count('["') - 1

@@ -20,6 +20,21 @@ def render_topology(name: str, root: Node) -> str:
     return "\n".join(lines)
 
 
+def render_flowchart(root: Node) -> str:
+    """Write the tree as a Mermaid flowchart: links that limit nothing have no rate on them."""
+    nodes = [node for node in walk(root) if not isinstance(node, Rank)]
+    numbers = {node.name: f"n{number}" for number, node in enumerate(nodes)}
+    lines = ["flowchart TD"]
+    lines += [f'    {numbers[node.name]}["{node.name}"]' for node in nodes]
+    for node in nodes:
+        for child in node.children:
+            if isinstance(child, Rank) or child.link is None:
+                continue
+            label = "" if child.link == Link.unlimited() else f'|"{describe_link(child.link)}"|'
+            lines.append(f"    {numbers[node.name]} ---{label} {numbers[child.name]}")
+    return "\n".join(lines)
+
+
 def _rows(node: Node, indent: str) -> Iterator[tuple[str, str]]:
     children = _shown_children(node)
     for child in children:

@@ -1,159 +1,136 @@
-"""Slurm's ``topology.conf`` (the tree plugin) made into a topology.
+"""What Slurm tells of its network: ``topology.conf``, ``topology.yaml``, and the address that each task gets.
 
-The file knows switches and nodes, but no rates (``LinkSpeed`` has no unit and Slurm does not use it): they are given
-beside it, one for the nodes' links and one for the links between switches.
-
-    SwitchName=leaf1 Nodes=node[01-16]
+    SwitchName=leaf1 Nodes=node[01-16]          BlockName=b1 Nodes=node[01-16]
     SwitchName=spine Switches=leaf[1-4]
+
+None knows rates (``LinkSpeed`` has no unit and Slurm does not use it).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections import Counter
 
 from syncline.errors import TopologyError
 from syncline.topology.hostlist import expand_hostlist
-from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name, check_num_ranks
+from syncline.topology.marked import MarkedData, read_marked
+from syncline.topology.places import HostPlace, Switches, SwitchPlace, switches_above, value_at
 
-_KEYS = ("switchname", "nodes", "switches", "linkspeed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """One line of the file."""
-
-    line: int
-    switches: tuple[str, ...]
-    nodes: tuple[str, ...]
+_KEYS = ("switchname", "nodes", "switches", "linkspeed", "blockname", "blocksizes")
+_TOP = "network"
+_IS_CONF = re.compile(r"^\s*(switch|block)(name|sizes)\s*=", re.IGNORECASE | re.MULTILINE)
+_VARIABLE = re.compile(r"(?:\d+: *)?(?:(?P<name>\w+)=)?(?P<value>.*)", re.ASCII)
+_PATTERN = re.compile(r"(\w+\.)*node", re.ASCII)
 
 
-def parse_slurm(
-    text: str,
-    *,
-    host_rate: float = math.inf,
-    uplink_rate: float = math.inf,
-    ranks_per_host: int = 1,
-    source: str | None = None,
-) -> TopologyParts:
-    """Read the parts of a topology in a ``topology.conf``; rates in bytes per second, the same in both directions."""
-    label = f"Topology {source or 'topology.conf'!r}"
-    if ranks_per_host < 1:
-        raise TopologyError(f"{label}: a host needs at least 1 rank, not {ranks_per_host}")
-    entries = _read_entries(text, label)
-    builder = _Builder(
-        label=label,
-        entries=entries,
-        host_link=Link.symmetric(host_rate),
-        uplink=Link.symmetric(uplink_rate),
-        ranks_per_host=ranks_per_host,
-    )
-    top = _find_top(entries, label)
-    root = builder.switch(top, None, ())
-    unreached = [name for name in entries if name not in builder.lines]
-    if unreached:
-        name = unreached[0]
-        raise TopologyError(f"{label} line {entries[name].line}: switch {name!r} is below itself; a topology is a tree")
-    return TopologyParts(name="slurm", root=root, source=source, lines=builder.lines, priorities=None)
+def read_slurm(text: str, label: str) -> Switches:
+    """Read a ``topology.conf`` (tree or block), or a ``topology.yaml``: its default topology, else its first."""
+    if _IS_CONF.search(text):
+        return _read_conf(text, label)
+    if not text.strip():
+        raise TopologyError(f"{label} line 1: the file names no switch; write 'SwitchName=NAME Nodes=...'")
+    return _read_yaml(read_marked(text, label=label))
 
 
-class _Builder:
-    """Builds nodes from the top down, numbering ranks in that order."""
-
-    def __init__(
-        self, *, label: str, entries: Mapping[str, _Entry], host_link: Link, uplink: Link, ranks_per_host: int
-    ) -> None:
-        self.lines: dict[str, int] = {}
-        self._label = label
-        self._entries = entries
-        self._host_link = host_link
-        self._uplink = uplink
-        self._ranks_per_host = ranks_per_host
-        self._num_ranks = 0
-
-    def switch(self, name: str, link: Link | None, above: tuple[str, ...]) -> Switch:
-        entry = self._entries[name]
-        if name in above:
-            raise self._error(entry, f"switch {name!r} is below itself; a topology is a tree")
-        self._claim(name, entry)
-        children: list[Switch | Host] = []
-        for child in entry.switches:
-            if child not in self._entries:
-                raise self._error(entry, f"switch {child!r} has no line of its own; add 'SwitchName={child} Nodes=...'")
-            children.append(self.switch(child, self._uplink, (*above, name)))
-        children += [self._host(node, entry) for node in entry.nodes]
-        if not children:
-            raise self._error(entry, f"switch {name!r} is empty; give it Nodes or Switches, or leave it out")
-        return Switch(name=name, link=link, children=tuple(children))
-
-    def _host(self, name: str, entry: _Entry) -> Host:
-        self._claim(name, entry)
-        first = self._num_ranks
-        self._num_ranks += self._ranks_per_host
-        return Host(
-            name=name, link=self._host_link, ranks=tuple(Rank(rank=rank) for rank in range(first, self._num_ranks))
-        )
-
-    def _claim(self, name: str, entry: _Entry) -> None:
-        try:
-            check_name(name, "node")
-            check_num_ranks(self._num_ranks + self._ranks_per_host)
-        except TopologyError as error:
-            raise self._error(entry, str(error)) from error
-        if name in self.lines:
-            raise self._error(entry, f"{name!r} has a place already, in line {self.lines[name]}; a topology is a tree")
-        self.lines[name] = entry.line
-
-    def _error(self, entry: _Entry, message: str) -> TopologyError:
-        return TopologyError(f"{self._label} line {entry.line}: {message}")
+def _hosts(names: str, line: int) -> tuple[HostPlace, ...]:
+    return tuple(HostPlace(name=name, line=line) for name in expand_hostlist(names))
 
 
-def _read_entries(text: str, label: str) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
+def _read_conf(text: str, label: str) -> Switches:
+    switches: dict[str, SwitchPlace] = {}
+    blocks: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
         try:
-            names, entry = _read_entry(content, number)
+            settings = _read_settings(content)
+            is_block = "blockname" in settings
+            names = expand_hostlist(settings.get("switchname") or settings.get("blockname") or "")
+            below = expand_hostlist(settings["switches"]) if "switches" in settings else ()
+            hosts = _hosts(settings["nodes"], number) if "nodes" in settings else ()
         except TopologyError as error:
             raise TopologyError(f"{label} line {number}: {error}") from error
-        for name in names:
-            if name in entries:
+        for name in names if set(settings) != {"blocksizes"} else ():
+            if name in switches:
                 raise TopologyError(
-                    f"{label} line {number}: switch {name!r} has a line already, {entries[name].line}; give it one"
+                    f"{label} line {number}: switch {name!r} has a line already, {switches[name].line}; give it one"
                 )
-            entries[name] = entry
-    if not entries:
-        raise TopologyError(f"{label} line 1: the file names no switch; write 'SwitchName=NAME Nodes=...'")
-    return entries
+            switches[name] = SwitchPlace(line=number, switches=below, hosts=hosts)
+            blocks += [name] * is_block
+    return switches | ({_TOP: SwitchPlace(line=1, switches=tuple(blocks))} if len(blocks) > 1 else {})
 
 
-def _read_entry(content: str, number: int) -> tuple[tuple[str, ...], _Entry]:
+def _read_settings(content: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for word in content.split():
         key, _, value = word.partition("=")
         if key.lower() not in _KEYS or not value:
             raise TopologyError(f"{word!r} is not understood; write SwitchName=, Nodes=, Switches= or LinkSpeed=")
         settings[key.lower()] = value
-    if "switchname" not in settings:
+    if not {"switchname", "blockname", "blocksizes"} & set(settings):
         raise TopologyError("the line has no SwitchName=; add it")
-    lists = {key: expand_hostlist(settings[key]) for key in ("nodes", "switches") if key in settings}
-    entry = _Entry(line=number, switches=lists.get("switches", ()), nodes=lists.get("nodes", ()))
-    return expand_hostlist(settings["switchname"]), entry
+    return settings
 
 
-def _find_top(entries: Mapping[str, _Entry], label: str) -> str:
-    below = {child for entry in entries.values() for child in entry.switches}
-    tops = [name for name in entries if name not in below]
-    if len(tops) == 1:
-        return tops[0]
-    if not tops:
-        first = next(iter(entries.values()))
-        raise TopologyError(f"{label} line {first.line}: every switch is below another; a tree has one at the top")
-    line = entries[tops[1]].line
-    joined = ",".join(tops)
-    raise TopologyError(
-        f"{label} line {line}: nothing joins the switches {joined}; add a line 'SwitchName=top Switches={joined}'"
-    )
+def _read_yaml(marked: MarkedData) -> Switches:
+    count = len(value_at(marked, (), list))
+    is_default = [value_at(marked, (k, "cluster_default"), bool, False) for k in range(count)]
+    chosen = is_default.index(True) if True in is_default else 0
+    for kind, names, below in (("tree", "switches", "switch"), ("block", "blocks", "block")):
+        if value_at(marked, (chosen, kind), dict, None) is not None:
+            return _read_yaml_switches(marked, (chosen, kind, names), below)
+    raise marked.error((chosen,), "this topology is neither a tree nor blocks, so it tells nothing of the network")
+
+
+def _read_yaml_switches(marked: MarkedData, location: tuple[str | int, ...], key: str) -> Switches:
+    switches: dict[str, SwitchPlace] = {}
+    for index in range(len(value_at(marked, location, list))):
+        place = (*location, index)
+        line = marked.line_of(place)
+        nodes, below = (str(value_at(marked, (*place, each), object, "")) for each in ("nodes", "children"))
+        try:
+            entry = SwitchPlace(
+                line=line,
+                switches=expand_hostlist(below) if below else (),
+                hosts=_hosts(nodes, line) if nodes else (),
+            )
+        except TopologyError as error:
+            raise marked.error(place, str(error)) from error
+        name = str(value_at(marked, (*place, key), object))
+        if name in switches:
+            raise marked.error(place, f"{key} {name!r} is told already, in line {switches[name].line}; give it one")
+        switches[name] = entry
+    if key == "block" and len(switches) > 1:
+        return switches | {_TOP: SwitchPlace(line=marked.line_of(location), switches=tuple(switches))}
+    return switches
+
+
+def read_slurm_addresses(text: str, label: str) -> Switches:
+    """Read what ``srun printenv SLURM_TOPOLOGY_ADDR`` prints, a line for each task: ``root.leaf2.node7``.
+
+    A host has as many ranks as it has lines. ``SLURM_TOPOLOGY_ADDR_PATTERN`` beside it is used where names have dots.
+    """
+    addresses: Counter[str] = Counter()
+    lines: dict[str, int] = {}
+    patterns = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _VARIABLE.fullmatch(line.strip())
+        assert match is not None, "all of it may be missing"
+        name, value = match["name"] or "SLURM_TOPOLOGY_ADDR", match["value"].strip()
+        if _PATTERN.fullmatch(value):
+            patterns.add(value)
+        elif name == "SLURM_TOPOLOGY_ADDR" and value:
+            addresses[value] += 1
+            lines.setdefault(value, number)
+    if not addresses:
+        raise TopologyError(
+            f"{label} line 1: no line has an address such as root.leaf2.node7; write the file by "
+            "`srun printenv SLURM_TOPOLOGY_ADDR`"
+        )
+    num_dots = patterns.pop().count(".") if len(patterns) == 1 else -1
+    hosts = []
+    for address, num_ranks in addresses.items():
+        *above, name = address.split(".", num_dots)
+        hosts.append((above, HostPlace(name=name, line=lines[address], num_ranks=num_ranks)))
+    return switches_above(hosts)

@@ -112,26 +112,28 @@ class Topology:
 
     @classmethod
     @checked
-    def from_slurm(
+    def imported(
         cls,
         text: str,
+        origin: str,
         *,
-        host_rate: float = math.inf,
-        uplink_rate: float = math.inf,
-        ranks_per_host: int = 1,
+        rates: Sequence[float] = (),
+        ranks_per_host: int | None = None,
         source: str | None = None,
     ) -> Topology:
-        """Read a Slurm ``topology.conf``, which knows no rates: they are given here, in bytes per second.
+        """Read a tree that another tool has written; every error, a :class:`TopologyError`, names the line.
 
-        >>> syncline.Topology.from_slurm("SwitchName=s Nodes=n[1-4]", host_rate=125e6).num_ranks
+        ``origin`` is its format: ``"slurm"`` (``topology.conf`` or ``.yaml``), ``"slurm-env"``, ``"topograph"``,
+        ``"k8s-nodes"``, ``"infragraph"`` or ``"hostfile"``. ``rates`` (bytes per second) are those of the hosts' links,
+        of the links above their switches, and so on; the last holds for all above. Without, they are those of the file,
+        else unlimited. ``ranks_per_host``: where the file does not tell, 1.
+
+        >>> syncline.Topology.imported("SwitchName=s Nodes=n[1-4]", "slurm", rates=[125e6]).num_ranks
         4
         """
-        from syncline.topology.slurm import parse_slurm
+        from syncline.topology.importing import import_parts
 
-        parts = parse_slurm(
-            text, host_rate=host_rate, uplink_rate=uplink_rate, ranks_per_host=ranks_per_host, source=source
-        )
-        return cls(**parts)
+        return cls(**import_parts(text, origin, rates=rates, ranks_per_host=ranks_per_host, source=source))
 
     @property
     def num_ranks(self) -> int:
@@ -237,11 +239,11 @@ class Topology:
         """Yield every node, depth first, in file order."""
         return walk(self.root)
 
-    def render(self) -> str:
-        """Draw the tree as text, a switch or host on each line, with the rate of the link above it."""
-        from syncline.topology.rendering import render_topology
+    def render(self, *, as_mermaid: bool = False) -> str:
+        """Draw the tree as text, a switch or host on each line with the rate of the link above, or as a flowchart."""
+        from syncline.topology.rendering import render_flowchart, render_topology
 
-        return render_topology(self.name, self.root)
+        return render_flowchart(self.root) if as_mermaid else render_topology(self.name, self.root)
 
     def to_yaml(self) -> str:
         """Write the topology so that :meth:`parse` gives an equal one."""
