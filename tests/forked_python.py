@@ -85,8 +85,9 @@ def end_as_python(run: Callable[[], None]) -> Never:
         run()
     except SystemExit as end:
         status = _status_of(end.code)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException as error:
+        sys.last_value = error  # as an interpreter does, for exit functions
+        sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,7 +1,11 @@
-"""Ranks as threads of one process, on the in-memory fabric."""
+"""Ranks as threads of one process, on the in-memory fabric.
+
+What all ranks plan alike is planned once in a process: planning is most of what a small job does.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +16,26 @@ import torch
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime import Communicator, communicators_in_memory
+from syncline.runtime import Communicator, communicators_in_memory, plans
 from syncline.topology import Topology
+from syncline.updates import bucket_schedule
 
 JOIN_S = 180.0
+
+
+def remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a planner that plans the same only once."""
+    plan_once = functools.lru_cache(256)(plan)
+
+    def planner(*args: Any, **options: Any) -> Any:
+        frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        return plan_once(*args, **frozen)
+
+    return planner
+
+
+plans.choose = remembered(plans.choose)
+bucket_schedule.plan_sharded_step = remembered(bucket_schedule.plan_sharded_step)
 
 Accepted = type[BaseException] | tuple[type[BaseException], ...]
 

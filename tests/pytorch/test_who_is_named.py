@@ -1,10 +1,17 @@
-"""Whom the errors of the survivors name, for each rule and each fault: the rank at fault, first, with what it did."""
+"""Whom the errors of the survivors name, for each rule and each fault: the rank at fault, first, with what it did.
+
+All faults of a rule are tried at once, each in a job of its own, as most of their time they wait for a deadline. Jobs
+start one after another, and go into the step of the fault together: none is late for want of a processor.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from rank_scripts import Program, run_programs, run_script, script_environment
 from syncline.errors import SynclineError
 from syncline.pytorch.checkpoint import save_checkpoint
 from syncline.pytorch.distribute import distribute
@@ -19,9 +27,10 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.phased import phase
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
+from syncline.updates.messaging import driver
 
 WORLD, GUILTY, STEPS, AT = 4, 1, 4, 2
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.0
 HOSTS = """
 topology: two-hosts
 switch: core
@@ -44,22 +53,83 @@ SURVIVING: dict[str, tuple[UpdateRule, dict[str, Any]]] = {
     "clustered": (Clustered(clusters=2, period=3, measures=False), {}),
 }
 """Rules that go on without the rank at fault, and how they are asked to."""
+ELASTIC = ("stops calling", "raises", "is killed", "leaves early", "saves alone")
+GOING_ON = {
+    "elastic all-reduce": ELASTIC,
+    "elastic sharded": ELASTIC,
+    "overlapped": ("raises", "is killed", "evaluates more"),
+    "clustered": ("raises", "is killed", "evaluates more"),
+}
+"""By rule, the faults after which the others go on without the rank at fault, and know that it is lost."""
+HARMLESS = {
+    "overlapped": ("saves alone", "ends a period alone", "does not call step", "leaves early"),
+    "clustered": ("saves alone", "ends a period alone"),
+}
+"""By rule, what one rank may do alone: all others end well."""
+ENDING = {
+    "overlapped": {"stops calling": "rank 1 (host memory) sent nothing of "},
+    "clustered": {
+        "stops calling": "rank 1 (host memory) did not deliver",
+        "leaves early": "rank 1 (host memory) ended the training before rank ",
+    },
+}
+"""By rule, after which faults the others end, and what their errors say.
+
+Who hangs is named at the deadline, if that comes before the time after which a rank counts as stalled, as here: then
+it would be left behind (``tests/updates/*/test_*_stalls.py``).
+"""
 
 
 class GuiltyError(Exception):
     """What the rank at fault raises, or ends with once the others have failed."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What the ranks of one job share."""
+
+    fault: str
+    folder: Path
+    may_go_on: threading.Event
+    """Whether all jobs have come to the step of the fault."""
+    has_come: threading.Barrier = field(default_factory=lambda: threading.Barrier(WORLD + 1))
+    others_are_done: threading.Event = field(default_factory=threading.Event)
+    ends: dict[int, Any] = field(default_factory=dict)
+    """By rank that is not at fault, its error, or whom it knows to be lost."""
+
+    def end(self, rank: int, how: Any) -> None:
+        """Take note of how a rank that is not at fault has ended."""
+        self.ends[rank] = how
+        if len(self.ends) == WORLD - 1:
+            self.others_are_done.set()
+
+    def pause(self) -> None:
+        """Wait for the other jobs."""
+        self.has_come.wait(60)
+        assert self.may_go_on.wait(60)
+
+
+def run_at_once(faults: Collection[str], folder: Path, run: Callable[[Job], list[Any]]) -> list[tuple[Job, list[Any]]]:
+    """Run a job for each fault; return these, with what their ranks returned or ended with."""
+    may_go_on, running = threading.Event(), []
+    with ThreadPoolExecutor(len(faults)) as pool:
+        try:
+            for number, fault in enumerate(faults):
+                job = Job(fault=fault, folder=folder / str(number), may_go_on=may_go_on)
+                running.append((job, pool.submit(run, job)))
+                job.has_come.wait(60)
+        finally:
+            may_go_on.set()
+        return [(job, future.result()) for job, future in running]
+
+
 class Loop:
     """One rank's training; the rank at fault does something in its third step."""
 
-    def __init__(
-        self, fleet: Fleet, rule: UpdateRule, folder: Path, others_failed: threading.Event, **options: Any
-    ) -> None:
+    def __init__(self, fleet: Fleet, rule: UpdateRule, job: Job, **options: Any) -> None:
         torch.manual_seed(0)
         self.fleet = fleet
-        self.folder = folder
-        self.others_failed = others_failed
+        self.job = job
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         self.model, self.optimizer = distribute(module, optimizer, rule, fleet=fleet, **options)
@@ -68,6 +138,8 @@ class Loop:
         """Train; ``faults`` has what happens in the step ``AT``, by where."""
         for number in range(STEPS):
             now = faults if number == AT else {}
+            if number == AT:
+                self.job.pause()
             if now.get("start", act_normally)(self) is StopIteration:
                 return
             loss = self.model(torch.ones(2, 4)).sum()
@@ -82,7 +154,7 @@ class Loop:
 
     def sleep(self) -> None:
         """Do nothing until the others have given up."""
-        assert self.others_failed.wait(60)
+        assert self.job.others_are_done.wait(60)
         raise GuiltyError
 
 
@@ -91,10 +163,10 @@ class PhasedLoop:
 
     sleep = Loop.sleep
 
-    def __init__(self, fleet: Fleet, others_failed: threading.Event) -> None:
+    def __init__(self, fleet: Fleet, job: Job) -> None:
         torch.manual_seed(0)
         self.fleet = fleet
-        self.others_failed = others_failed
+        self.job = job
         self._do: Callable[[Any], Any] = act_normally
         stages = [nn.Linear(4, 4) for _ in range(4)]
         for stage in stages:
@@ -105,6 +177,8 @@ class PhasedLoop:
         """Train; ``faults`` has what happens in the step ``AT``, by where."""
         for number in range(STEPS):
             now = faults if number == AT else {}
+            if number == AT:
+                self.job.pause()
             if now.get("start", act_normally)(self) is StopIteration:
                 return
             self._do = now.get("forward", act_normally)
@@ -134,12 +208,17 @@ def die(loop: Loop) -> Any:
 
 def save(loop: Loop) -> Any:
     """Save alone."""
-    save_checkpoint(loop.folder / "run", loop.model, loop.optimizer)
+    save_checkpoint(loop.job.folder, loop.model, loop.optimizer)
 
 
 def evaluate(loop: Loop) -> Any:
     """Sum a loss that the others do not."""
     loop.fleet.all_reduce(torch.zeros(1))
+
+
+def end_period(loop: Loop) -> Any:
+    """End a period alone."""
+    loop.optimizer.end_period()
 
 
 FAULTS: dict[str, tuple[str, Callable[[Loop], Any], str]] = {
@@ -153,47 +232,49 @@ FAULTS: dict[str, tuple[str, Callable[[Loop], Any], str]] = {
     "leaves early": ("start", stop, "left after 2 steps, and rank"),
     "saves alone": ("start", save, "save_checkpoint() must be called on every rank; rank 1 (host "),
     "evaluates more": ("start", evaluate, "all_reduce"),
+    "ends a period alone": ("start", end_period, ""),
 }
+SYNCHRONOUS = tuple(fault for fault in FAULTS if fault != "ends a period alone")
 FOUND_BY_ITSELF = {("sharded, in backward", "does not call step"): "is lost: it ended with UpdateError"}
 """Where the rank at fault has an error of its own before the others miss it."""
-ROWS = [
-    pytest.param(rule, fault, id=f"{rule}: {fault}")
-    for rule in RULES
-    for fault in FAULTS
-    if (rule, fault) != ("all-reduce", "does not call step")  # a step there is each rank's own affair
-]
 
 
-@pytest.mark.parametrize(("rule", "fault"), ROWS)
-def test_the_errors_of_all_survivors_name_the_rank_at_fault_first(
-    rule: str, fault: str, run_fleets: Any, tmp_path: Path
-) -> None:
-    place, act, words = FAULTS[fault]
-    errors: dict[int, SynclineError] = {}
-    others_failed = threading.Event()
+def check_names(job: Job, words: str) -> None:
+    """See that all others have an error that names the rank at fault, first, and says what it did."""
+    assert set(job.ends) == set(range(WORLD)) - {GUILTY}, f"{job.fault}: {job.ends}"
+    for error in job.ends.values():
+        assert isinstance(error, SynclineError), f"{job.fault}: {error!r}"
+        about = f"{job.fault}: {error}"
+        assert error.ranks_at_fault[0] == GUILTY, about
+        assert re.findall(r"rank (\d) \(host", str(error))[0] == str(GUILTY), about
+        assert words in str(error), about
 
-    def body(fleet: Fleet) -> None:
-        loop = Loop(fleet, RULES[rule], tmp_path, others_failed)
-        if fleet.rank == GUILTY:
-            loop.run({place: act})
-            return
-        try:
-            loop.run({})
-            loop.optimizer.synchronize()
-        except SynclineError as error:
-            errors[fleet.rank] = error
-            if len(errors) == WORLD - 1:
-                others_failed.set()
-            raise
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_errors_of_all_survivors_name_the_rank_at_fault_first(rule: str, run_fleets: Any, tmp_path: Path) -> None:
     topology = Topology.parse(HOSTS, source="two-hosts")
-    run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
-    assert set(errors) == set(range(WORLD)) - {GUILTY}
-    for error in errors.values():
-        text = str(error)
-        assert error.ranks_at_fault[0] == GUILTY, text
-        assert re.findall(r"rank (\d) \(host", text)[0] == str(GUILTY), text
-        assert FOUND_BY_ITSELF.get((rule, fault), words) in text
+
+    def run(job: Job) -> list[Any]:
+        place, act, _ = FAULTS[job.fault]
+
+        def body(fleet: Fleet) -> None:
+            loop = Loop(fleet, RULES[rule], job)
+            if fleet.rank == GUILTY:
+                loop.run({place: act})
+                return
+            try:
+                loop.run({})
+                loop.optimizer.synchronize()
+            except SynclineError as error:
+                job.end(fleet.rank, error)
+                raise
+
+        return run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+
+    # with whole gradients a step is each rank's own affair
+    faults = [fault for fault in SYNCHRONOUS if (rule, fault) != ("all-reduce", "does not call step")]
+    for job, _ in run_at_once(faults, tmp_path, run):
+        check_names(job, FOUND_BY_ITSELF.get((rule, job.fault), FAULTS[job.fault][2]))
 
 
 PHASED = {
@@ -207,72 +288,124 @@ PHASED = {
 """What errors say of a rank of a pair; the partner hears of some first, and ranks of its side of others."""
 
 
-@pytest.mark.parametrize("fault", PHASED)
-def test_the_errors_of_all_pairs_name_the_rank_at_fault_first(fault: str, run_fleets: Any) -> None:
-    place, act, _ = FAULTS[fault]
-    errors: dict[int, SynclineError] = {}
-    others_failed = threading.Event()
+def test_the_errors_of_all_pairs_name_the_rank_at_fault_first(run_fleets: Any, tmp_path: Path) -> None:
+    def run(job: Job) -> list[Any]:
+        place, act, _ = FAULTS[job.fault]
 
-    def body(fleet: Fleet) -> None:
-        loop = PhasedLoop(fleet, others_failed)
-        if fleet.rank == GUILTY:
-            loop.run({place: act})
-            return
-        try:
-            loop.run({})
-            loop.trainer.synchronize()
-        except SynclineError as error:
-            errors[fleet.rank] = error
-            if len(errors) == WORLD - 1:
-                others_failed.set()
-            raise
+        def body(fleet: Fleet) -> None:
+            loop = PhasedLoop(fleet, job)
+            if fleet.rank == GUILTY:
+                loop.run({place: act})
+                return
+            try:
+                loop.run({})
+                loop.trainer.synchronize()
+            except SynclineError as error:
+                job.end(fleet.rank, error)
+                raise
 
-    run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
-    assert set(errors) == set(range(WORLD)) - {GUILTY}
-    for error in errors.values():
-        assert error.ranks_at_fault[0] == GUILTY, error
-        assert re.findall(r"rank (\d) \(host", str(error))[0] == str(GUILTY), error
-        assert PHASED[fault] in str(error)
+        return run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+
+    for job, _ in run_at_once(PHASED, tmp_path, run):
+        check_names(job, PHASED[job.fault])
 
 
-ELASTIC = ("stops calling", "raises", "is killed", "leaves early", "saves alone")
-GOING_ON = [
-    pytest.param(rule, fault, id=f"{rule}: {fault}")
-    for rule in SURVIVING
-    for fault in (ELASTIC if rule.startswith("elastic") else ("raises", "is killed"))
-]
-
-
-@pytest.mark.parametrize(("rule", "fault"), GOING_ON)
+@pytest.mark.parametrize("rule", SURVIVING)
 def test_survivors_that_go_on_know_who_is_lost(
-    rule: str, fault: str, run_fleets: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rule: str,
+    run_fleets: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else is; and if the rank at fault is told, its error names itself."""
-    place, act, words = FAULTS[fault]
+    monkeypatch.setattr(driver, "STALL_GRACE_S", 1.5)
     update, options = SURVIVING[rule]
-    lost: dict[int, tuple[int, ...]] = {}
-    others_are_done = threading.Event()
-
-    def body(fleet: Fleet) -> None:
-        rank = fleet.rank  # at the start
-        loop = Loop(fleet, update, tmp_path, others_are_done, **options)
-        if options:
-            loop.optimizer.on_membership_change(lambda change: told.extend(change.lost))
-        told: list[int] = []
-        if rank == GUILTY:
-            loop.run({place: act})
-            return
-        loop.run({})
-        loop.optimizer.synchronize()
-        counted: Any = loop.optimizer.statistics()
-        lost[rank] = tuple(told) if options else counted.lost if rule == "overlapped" else counted.dead
-        if len(lost) == WORLD - 1:
-            others_are_done.set()
-
     topology = Topology.parse(HOSTS, source="two-hosts")
-    results = run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
-    assert lost == {rank: (GUILTY,) for rank in range(WORLD) if rank != GUILTY}, results
-    if options and fault in {"raises", "is killed"}:
-        assert words in capsys.readouterr().err
-    if isinstance(results[GUILTY], SynclineError):
-        assert results[GUILTY].ranks_at_fault[0] == GUILTY, results[GUILTY]
+
+    def run(job: Job) -> list[Any]:
+        place, act, _ = FAULTS[job.fault]
+
+        def body(fleet: Fleet) -> None:
+            rank = fleet.rank  # at the start
+            loop = Loop(fleet, update, job, **options)
+            if options:
+                loop.optimizer.on_membership_change(lambda change: told.extend(change.lost))
+            told: list[int] = []
+            if rank == GUILTY:
+                loop.run({place: act})
+                return
+            try:
+                loop.run({})
+                loop.optimizer.synchronize()
+                counted: Any = loop.optimizer.statistics()
+                loop.fleet.close()
+            except SynclineError as error:
+                job.end(rank, error)
+                raise
+            job.end(rank, tuple(told) if options else counted.lost if rule == "overlapped" else counted.dead)
+
+        return run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+
+    lost, harmless, ending = GOING_ON[rule], HARMLESS.get(rule, ()), ENDING.get(rule, {})
+    for job, results in run_at_once((*lost, *harmless, *ending), tmp_path, run):
+        if job.fault in ending:
+            check_names(job, ending[job.fault])
+            continue
+        known = {(GUILTY,)} if job.fault in lost else {(), (GUILTY,)}  # who has left in good order may count as lost
+        assert set(job.ends.values()) <= known, f"{job.fault}: {job.ends}, {results}"
+        assert len(job.ends) == WORLD - 1, f"{job.fault}: {results}"
+        if isinstance(results[GUILTY], SynclineError):
+            assert results[GUILTY].ranks_at_fault[0] == GUILTY, f"{job.fault}: {results[GUILTY]}"
+    if options:
+        said = capsys.readouterr().err
+        assert all(FAULTS[fault][2] in said for fault in ("raises", "is killed"))
+
+
+GROUPS = {
+    "data_parallel | hang": "rank 1 (host h1) sent nothing of all_reduce for ",
+    "data_parallel | evaluate": "rank 1 (host h1) called all_reduce of 3 x float32",
+    "data_parallel | leave": "rank 1 (host h1) left after ",
+    "data_parallel | stop": "rank 1 (host h1) sent nothing for 2.",
+    "sharded | hang": "rank 1 (host h1) sent nothing of all_gather for ",
+    "sharded | evaluate": "rank 1 (host h1) called all_reduce of 3 x float32",
+    "sharded | leave": "rank 1 (host h1) sent nothing of all_gather for ",
+}
+"""What errors say with DDP and FSDP2 on process groups; of two calls that differ, the lower rank's stands first."""
+
+
+LAUNCHED = {
+    "hangs": "ended by the launcher",
+    "raises": "exit code 1",
+    "evaluates more": "exit code 1",
+    "is killed": "killed by SIGKILL",
+    "is stopped": "ended by the launcher",
+    "leaves early": "which ended with exit code 0",
+}
+"""What the launcher's report says of the rank at fault, whom it names first."""
+
+
+def run_launched() -> list[Any]:
+    script = str(Path(__file__).with_name("named_launched_rank.py"))
+    environment = script_environment() | {"SYNCLINE_TIMEOUT": "2", "SYNCLINE_SILENCE": "2"}
+    return run_programs(
+        [Program(("-m", "syncline.cli.main", "run", "--ranks", "3", script, fault), environment) for fault in LAUNCHED]
+    )
+
+
+def test_process_groups_and_the_closing_report_of_the_launcher_name_the_rank_at_fault(tmp_path: Path) -> None:
+    """The report names it first. Both are tried at once: they wait most of the time."""
+    script = Path(__file__).with_name("named_group_process.py")
+    with ThreadPoolExecutor(2) as pool:
+        launched = pool.submit(run_launched)
+        ends = run_script(script, 3, str(tmp_path), extra={"SYNCLINE_SILENCE": "2"})
+    assert ends[GUILTY][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        said = dict(re.findall(r"^(\w+ \| \w+) \| (.*)$", ends[rank][1], re.MULTILINE))
+        assert said.keys() == GROUPS.keys(), ends[rank][1]
+        for fault, words in GROUPS.items():
+            assert words in said[fault], f"rank {rank}, {fault}: {said[fault]}"
+            assert said[fault].startswith("rank 1 | ") or fault.endswith("evaluate")
+    for (fault, fate), job in zip(LAUNCHED.items(), launched.result(), strict=True):
+        report = job.stdout[job.stdout.index("the job failed") :]
+        assert re.match(rf"the job failed: rank {GUILTY}, {fate}", report), f"{fault}: {job.stdout}"

@@ -6,6 +6,7 @@ The training thread provides what a record needs and waits until it is agreed; a
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateE
 from syncline.fabric import GivenUpError, Progress
 from syncline.members import describe_ranks
 from syncline.observe import Trace
+from syncline.runtime import Communicator
 from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
 from syncline.runtime.port import BULK_CLASS, Port
-from syncline.topology import Topology
 from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
@@ -66,8 +67,9 @@ class ClusterDriver(Driver):
     """Joins the protocol to the fabric and to the training thread."""
 
     def __init__(
-        self, port: Port, topology: Topology, shape: VectorShape, part: Part, trace: Trace, progress: Progress
+        self, port: Port, job: Communicator, shape: VectorShape, part: Part, trace: Trace, progress: Progress
     ) -> None:
+        topology = job.topology
         self._part = part
         self._topology = topology
         self._node = Node(
@@ -81,6 +83,9 @@ class ClusterDriver(Driver):
             reclusters=part.reclusters,
         )
         super().__init__(port, self._node.view.membership, timeout_s=part.timeout_s, progress=progress)
+        self._job = job
+        self._began_s = 0.0
+        self._has_told_wait = False
         self._sent_bytes_inside = 0
         self._recorder = Recorder(trace, self._node.view)
         self._shape = shape
@@ -121,8 +126,12 @@ class ClusterDriver(Driver):
 
     def wait(self) -> tuple[Record, Agreed]:
         """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
+        self._began_s = time.monotonic()
         self._wait(lambda: bool(self._entered))
         if self._entered:
+            if self._has_told_wait:
+                self._has_told_wait = False
+                self._job.wait_beside((), "")
             return self._entered.popleft()
         self.raise_failure()
         raise self._port.call(self._late, ANSWER_S)
@@ -131,6 +140,12 @@ class ClusterDriver(Driver):
     def living(self) -> tuple[int, ...]:
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
         return self._node.view.live()
+
+    def _look(self, *, is_first: bool) -> None:  # noqa: ARG002 - what counts is for how long it was waited
+        """After half the deadline, let errors of all ranks know whom this one waits for."""
+        if time.monotonic() - self._began_s >= self._timeout_s / 2:
+            self._has_told_wait = True
+            self._port.call_soon(self._tell_wait)
 
     def depart(self, timeout_s: float) -> bool:
         """Tell everyone that this rank has all it needs, and wait until they all have; False if time is over."""
@@ -179,26 +194,47 @@ class ClusterDriver(Driver):
     def _awaited_peers(self) -> Collection[int]:
         return self._node.awaited()
 
+    def _tell_wait(self) -> None:
+        member = self._node.member
+        what = f"the clusters' update ({member.state.value}), step {member.next_record.batch + 1}"
+        self._job.wait_beside(self._node.awaited(), what)
+
     def _late(self) -> DeadlineError:
-        """Say whom this rank waits for and for what; of several, only who does nothing meanwhile if there are any."""
+        """Say whom this rank waits for in the end, or who ended the training before it did."""
         who, server = self._port.describe_peer, self._node.view.own_server(self._node.term)
-        us = who(self._port.rank)
+        member = self._node.member
+        state = f"{member.state.value} of batch {member.next_record.batch + 1}"
         serving = "this rank serves" if server == self._port.rank else f"{who(server)} serves"
-        state = (
-            f"{self._node.member.state.value} of batch {self._node.member.next_record.batch + 1}, for which {serving}"
-        )
-        if awaited := sorted(self._node.awaited()):
-            awaited = [rank for rank in awaited if self._port.stalls.still_s(rank) > self._timeout_s / 2] or awaited
-            text, remedy = f"{describe_ranks(awaited, who)} did not deliver", LOOK
-        else:
-            awaited = sorted(self._node.departed.difference(self.membership.lost))
-            text, remedy = f"{describe_ranks(awaited, who)} ended the training before {us} did", AS_MANY_BATCHES
+        awaited, remedy = sorted(self._node.departed), AS_MANY_BATCHES
+        text = self._describe_departed()
+        if not awaited:
+            awaited, remedy = sorted(self._node.awaited()), LOOK
+            found = self._job.find_beside(self._port.rank)
+            traced = [found[0]] if found is not None else awaited
+            awaited = [rank for rank in awaited if self._port.stalls.still_s(rank) > self._timeout_s / 2] or traced
+            text = f"{describe_ranks(awaited, who)} did not deliver"
         return accusing(
             DeadlineError(
-                f"{text}: {us} waited {self._timeout_s:g} s, {state}; {remedy}{self.membership.describe_lost(who)}"
+                f"{text}: {who(self._port.rank)} waited {self._timeout_s:g} s, {state}, for which {serving}; {remedy}"
+                f"{self.membership.describe_lost(who)}"
             ),
             *awaited,
         )
+
+    def _describe_departed(self) -> str:
+        who = self._port.describe_peer
+        departed = describe_ranks(sorted(self._node.departed), who)
+        return f"{departed} ended the training before {who(self._port.rank)} did"
+
+    def _find_culprits(self) -> tuple[tuple[int, ...], str] | None:
+        """Return for whom those who are lost have given up, as this rank would have soon, and what these did."""
+        who, departed = self._port.describe_peer, self._node.departed
+        if departed and self._port.rank not in departed:
+            return tuple(sorted(departed)), self._describe_departed()
+        found = self._job.find_beside(self._port.rank)
+        if found is None or found[0] in self.membership.lost:
+            return None
+        return (found[0],), f"{who(found[0])} did not deliver, and {who(found[1])} waited for it"
 
     def _leave(self, peer: int, text: str) -> None:
         error = PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name)
@@ -252,7 +288,11 @@ class ClusterDriver(Driver):
         self._perform(instructions)
 
     def _stop(self, stop: Stop) -> None:
-        text = f"{self._port.describe_peer(self._port.rank)} stops: {stop.reason}"
+        who, accused = self._port.describe_peer, stop.accused
+        text = f"{who(self._port.rank)} stops: {stop.reason}"
+        if self._port.rank not in accused and (culprits := self._find_culprits()) is not None:
+            accused, cause = culprits
+            text = f"{cause}. Therefore {text}"
         losses = reversed(self.membership.losses.items())
         newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
         failure: SynclineError = UpdateError(text)
@@ -260,7 +300,7 @@ class ClusterDriver(Driver):
             host = self._topology.host_of(newest).name
             failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
             failure.__cause__ = error
-        self.fail(accusing(failure, *stop.accused))
+        self.fail(accusing(failure, *accused))
 
     def _take_statistics(self) -> ClusteredStatistics:
         node, view = self._node, self._node.view

@@ -68,7 +68,7 @@ class ClusteredUpdater(WholeUpdater):
         )
         name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution} {rule.outer}"
         port, trace = communicator.open_port(name), self.collectives.trace
-        self._driver = ClusterDriver(port, communicator.topology, self._shape, part, trace, communicator.progress)
+        self._driver = ClusterDriver(port, communicator, self._shape, part, trace, communicator.progress)
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()
