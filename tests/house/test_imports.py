@@ -27,7 +27,8 @@ WITHOUT_TORCH = (
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_imports_without_torch(module: str) -> None:
-    probe = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    names = "[]" if module == "syncline" else f"[getattr({module}, name) for name in getattr({module}, '__all__', [])]"
+    probe = f"import sys, {module}; {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
 
 
@@ -38,10 +39,19 @@ def test_the_public_face_names_its_version_and_everything_in_it_exists() -> None
     assert all(getattr(syncline, name) is not None for name in dir(syncline))
 
 
-def test_a_rank_loads_what_writes_checkpoints_when_it_writes_one() -> None:
-    loaded = "'torch.distributed.checkpoint' in sys.modules"
-    probe = f"import sys, syncline; syncline.init, syncline.distribute; sys.exit({loaded})"
-    assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0
+LATE = (
+    "torch.distributed.checkpoint",
+    "syncline.discovery.discovery",
+    "syncline.runtime.joining.growth",
+    "syncline.updates.clustered",
+    "syncline.updates.overlapped",
+)
+
+
+def test_a_rank_loads_rules_newcomers_measurements_and_checkpoints_when_it_has_them() -> None:
+    probe = f"import sys, syncline; syncline.init, syncline.distribute; print({set(LATE)} & sys.modules.keys())"
+    told = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert told.strip() == "set()"
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])

@@ -1,25 +1,30 @@
 """Bytes between ranks: the fabric protocol, the fabric in memory and the fabric over TCP."""
 
-from syncline.fabric.compiled import new_event_loop
-from syncline.fabric.frames import MEMORY_CLASS
-from syncline.fabric.memory import MemoryFabric, memory_fabrics
-from syncline.fabric.mesh import connect_tcp
-from syncline.fabric.options import FabricOptions
-from syncline.fabric.progress import PeerStalls, Progress, StallHandler
-from syncline.fabric.protocol import (
-    ABORTED,
-    BULK,
-    MAX_CONTROL_BYTES,
-    Fabric,
-    FabricListener,
-    GivenUpError,
-    PeerLeftError,
-    Transport,
-)
-from syncline.fabric.records import Store
-from syncline.fabric.rendezvous import Rendezvous
-from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
-from syncline.fabric.tcp import TcpFabric
+from typing import TYPE_CHECKING
+
+from syncline.late_imports import late_names
+
+if TYPE_CHECKING:
+    from syncline.fabric.compiled import new_event_loop
+    from syncline.fabric.frames import MEMORY_CLASS
+    from syncline.fabric.memory import MemoryFabric, memory_fabrics
+    from syncline.fabric.mesh import connect_tcp
+    from syncline.fabric.options import FabricOptions
+    from syncline.fabric.progress import PeerStalls, Progress, StallHandler
+    from syncline.fabric.protocol import (
+        ABORTED,
+        BULK,
+        MAX_CONTROL_BYTES,
+        Fabric,
+        FabricListener,
+        GivenUpError,
+        PeerLeftError,
+        Transport,
+    )
+    from syncline.fabric.records import Store
+    from syncline.fabric.rendezvous import Rendezvous
+    from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
+    from syncline.fabric.tcp import TcpFabric
 
 __all__ = [
     "Transport",
@@ -46,3 +51,32 @@ __all__ = [
     "ClassStatistics",
     "MEMORY_CLASS",
 ]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "Transport": "syncline.fabric.protocol",
+        "Fabric": "syncline.fabric.protocol",
+        "FabricListener": "syncline.fabric.protocol",
+        "GivenUpError": "syncline.fabric.protocol",
+        "PeerLeftError": "syncline.fabric.protocol",
+        "ABORTED": "syncline.fabric.protocol",
+        "MAX_CONTROL_BYTES": "syncline.fabric.protocol",
+        "BULK": "syncline.fabric.protocol",
+        "FabricOptions": "syncline.fabric.options",
+        "PeerStalls": "syncline.fabric.progress",
+        "Progress": "syncline.fabric.progress",
+        "StallHandler": "syncline.fabric.progress",
+        "connect_tcp": "syncline.fabric.mesh",
+        "new_event_loop": "syncline.fabric.compiled",
+        "TcpFabric": "syncline.fabric.tcp",
+        "Rendezvous": "syncline.fabric.rendezvous",
+        "Store": "syncline.fabric.records",
+        "MemoryFabric": "syncline.fabric.memory",
+        "memory_fabrics": "syncline.fabric.memory",
+        "FabricStatistics": "syncline.fabric.statistics",
+        "ConnectionStatistics": "syncline.fabric.statistics",
+        "ClassStatistics": "syncline.fabric.statistics",
+        "MEMORY_CLASS": "syncline.fabric.frames",
+    },
+)

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import Literal, NoReturn
 
-from syncline.discovery import MOST_HOSTS, discover_network, discovery_folder, is_discoverable
+from syncline import discovery
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
@@ -84,15 +84,16 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
 
     store = open_store(environment)
     topology = _match(environment, chosen, store, timeout_s=left_s())
-    if chosen is None and is_discoverable(topology, options.address):
-        topology = _discover(environment, topology, store, timeout_s=left_s())
-        end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
-    elif chosen is None and len(topology.hosts) > MOST_HOSTS and environment.rank == 0:
-        print(
-            f"syncline: more than {MOST_HOSTS} hosts are not measured, and one switch is taken for their network, "
-            "which is slow on uneven racks; give a topology",
-            file=sys.stderr,
-        )
+    if chosen is None and len(topology.hosts) > 1:
+        if discovery.is_discoverable(topology, options.address):
+            topology = _discover(environment, topology, store, timeout_s=left_s())
+            end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
+        elif len(topology.hosts) > discovery.MOST_HOSTS and environment.rank == 0:
+            print(
+                f"syncline: more than {discovery.MOST_HOSTS} hosts are not measured, and one switch is taken for their "
+                "network, which is slow on uneven racks; give a topology",
+                file=sys.stderr,
+            )
     trace = _open_trace(environment, topology)
     return _open(environment, topology, store, trace=trace, timeout_s=left_s())
 
@@ -102,8 +103,8 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
     options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
     brief = replace(environment, fabric=options)
     with _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:
-        folder = discovery_folder(process_variables())
-        found = discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
+        folder = discovery.discovery_folder(process_variables())
+        found = discovery.discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
     if environment.rank == 0:
         print(f"syncline: {found}", file=sys.stderr, flush=True)
     return with_gateways_chosen(found.topology)

@@ -12,16 +12,17 @@ from dataclasses import replace
 
 import torch
 
+from syncline import updates
 from syncline.errors import UpdateError
 from syncline.members import Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.epochs import FabricPlace, Recovery
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import Clustered, Overlapped, Setting, Updater, UpdateRule
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_calls import ElasticCall, ElasticControlStream, ElasticReports, Positions
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
+from syncline.updates.rule import Setting, Updater, UpdateRule
 
 
 class ElasticTraining:
@@ -154,7 +155,7 @@ def begin_elastic(
     fleet.is_elastic = settings is not None
     if settings is None:
         return None
-    if isinstance(rule, Overlapped | Clustered):  # which survive by themselves
+    if isinstance(rule, updates.Overlapped | updates.Clustered):  # which survive by themselves
         return None
     if fleet.recovery is None:
         fleet.recovery = recovery = Recovery(fleet, settings, fleet.growth)

@@ -33,8 +33,7 @@ from syncline.last_words import tell_number
 from syncline.members import LOSSES, Elastic, Epoch, Membership, MembershipChange, Quorum, describe_ranks
 from syncline.members.agreement import Go
 from syncline.members.job_record import NO_FLAGS, Flags, JobRecord
-from syncline.runtime import Communicator
-from syncline.runtime.joining import Entry, Growth, LargerFabric
+from syncline.runtime import Communicator, joining
 from syncline.runtime.regroup import Regroup
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
@@ -343,9 +342,9 @@ class FleetGrowth:
         fleet: FabricPlace,
         *,
         machine: str,
-        listen: Callable[[], Growth],
-        service: Growth | None = None,
-        entry: Entry | None = None,
+        listen: Callable[[], joining.Growth],
+        service: joining.Growth | None = None,
+        entry: joining.Entry | None = None,
     ) -> None:
         self._fleet = fleet
         self._machine = machine
@@ -458,7 +457,7 @@ class FleetGrowth:
         self._job = job
         self._service.open(job, rank, lines=self._growing.lines, why_not=self._why_not)
 
-    def _enter(self, entry: Entry, growing: Growing) -> None:
+    def _enter(self, entry: joining.Entry, growing: Growing) -> None:
         """Come into the running job, from a job of one rank; :class:`SystemExit` with status 0 where it is over."""
         try:
             admitted = entry.enter(growing.lines, self._fleet.communicator.timeout_s)
@@ -470,13 +469,13 @@ class FleetGrowth:
         entry.close()
         self._entry = None
         try:
-            self._switch(growing, LargerFabric(admitted=admitted, loop=entry.loop))
+            self._switch(growing, joining.LargerFabric(admitted=admitted, loop=entry.loop))
         except BaseException:  # the members are told at once
             self._fleet.base.interrupt("this newcomer does not take part")
             self._fleet.base.close()
             raise
 
-    def _switch(self, growing: Growing, larger: LargerFabric) -> None:
+    def _switch(self, growing: Growing, larger: joining.LargerFabric) -> None:
         """Go over to the larger job's fabric with all of its ranks, or stay if they do not meet there."""
         fleet, job, rank = self._fleet, larger.admitted.job, larger.admitted.rank
         is_newcomer, num_old = self._job is None, job.world_size - larger.admitted.num_newcomers
@@ -564,7 +563,7 @@ class FleetGrowth:
         growing.recovery.tell_joined(joined, step + 1)
 
 
-def _place_of(larger: LargerFabric, fleet: FabricPlace) -> FabricPlace:
+def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
     admitted = larger.admitted
     job = admitted.job
     communicator = Communicator(

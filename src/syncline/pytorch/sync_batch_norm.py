@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from syncline import updates
 from syncline.errors import UpdateError
-from syncline.updates import Clustered, Overlapped, UpdateRule
 from syncline.updates.control import ControlStream
+from syncline.updates.rule import UpdateRule
 
 _ATTRIBUTE = "_statistics_of_fleet"
 _MAX_LOSS = 1e4
@@ -41,7 +42,7 @@ def find_layers(model: nn.Module) -> dict[str, nn.SyncBatchNorm]:
 def check_layers(model: nn.Module, rule: UpdateRule) -> None:
     """Raise :class:`UpdateError` if the ``SyncBatchNorm`` layers of ``model`` cannot be synchronised."""
     for name, layer in find_layers(model).items():
-        if isinstance(rule, Overlapped | Clustered):
+        if isinstance(rule, updates.Overlapped | updates.Clustered):
             raise UpdateError(
                 f"{name!r} is a SyncBatchNorm, whose forward pass waits for every rank, but with "
                 f"{type(rule).__name__}() no rank waits for another; use BatchNorm or GroupNorm, or update=Sharded()"

@@ -13,8 +13,7 @@ from syncline.pytorch.environment import UNWRITTEN, Environment
 from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.limits import with_times
-from syncline.runtime import CommunicationLoop
-from syncline.runtime.joining import Entry, Growth
+from syncline.runtime import CommunicationLoop, joining
 from syncline.topology import Topology
 
 
@@ -23,8 +22,8 @@ class Ways:
     """What is opened before a rank connects: a newcomer asks first, and takes over how the job behaves."""
 
     environment: Environment
-    service: Growth | None = None
-    entry: Entry | None = None
+    service: joining.Growth | None = None
+    entry: joining.Entry | None = None
 
     @classmethod
     def open(cls, environment: Environment, stack: ExitStack) -> Ways:
@@ -42,7 +41,7 @@ class Ways:
         loop.start()
         stack.callback(loop.stop)
         address, _ = service.join_address
-        entry = Entry(
+        entry = joining.Entry(
             loop=loop,
             options=environment.fabric,
             own_address=address,
@@ -70,8 +69,8 @@ class Ways:
         return growth
 
 
-def _listen(environment: Environment) -> Growth:
-    return Growth(
+def _listen(environment: Environment) -> joining.Growth:
+    return joining.Growth(
         with_secret(environment.fabric),
         terms=_terms(environment.fabric),
         port=environment.join_port or 0,

@@ -260,6 +260,10 @@ class Communicator:
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
         return self.start(schedule, buffer, numpy_reduction("uint8"), **settings)
 
+    def sum_bytes(self, numbers: bytearray, *, label: str) -> None:
+        """Sum a few bytes over all ranks, and wait for it: by what is planned soonest, whatever is fastest."""
+        self.start(self._plans.at_hand, memoryview(numbers), numpy_reduction("uint8"), label=label).wait()
+
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
         settings = {"label": "barrier", **settings}

@@ -1,14 +1,19 @@
 """How parameters change: update rules, and what they stand on. Modules, hooks and autograd are not known here."""
 
-from syncline.updates.allreduce import AllReduce
-from syncline.updates.clustered.rule import Clustered
-from syncline.updates.overlapped.outer import Nesterov
-from syncline.updates.overlapped.rule import Overlapped
-from syncline.updates.parameter_owners import matrix_cost
-from syncline.updates.redistribution import StateLostError
-from syncline.updates.rule import Setting, Updater, UpdateRule
-from syncline.updates.sharded import Sharded
-from syncline.updates.sharded_statistics import ShardedStatistics
+from typing import TYPE_CHECKING
+
+from syncline.late_imports import late_names
+
+if TYPE_CHECKING:
+    from syncline.updates.allreduce import AllReduce
+    from syncline.updates.clustered.rule import Clustered
+    from syncline.updates.overlapped.outer import Nesterov
+    from syncline.updates.overlapped.rule import Overlapped
+    from syncline.updates.parameter_owners import matrix_cost
+    from syncline.updates.redistribution import StateLostError
+    from syncline.updates.rule import Setting, Updater, UpdateRule
+    from syncline.updates.sharded import Sharded
+    from syncline.updates.sharded_statistics import ShardedStatistics
 
 __all__ = [
     "Sharded",
@@ -23,3 +28,20 @@ __all__ = [
     "Updater",
     "Setting",
 ]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "Sharded": "syncline.updates.sharded",
+        "ShardedStatistics": "syncline.updates.sharded_statistics",
+        "matrix_cost": "syncline.updates.parameter_owners",
+        "AllReduce": "syncline.updates.allreduce",
+        "Overlapped": "syncline.updates.overlapped.rule",
+        "Nesterov": "syncline.updates.overlapped.outer",
+        "StateLostError": "syncline.updates.redistribution",
+        "Clustered": "syncline.updates.clustered.rule",
+        "UpdateRule": "syncline.updates.rule",
+        "Updater": "syncline.updates.rule",
+        "Setting": "syncline.updates.rule",
+    },
+)
