@@ -130,7 +130,7 @@ def test_many_hosts_are_not_all_shown() -> None:
 
 def test_a_flat_job_keeps_ranks_of_one_host_together() -> None:
     topology = Topology.flat_on(["n1.example", "n2.example", "n1.example", "n2.example"])
-    assert (topology.name, topology.root.name) == ("flat-4", "switch")
+    assert (topology.name, topology.root.name) == ("flat-4", "unknown-network")
     assert (topology.ranks_of("n1"), topology.ranks_of("n2")) == ((0, 2), (1, 3))
 
 
@@ -140,7 +140,7 @@ def test_a_flat_job_keeps_ranks_of_one_host_together() -> None:
         (["a.x", "a.y"], ["h0", "h1"]),
         (["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
         (["_a", "b"], ["h0", "h1"]),
-        (["switch", "b"], ["switch", "b"]),
+        (["unknown-network", "b"], ["unknown-network", "b"]),
     ],
 )
 def test_a_flat_jobs_hosts_have_names_that_a_topology_can_have(names: list[str], hosts: list[str]) -> None:

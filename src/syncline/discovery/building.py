@@ -40,7 +40,8 @@ def build_topology(tree: FittedTree, flat: Topology, *, name: str) -> Topology:
                 parts.append(replace(flat.hosts[host], link=link_of_host))
         return Switch(name=name, link=link, children=tuple(parts))
 
-    return Topology(name=name, root=build(frozenset(range(tree.num_hosts)), None, flat.root.name))
+    root = next(each for each in ("switch", *map("switch-{}".format, range(len(taken)))) if each not in taken)
+    return Topology(name=name, root=build(frozenset(range(tree.num_hosts)), None, root))
 
 
 def _downward(tree: FittedTree) -> dict[Set, Link]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from syncline.arguments import checked
@@ -16,6 +17,7 @@ from syncline.schedule.gateways import is_bound_to_gateways
 from syncline.schedule.ownership import Target
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
 from syncline.schedule.ring import draft_ring
+from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree
 from syncline.schedule.verifier import verify
@@ -124,6 +126,14 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
 )
 """Planners by name; of two that are equally fast, the first is taken."""
 
+HOST_RING = Planner(
+    name="host_ring",
+    draft=partial(draft_tree, planner="host_ring", ring_at_root=True),
+    collectives=_ALL - _BROADCAST,
+    knows_gateways=True,
+)
+"""For networks of which nothing is known; on one that is known, it gains nothing over the tree."""
+
 
 @checked
 def choose(
@@ -141,6 +151,7 @@ def choose(
 
     Every planner of :data:`PLANNERS` that serves the collective draws one (rings only up to 256 ranks), and
     :func:`predict` costs them in slices of ``slice_bytes``; ``cost`` as there.
+    Where nothing is known of the network (:attr:`.Topology.is_unknown`) it is the safest of those about as fast.
     ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
     reduce-scatter and its all-gather.
 
@@ -151,11 +162,13 @@ def choose(
     check_plannable(topology)
     drafts = [
         planner.draft(topology, collective, target=target, root=root)
-        for planner in PLANNERS.values()
-        if planner.serves(topology, collective, target) and is_worth_drawing(planner, topology)
+        for planner in planners_for(topology)
+        if planner.serves(topology, collective, target)
     ]
     owned = [draft for draft in drafts if not with_owners or draft.has_owners]
-    return verify(fastest((draft, predict(draft, topology, num_bytes, slice_bytes, cost=cost)) for draft in owned))
+    supposed = supposed_network(topology)
+    predicted = [(draft, predict(draft, supposed, num_bytes, slice_bytes, cost=cost)) for draft in owned]
+    return verify(safest(predicted, topology) if topology.is_unknown else fastest(predicted))
 
 
 def check_plannable(topology: Topology) -> None:
@@ -167,6 +180,8 @@ def check_plannable(topology: Topology) -> None:
         )
 
 
-def is_worth_drawing(planner: Planner, topology: Topology) -> bool:
-    """Whether a planner can win, and is drawn in good time, on a topology of so many ranks."""
-    return planner.name != "ring" or topology.num_ranks <= _MOST_RANKS_FOR_LONG_SCHEDULES
+def planners_for(topology: Topology) -> list[Planner]:
+    """Return those that can win, and draw in good time, on a topology of so many ranks."""
+    able = [*PLANNERS.values(), *([HOST_RING] if topology.is_unknown else [])]
+    is_long = topology.num_ranks > _MOST_RANKS_FOR_LONG_SCHEDULES
+    return [planner for planner in able if not (is_long and planner.name in ("ring", "host_ring"))]

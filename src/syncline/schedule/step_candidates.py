@@ -20,7 +20,8 @@ from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import speaking
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
-from syncline.schedule.planners import PLANNERS, check_plannable, is_worth_drawing
+from syncline.schedule.planners import check_plannable, planners_for
+from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair, shares_of
 from syncline.schedule.verifier import split_at_owners
@@ -106,13 +107,14 @@ class _Search:
         self._num_bytes = num_bytes
         self._slice_bytes = slice_bytes
         self._cost = cost
+        self._supposed = supposed_network(topology)
         self._speakers, self._among = topology.speakers, speaking(topology)
         self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
         self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
 
     def fastest(self, limits: Sequence[float]) -> list[Candidate]:
         """Return all candidates within limits, the fastest first."""
-        return _fastest_first(self._within(limits))
+        return self._best_first(self._within(limits))
 
     def balanced(self, limits: Sequence[float]) -> list[Candidate]:
         """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
@@ -128,7 +130,7 @@ class _Search:
 
     def exact(self, portions: Sequence[float]) -> list[Candidate]:
         """Return all in which each rank owns just that, the fastest first."""
-        return _fastest_first(self._with_flows([(part, part) for part in portions]))
+        return self._best_first(self._with_flows([(part, part) for part in portions]))
 
     def _least_s(self, limits: Sequence[float]) -> float:
         """Return how long links alone take; for ever where ranks may own too little."""
@@ -177,13 +179,12 @@ class _Search:
         return flow.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
 
     def _predicted(self, pair: Pair) -> Candidate:
-        return pair, predict_pair(pair, self._topology, self._num_bytes, self._slice_bytes, self._cost)
+        return pair, predict_pair(pair, self._supposed, self._num_bytes, self._slice_bytes, self._cost)
 
-
-def _fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    given = list(candidates)
-    first = fastest((one, one[1]) for one in given)
-    return [first, *(one for one in given if one is not first)]
+    def _best_first(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        given = list(candidates)
+        first = safest(given, self._topology) if self._topology.is_unknown else fastest(given)
+        return sorted(given, key=lambda one: one[0] is not first)
 
 
 def _busy_s(prediction: StepPrediction) -> float:
@@ -192,8 +193,8 @@ def _busy_s(prediction: StepPrediction) -> float:
 
 
 def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
-    for planner in PLANNERS.values():
-        if not (planner.serves(topology, Collective.ALL_REDUCE) and is_worth_drawing(planner, topology)):
+    for planner in planners_for(topology):
+        if not planner.serves(topology, Collective.ALL_REDUCE):
             continue
         halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
         if halves is not None:

@@ -8,6 +8,10 @@ Cost of one parent with R children that have the fractions f_c: for a reduce-sca
 f_c) S up and (R - 1) f_c S down, for an all-gather the reverse, and for an all-reduce (1 + (R - 2) f_c) S in each
 direction; links below also carry their share of what goes on above. There are as many steps as parents on the longest
 path, twice for an all-reduce. Complexity: O(transfers).
+
+Or the children of the root send in a ring, each to the next alone: as many bytes on each link, in R - 1 steps in place
+of one. That is worse on a known tree. Where nothing is known of the network, and hosts that are neighbours may share a
+link, it loads such a link with what two hosts exchange, not with what all do.
 """
 
 from __future__ import annotations
@@ -59,8 +63,9 @@ def draft_tree(
     target: Target = "balanced",
     root: int = 0,
     planner: str = "tree",
+    ring_at_root: bool = False,
 ) -> Draft:
-    """Draw what :func:`plan_tree` verifies."""
+    """Draw what :func:`plan_tree` verifies; with ``ring_at_root`` the children of the root exchange in a ring."""
     if collective is Collective.BROADCAST:
         return draft_tree_broadcast(topology, root=root, fractions=fractions, planner=planner)
     weights = check_fractions(topology, fractions)
@@ -68,12 +73,14 @@ def draft_tree(
         weights = {**weights, **gateway_fractions(topology)}
     division = TreeDivision(topology.root, num_ranks=topology.num_ranks, fractions=weights, target=target)
     cuts = tuple(sorted(division.cuts()))
-    scatter = draw_exchanges(division.exchanges, cuts).merged()
+    ring_at = division.exchanges[-1].parent if ring_at_root and division.exchanges else None
+    scatter = draw_exchanges(division.exchanges, cuts, ring_at=ring_at).merged()
     gather = scatter.reversed()
+    num_steps = int(scatter.step[-1]) + 1 if len(scatter) else 0
     transfers = {
         Collective.REDUCE_SCATTER: lambda: scatter,
         Collective.ALL_GATHER: lambda: gather,
-        Collective.ALL_REDUCE: lambda: Transfers.concatenate([scatter, gather.shifted(division.height)]),
+        Collective.ALL_REDUCE: lambda: Transfers.concatenate([scatter, gather.shifted(num_steps)]),
     }[collective]()
     return Draft(
         collective=collective,

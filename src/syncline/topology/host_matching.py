@@ -17,6 +17,8 @@ from syncline.errors import TopologyError, name_ranks
 from syncline.topology.tree import Host, Link, Rank, Switch, check_name
 
 MAX_HOSTS_SHOWN = 16
+UNKNOWN_NETWORK = "unknown-network"
+"""So begins the name of the switch of a job's hosts where nothing is known of what is between them."""
 _REMEDY = (
     "Give the topology the names that the hosts have, or tell each rank which host of the topology it runs on "
     "(SYNCLINE_HOST, or init(host=))"
@@ -67,7 +69,7 @@ def flat_root(names: Sequence[str]) -> Switch:
         for name, ranks in ranks_on.items()
     )
     taken = {host.name for host in hosts}
-    return Switch(name=next(name for name in _switch_names() if name not in taken), link=None, children=hosts)
+    return Switch(name=next(name for name in _root_names() if name not in taken), link=None, children=hosts)
 
 
 def same_host(name: str, hosts: Sequence[Host]) -> list[Host]:
@@ -127,6 +129,6 @@ def plain_name(name: str) -> str:
     return first
 
 
-def _switch_names() -> Iterator[str]:
-    yield "switch"
-    yield from (f"switch-{number}" for number in count())
+def _root_names() -> Iterator[str]:
+    yield UNKNOWN_NETWORK
+    yield from (f"{UNKNOWN_NETWORK}-{number}" for number in count())

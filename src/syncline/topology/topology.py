@@ -13,6 +13,7 @@ from types import MappingProxyType
 from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
 from syncline.priorities.terms import Priorities
+from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Socket, Switch, walk
 
 
@@ -71,13 +72,11 @@ class Topology:
     @classmethod
     @checked
     def flat_on(cls, hosts: Sequence[str]) -> Topology:
-        """Build one switch, without rates, with the hosts of a job; ``hosts[k]`` is the name of rank k's.
+        """Build one switch for hosts of whose network nothing is known; ``hosts[k]`` is the name of rank k's.
 
         >>> syncline.Topology.flat_on(["a.example", "b.example", "a.example"]).ranks_of("a")
         (0, 2)
         """
-        from syncline.topology.host_matching import flat_root
-
         if not hosts:
             raise TopologyError(f"hosts must name the host of at least 1 rank, not {hosts!r}")
         return cls(name=f"flat-{len(hosts)}", root=flat_root(hosts))
@@ -235,6 +234,17 @@ class Topology:
             num_down -= 1
         return upward[:num_up] + downward[:num_down][::-1]
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing is known of the network between its hosts, as :meth:`flat_on` says.
+
+        The name of the root tells, so that it is known wherever the tree goes.
+
+        >>> syncline.Topology.flat_on(["a", "b"]).is_unknown, syncline.Topology.flat(2).is_unknown
+        (True, False)
+        """
+        return self.root.name.startswith(UNKNOWN_NETWORK) and len(self.hosts) > 1 and not self.has_rates
+
     def walk(self) -> Iterator[Node]:
         """Yield every node, depth first, in file order."""
         return walk(self.root)
@@ -280,8 +290,6 @@ class Topology:
         >>> pair.matched(["h1.example", "h0.example"]).host_of(0).name
         'h1'
         """
-        from syncline.topology.host_matching import match_ranks
-
         self.check_world_size(len(hosts))
         order = match_ranks(self.hosts, hosts, label=self._label())
         return self if order == list(range(self.num_ranks)) else self.permuted(order)
