@@ -25,7 +25,7 @@ from syncline.backend.process_group import SynclineProcessGroup
 from syncline.updates import private_torch
 from thread_fleets import run_threads
 
-MODULE = "syncline.backend.process_group"
+MODULE = "syncline.backend.py_backend"
 CALLED = """
 broadcast allreduce allreduce_sparse allreduce_coalesced reduce allgather all_gather_single allgather_coalesced
 all_gather_single_coalesced gather scatter reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced
