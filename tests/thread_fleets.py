@@ -6,7 +6,6 @@ What all ranks plan alike is planned once in a process: planning is most of what
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,10 +16,9 @@ from meeting_stores import DictStore
 from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import Communicator, communicators_in_memory, plans
+from syncline.testing import Caught, run_threads
 from syncline.topology import Topology
 from syncline.updates import bucket_schedule
-
-JOIN_S = 180.0
 
 
 def remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,11 +35,9 @@ def remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
 plans.choose = remembered(plans.choose)
 bucket_schedule.plan_sharded_step = remembered(bucket_schedule.plan_sharded_step)
 
-Accepted = type[BaseException] | tuple[type[BaseException], ...]
-
 
 def run_fleets(
-    world: int | Topology, body: Callable[[Fleet], Any], *, accept: Accepted = (), **options: Any
+    world: int | Topology, body: Callable[[Fleet], Any], *, accept: Caught = (), **options: Any
 ) -> list[Any]:
     """Run ``body`` on every rank of a fleet; return what each returned, or the error it ended with if it is accepted.
 
@@ -56,7 +52,7 @@ def run_fleets(
         with fleets[rank] as fleet:
             return body(fleet)
 
-    return run_threads(len(fleets), on_rank, accept=accept)
+    return run_threads(len(fleets), on_rank, catch=accept)
 
 
 def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
@@ -73,30 +69,3 @@ def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(main, range(world_size)))
-
-
-def run_threads(world: int, on_rank: Callable[[int], Any], *, accept: Accepted = ()) -> list[Any]:
-    """Run ``on_rank`` on a thread for each rank; return what each returned, or the accepted error it ended with.
-
-    The first error that is not accepted is raised.
-    """
-    results: list[Any] = [None] * world
-    errors: list[BaseException] = []
-
-    def main(rank: int) -> None:
-        try:
-            results[rank] = on_rank(rank)
-        except BaseException as error:
-            results[rank] = error
-            if not isinstance(error, accept):
-                errors.append(error)
-
-    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(JOIN_S)
-    assert not any(thread.is_alive() for thread in threads), f"ranks hang; errors so far: {errors}"
-    if errors:
-        raise errors[0]
-    return results

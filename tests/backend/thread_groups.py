@@ -12,7 +12,7 @@ import torch.distributed as dist
 from syncline.backend.creation import create_state
 from syncline.backend.process_group import SynclineProcessGroup
 from syncline.pytorch.environment import BackendOptions
-from thread_fleets import run_threads
+from syncline.testing import run_threads
 
 
 def description(

@@ -37,6 +37,7 @@ PUBLIC = (
     "syncline.lab",
     "syncline.report",
     "syncline.errors",
+    "syncline.testing",
 )
 WITHOUT_EXAMPLE = {
     "syncline.fabric.TcpFabric": "connect_tcp makes it, and has the example",

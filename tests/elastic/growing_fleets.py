@@ -19,8 +19,8 @@ from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import CommunicationLoop, Communicator, communicators_in_memory
 from syncline.runtime.joining import Entry, Growth
+from syncline.testing import run_threads
 from syncline.topology import Topology
-from thread_fleets import run_threads
 
 OPTIONS = FabricOptions(job_id="growing", secret=b"s" * 32, shares_memory=False, connect_s=60.0)
 MACHINE = "box"
@@ -112,7 +112,7 @@ class GrowingJob:
                 return self._train(fleet, place)
 
         torch.set_num_threads(1)
-        results = run_threads(self.members + len(self.come), on_rank, accept=DiedError)
+        results = run_threads(self.members + len(self.come), on_rank, catch=DiedError)
         return {number: result for number, result in enumerate(results) if not isinstance(result, DiedError)}
 
     def replay(self) -> tuple[Net, torch.optim.Optimizer]:

@@ -11,7 +11,7 @@ from syncline.errors import ConfigurationError
 from syncline.pytorch import listening
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.stores import TorchStore
-from thread_fleets import run_threads
+from syncline.testing import run_threads
 
 
 def environment_of(rank: int, interface: str | None = None) -> Environment:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from syncline.runtime import communicators_in_memory
+from syncline.testing import run_threads
 from syncline.topology import Topology
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.peer_state import HeldState, redistribute
 from syncline.updates.redistribution import StateLostError, StatePart, plan_redistribution
-from thread_fleets import run_threads
 
 SIZES = {"weight": 97, "bias": 11, "scale": 1}
 Parts = list[StatePart]
