@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline import AllReduce, Clustered, Elastic, Overlapped, Priorities, Sharded
+from syncline import AllReduce, Clustered, Elastic, LocalSteps, Overlapped, Priorities, Sharded
 from syncline.backend.creation import OF_GROUPS
 from syncline.pytorch.phased import OF_PHASE
 from syncline.topology import Topology
@@ -22,6 +22,7 @@ TRAINERS: dict[str, Any] = {
     "Sharded(step_in_backward=True)": Sharded(step_in_backward=True),
     "Sharded(spares=1)": Sharded(spares=1),
     "Sharded(spares=1, overlap_forward=True)": Sharded(spares=1, overlap_forward=True),
+    "LocalSteps()": LocalSteps(),
     "Overlapped()": Overlapped(),
     "Clustered()": Clustered(measures=False),
     "phase()": OF_PHASE,

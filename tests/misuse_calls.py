@@ -164,6 +164,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     # settings
     "syncline.AllReduce": lambda world: (syncline.AllReduce, {}),
     "syncline.Sharded": lambda world: (syncline.Sharded, {}),
+    "syncline.LocalSteps": lambda world: (syncline.LocalSteps, {}),
     "syncline.Overlapped": lambda world: (syncline.Overlapped, {}),
     "syncline.Clustered": lambda world: (syncline.Clustered, {}),
     "syncline.Nesterov": lambda world: (syncline.Nesterov, {}),

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from syncline.updates import (
         AllReduce,
         Clustered,
+        LocalSteps,
         Nesterov,
         Overlapped,
         Sharded,
@@ -78,6 +79,7 @@ _HOMES = {
     "Sharded": "syncline.updates",
     "AllReduce": "syncline.updates",
     "Overlapped": "syncline.updates",
+    "LocalSteps": "syncline.updates",
     "Nesterov": "syncline.updates",
     "QuorumLostError": "syncline.members",
     "StateLostError": "syncline.updates",
@@ -138,6 +140,7 @@ __all__ = [
     "Sharded",
     "AllReduce",
     "Overlapped",
+    "LocalSteps",
     "Nesterov",
     "QuorumLostError",
     "StateLostError",

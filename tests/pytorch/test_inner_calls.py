@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from syncline.errors import UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 
-RULES = [Sharded(), Sharded(overlap_forward=True), AllReduce(), Overlapped(), Clustered(measures=False)]
-NAMES = ["sharded", "sharded-overlap", "all_reduce", "overlapped", "clustered"]
+RULES = [Sharded(), Sharded(overlap_forward=True), AllReduce(), LocalSteps(), Overlapped(), Clustered(measures=False)]
+NAMES = ["sharded", "sharded-overlap", "all_reduce", "local_steps", "overlapped", "clustered"]
 by_rule = pytest.mark.parametrize("rule", RULES, ids=NAMES)
 Put = Callable[[torch.optim.Optimizer, list[str]], None]
 NUM_STEPS = 3

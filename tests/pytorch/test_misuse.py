@@ -34,6 +34,7 @@ NEEDS = {"syncline.phase": "so their number is even"}
 TRUTH = "any truth value counts, as with torch; "
 ACCEPTED: dict[str, str] = {
     "syncline.Sharded(replicate)": "names, levels and ranks are judged by distribute(), where the topology is known",
+    "syncline.LocalSteps(parties)": "parts of the topology are judged where that is known",
     "syncline.Clustered(clusters)": "a number of clusters, or those of each rank, are judged where the ranks are known",
     "syncline.data.sampler(dataset='x')": "a text has a length, and samples that can be counted",
     "syncline.data.ElasticSampler(dataset='x')": "likewise",

@@ -16,9 +16,9 @@ from syncline.errors import UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 
-RULES = [Sharded(), AllReduce(), Overlapped(), Clustered()]
+RULES = [Sharded(), AllReduce(), LocalSteps(), Overlapped(), Clustered()]
 by_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
 

@@ -12,7 +12,7 @@ from syncline.errors import PeerLostError, UpdateError
 from syncline.pytorch.control import join, no_sync
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 
 WORLD = 2
 RULES: list[UpdateRule] = [
@@ -151,7 +151,7 @@ def test_what_a_second_distributed_optimizer_trains_is_not_outside(run_fleets: A
     assert run_fleets(WORLD, body)[0] == ["DividedGradient"] * 4
 
 
-@pytest.mark.parametrize("rule", [Overlapped(), Clustered()], ids=["overlapped", "clustered"])
+@pytest.mark.parametrize("rule", [Overlapped(), Clustered(), LocalSteps()], ids=["overlapped", "clustered", "local"])
 def test_where_ranks_step_by_themselves_it_is_refused_by_name(rule: UpdateRule, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> str:
         model = make()

@@ -16,7 +16,7 @@ from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.sync_batch_norm import restore_layers, synchronise_layers
-from syncline.updates import AllReduce, Clustered, Overlapped, Sharded
+from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded
 from syncline.updates.control import ControlStream
 
 SHAPES = {"1d": (4,), "1d_with_length": (4, 5), "2d": (4, 3, 2), "3d": (4, 2, 3, 2)}
@@ -217,7 +217,7 @@ def test_one_value_of_each_channel_is_refused_on_every_rank(run_fleets: Any) -> 
         assert "more than one value of each channel" in str(error)
 
 
-@pytest.mark.parametrize("rule", [Overlapped(), Clustered()], ids=["overlapped", "clustered"])
+@pytest.mark.parametrize("rule", [Overlapped(), Clustered(), LocalSteps()], ids=["overlapped", "clustered", "local"])
 def test_rules_that_never_wait_refuse_it(rule: Any, run_fleets: Any) -> None:
     def body(fleet: Fleet) -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))

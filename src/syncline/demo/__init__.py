@@ -18,3 +18,4 @@ class Update(StrEnum):
     ALLREDUCE = "allreduce"
     OVERLAPPED = "overlapped"
     CLUSTERED = "clustered"
+    LOCAL_STEPS = "local-steps"

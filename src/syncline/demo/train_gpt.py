@@ -40,6 +40,7 @@ UPDATES: Mapping[Update, Callable[[], UpdateRule]] = {
     Update.ALLREDUCE: syncline.AllReduce,
     Update.OVERLAPPED: lambda: syncline.Overlapped(rule="rebase", period=50),
     Update.CLUSTERED: syncline.Clustered,
+    Update.LOCAL_STEPS: syncline.LocalSteps,
 }
 NUM_STEPS_BEFORE_FORECAST = 20
 SLOW_S = 240.0

@@ -70,7 +70,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     A rank that leaves it goes on in the steps of the others, with no weight, until all have left. Every rank enters it
     once, with its loop inside; the same backward passes, ``optimizer.clip_grad_norm_`` and steps make up a step on all.
-    Raises :class:`UpdateError` with rules in which ranks step by themselves (``Overlapped``, ``Clustered``).
+    Raises :class:`UpdateError` with rules in which ranks step by themselves (``Overlapped``, ``Clustered``, and
+    ``LocalSteps``, whose periods end that way in any case).
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> with syncline.join(model):

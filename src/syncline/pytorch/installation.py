@@ -100,7 +100,13 @@ class Installation:
         if not has_values:
             broadcast_model(model, buckets, control)
         tuner = ClassTuner(collectives, sizes, chosen, is_asked_for=self._asks_for_priorities)
-        setting = Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner)
+        setting = Setting(
+            buckets=buckets,
+            optimizer=optimizer,
+            collectives=collectives,
+            tuner=tuner,
+            reserve_streams=fleet.reserve_streams,
+        )
         updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
         try:
             if helpers := fleet.topology.helpers:
@@ -109,7 +115,7 @@ class Installation:
             updater.close()
             raise
         first = next(rank for rank in range(fleet.world_size) if rank not in helpers)
-        is_enabled = self.broadcast_buffers and updater.is_synchronous
+        is_enabled = self.broadcast_buffers and updater.shares_buffers
         buffers = BufferBroadcast(model, buffer_control, is_enabled=is_enabled, root=first)
         training = Training(
             model,

@@ -42,7 +42,7 @@ def find_layers(model: nn.Module) -> dict[str, nn.SyncBatchNorm]:
 def check_layers(model: nn.Module, rule: UpdateRule) -> None:
     """Raise :class:`UpdateError` if the ``SyncBatchNorm`` layers of ``model`` cannot be synchronised."""
     for name, layer in find_layers(model).items():
-        if isinstance(rule, updates.Overlapped | updates.Clustered):
+        if isinstance(rule, updates.Overlapped | updates.Clustered | updates.LocalSteps):
             raise UpdateError(
                 f"{name!r} is a SyncBatchNorm, whose forward pass waits for every rank, but with "
                 f"{type(rule).__name__}() no rank waits for another; use BatchNorm or GroupNorm, or update=Sharded()"

@@ -196,8 +196,12 @@ class Training:
 
     def end_period(self) -> None:
         """Make the parameters of all ranks equal now, with a rule that lets them differ."""
+        if self.updater.is_synchronous:
+            return
+        self._buffers.begin_forward()  # before others wait for it
         with self.calls.stepping():
             self.updater.end_period()
+        self._end_step_of_buffers()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, also combined ones that were not used for a step; or make them zeros."""
@@ -256,6 +260,8 @@ class Training:
     def finish(self) -> None:
         """End what is under way on all ranks, before the fleet closes."""
         self.follow()
+        if not self.updater.is_synchronous:
+            self._buffers.begin_forward()
         with self.calls.stepping():
             self.updater.finish()
         self.synchronize()
@@ -329,8 +335,8 @@ class Training:
         if self._stand_ins:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
             torch.autograd.graph.increment_version(self._bucketed)
-        self._buffers.end_step()
-        self._buffers.finish()  # what the loop writes into a buffer from here on must not be overwritten
+        if self.updater.is_synchronous:
+            self._end_step_of_buffers()
         self.tuner.end_step()
         self._samples.end_step()
         if not overlaps:
@@ -416,6 +422,10 @@ class Training:
         for bucket in self.updater.buckets:
             bucket.show_gradients(exist, uncleared)
 
+    def _end_step_of_buffers(self) -> None:
+        self._buffers.end_step()
+        self._buffers.finish()  # what the loop writes into a buffer from here on must not be overwritten
+
     def _check_unwritten(self) -> None:
         if self._after_pass is not None and not self._after_pass.is_same_as(WriteStatus.take(self.updater.buckets)):
             raise UpdateError(
@@ -447,9 +457,13 @@ class Training:
 
 
 def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
-    rank, world_size = updater.collectives.control.rank, updater.collectives.control.world_size
-    ranks = range(world_size) if updater.is_synchronous else (rank,)
-    return StepWatch(updater.buckets, rank=rank, ranks=ranks, notice=notice, heard=lambda: updater.nonfinite_origin)
+    return StepWatch(
+        updater.buckets,
+        rank=updater.collectives.control.rank,
+        ranks=updater.reporting_ranks,
+        notice=notice,
+        heard=lambda: updater.nonfinite_origin,
+    )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:

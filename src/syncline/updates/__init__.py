@@ -7,10 +7,11 @@ from syncline.late_imports import late_names
 if TYPE_CHECKING:
     from syncline.updates.allreduce import AllReduce
     from syncline.updates.clustered.rule import Clustered
-    from syncline.updates.overlapped.outer import Nesterov
     from syncline.updates.overlapped.rule import Overlapped
     from syncline.updates.parameter_owners import matrix_cost
     from syncline.updates.redistribution import StateLostError
+    from syncline.updates.rounds.local_steps import LocalSteps
+    from syncline.updates.rounds.outer import Nesterov
     from syncline.updates.rule import Setting, Updater, UpdateRule
     from syncline.updates.sharded import Sharded
     from syncline.updates.sharded_statistics import ShardedStatistics
@@ -20,6 +21,7 @@ __all__ = [
     "ShardedStatistics",
     "matrix_cost",
     "AllReduce",
+    "LocalSteps",
     "Overlapped",
     "Nesterov",
     "StateLostError",
@@ -36,8 +38,9 @@ __getattr__ = late_names(
         "ShardedStatistics": "syncline.updates.sharded_statistics",
         "matrix_cost": "syncline.updates.parameter_owners",
         "AllReduce": "syncline.updates.allreduce",
+        "LocalSteps": "syncline.updates.rounds.local_steps",
         "Overlapped": "syncline.updates.overlapped.rule",
-        "Nesterov": "syncline.updates.overlapped.outer",
+        "Nesterov": "syncline.updates.rounds.outer",
         "StateLostError": "syncline.updates.redistribution",
         "Clustered": "syncline.updates.clustered.rule",
         "UpdateRule": "syncline.updates.rule",

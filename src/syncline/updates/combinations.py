@@ -130,6 +130,27 @@ OF_INDEPENDENT_RANKS = (
     NOBODY_WAITS,
 )
 """Of rules in which ranks do not wait for each other in every step."""
+OF_LOCAL_STEPS = (
+    Combination(
+        "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"
+    ),
+    Combination(
+        "elastic=True",
+        "whose rounds need every rank",
+        "take AllReduce() or Sharded(spares=1), or start again from the last checkpoint (syncline run --restarts)",
+    ),
+    *(
+        Combination(
+            f'on_preemption="{wish}"',
+            "whose ranks do not end each step together",
+            "leave it out, and call save_checkpoint() on all ranks at the same step",
+        )
+        for wish in ("leave", "checkpoint")
+    ),
+    NOBODY_WAITS,
+    WHOLE_STATE,
+)
+"""Of rules in which ranks meet once in a period."""
 UNDECLARED = tuple(
     Combination(
         setting,

@@ -74,6 +74,8 @@ class Setting:
     """Moves the buckets and small vectors between the ranks."""
     tuner: ClassTuner
     """Gives buckets their connection classes; a rule whose forward passes wait for parameters lets it watch them."""
+    reserve_streams: Callable[[int], range] = lambda _: range(0)
+    """Takes streams for calls of groups of ranks; every rank takes as many."""
     recover: Recover | None = None
     """In an elastic job (``distribute(..., elastic=True)``): goes on after a loss; see :meth:`Updater.resume`."""
     reports: StepReports | None = None
@@ -123,6 +125,9 @@ class Updater(ABC):
     steps_in_backward = False
     """Whether the backward pass makes the new parameters already, so that what is written after it would be lost."""
 
+    keeps_own_state = False
+    """Whether ranks' optimizer state differs, so that each saves its own and takes that back."""
+
     is_in_first_replica = True
     """Whether this rank's part of the state is the one to be saved, where several parts of the job have the same."""
 
@@ -131,6 +136,16 @@ class Updater(ABC):
 
     divides_gradients = False
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
+
+    @property
+    def reporting_ranks(self) -> Sequence[int]:
+        """The ranks that tell each other of every pass: all, or this one alone."""
+        return range(self.collectives.world_size) if self.is_synchronous else (self.collectives.rank,)
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether ranks go on with equal buffers: after each step, or, if it is not synchronous, after each period."""
+        return self.is_synchronous
 
     @property
     def nonfinite_origin(self) -> NonfiniteOrigin | None:

@@ -87,6 +87,44 @@ class WholeState:
         target.copy_(slot.flatten(self._state[slot.name][key])[start : start + target.numel()])
 
 
+_OF_RANK = "@rank"
+
+
+def key_of_rank(key: str, rank: int) -> str:
+    """Return what a rank's own state is saved as, where ranks differ; rank 0's as it is without ranks."""
+    return f"{key}{_OF_RANK}{rank}" if rank else key
+
+
+def state_of_rank(source: StateSource, rank: int) -> StateSource:
+    """Return what ``source`` has of one rank; of another in turn, if it has fewer."""
+    return _StateOfRank(source, rank)
+
+
+class _StateOfRank:
+    """The state of one rank in a source that has that of several."""
+
+    def __init__(self, source: StateSource, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return a parameter's state under plain keys: the rank's own, else what is there of no rank's."""
+        values = self._source.values(parameter)
+        return {plain: values[saved] for plain, saved in self._keys(parameter).items()}
+
+    def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
+        """Write elements of the rank's state, now or later."""
+        self._source.fill(slot, self._keys(slot.name)[key], start, target)
+
+    def _keys(self, parameter: str) -> dict[str, str]:
+        """Return what each plain key is saved as."""
+        of_rank: dict[int, dict[str, str]] = {0: {}}
+        for key in self._source.values(parameter):
+            plain, _, rank = key.partition(_OF_RANK)
+            of_rank.setdefault(int(rank or 0), {})[plain] = key
+        return of_rank[0] | of_rank.get(self._rank % (max(of_rank) + 1), {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
     """A piece of the state of one parameter that this rank owns.

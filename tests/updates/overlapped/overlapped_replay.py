@@ -19,9 +19,9 @@ from syncline.updates.flat import shares, sum_dtype
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside
 from syncline.updates.overlapped.average import EndOfPeriod, Parts
 from syncline.updates.overlapped.events import Keep, Send, Use
-from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
+from syncline.updates.rounds.fixed_point import exponent_for, from_steps, largest_move, to_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import UpHeader
 from syncline.updates.overlapped.succession import Move, Succession
 from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.rounds.moves import Round
 from thread_fleets import run_fleets
 
 PERIOD = 8
@@ -64,14 +65,14 @@ def test_the_rest_go_on_after_deaths(deaths: dict[int, int], seed: int | None, o
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim has taken part in the first collective of that end, and not in the others."""
-    begin = TreeMean._sum
+    begin = Round._begin
 
-    def begin_and_die(self, share, moves):
-        if self._control.rank == victim:
+    def begin_and_die(self):
+        if self._rank == victim:
             raise DeathError
-        begin(self, share, moves)
+        return begin(self)
 
-    monkeypatch.setattr(TreeMean, "_sum", begin_and_die)
+    monkeypatch.setattr(Round, "_begin", begin_and_die)
     rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
     results = run_fleets(5, lambda fleet: train(fleet, rule), accept=(DeathError, UpdateError), seed=seed)
     assert isinstance(results[victim], DeathError)

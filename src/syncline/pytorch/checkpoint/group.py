@@ -22,7 +22,7 @@ from syncline.pytorch.registry import fleet_of, trainings_of
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries, state_of_rank
 
 
 class MembersChangedError(CheckpointError):
@@ -111,6 +111,9 @@ class CheckpointGroup:
     def synchronize(self) -> None:
         """Wait until parameters and state are final."""
 
+    def end_period(self) -> None:
+        """Let ranks have the same parameters, where they save together."""
+
     @cached_property
     def places(self) -> list[tuple[Slot, nn.Parameter]]:
         """The place of each trained parameter."""
@@ -144,8 +147,9 @@ class CheckpointGroup:
         """Replace the optimizer state."""
         assert self.optimizer is not None, "only an optimizer's state is loaded"
         self.optimizer.state.clear()
+        first = state_of_rank(source, 0)
         for slot, tensor in self.places:
-            state = load_parameter_state(source, slot, tensor)
+            state = load_parameter_state(first, slot, tensor)
             if state:
                 self.optimizer.state[tensor] = state
 
@@ -216,6 +220,10 @@ class FleetCheckpointGroup(CheckpointGroup):
         """Wait until parameters and state are final."""
         self.training.synchronize()
 
+    def end_period(self) -> None:
+        """Let ranks have the same parameters; every rank calls it."""
+        self.training.end_period()
+
     @property
     def places(self) -> list[tuple[Slot, nn.Parameter]]:
         """The place of each trained parameter now."""
@@ -230,7 +238,8 @@ class FleetCheckpointGroup(CheckpointGroup):
 
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""
-        self.training.updater.load_state(source)
+        updater = self.training.updater
+        updater.load_state(source if updater.keeps_own_state else state_of_rank(source, 0))
 
 
 def checkpoint_group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckpointGroup:

@@ -129,6 +129,7 @@ def _save(target: Path, model: nn.Module, group: CheckpointGroup, ask: _Ask, *, 
     told = {"path": str(target), "extra": ask.extra, "iteration": ask.iteration, "keep": ask.keep, "wait": wait}
     group.announce_save(told)
     group.synchronize()
+    group.end_period()
     try:
         return _save_once(target, model, group, ask, wait=wait)
     except CheckpointError:

@@ -70,6 +70,6 @@ period it is in, and with which parameters that began, since one may have receiv
 Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
 :mod:`.messages`, :mod:`.terms`, :mod:`.placement`, :mod:`.succession`, :mod:`.arithmetic`; :mod:`.hosted` (a server
 shard at work), :mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.server_client` (one rank, a driver as
-:mod:`syncline.updates.messaging` has them), :mod:`.average`, :mod:`.outer`, :mod:`.tree_end`, :mod:`.tree_mean`,
-:mod:`.fixed_point`; :mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes).
+:mod:`syncline.updates.messaging` has them), :mod:`.average`, :mod:`.tree_end`, :mod:`.tree_mean`;
+:mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes).
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.outer import VELOCITY, Nesterov, OuterStep
+from syncline.updates.rounds.outer import VELOCITY, Nesterov, OuterStep
 from syncline.updates.state import is_elementwise
 
 Parts = Sequence[Sequence[torch.Tensor]]
@@ -27,13 +27,14 @@ class EndOfPeriod:
         self._buckets = buckets
         self._optimizer = optimizer
         self._outer = [] if outer is None else [OuterStep(bucket, optimizer, outer) for bucket in buckets]
+        self._starts: list[torch.Tensor] = []
         self._should_average_state = should_average_state
         self._states: list[dict[str, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Take note of what the parameters are at the start."""
-        for outer in self._outer:
-            outer.begin()
+        if self._outer:
+            self._starts = [bucket.parameters.clone() for bucket in self._buckets]
 
     @torch.no_grad()
     def gather(self) -> Parts:
@@ -46,8 +47,8 @@ class EndOfPeriod:
         """Go on from the averages, which are where :meth:`gather` said; ``has_come`` tells which."""
         for bucket, state, (_, *is_new) in zip(self._buckets, self._states, has_come, strict=True):
             self._spread_states(bucket, state, is_new)
-        for outer in self._outer:
-            outer.apply()
+        for outer, bucket, start in zip(self._outer, self._buckets, self._starts, strict=False):
+            outer.apply(start, bucket.parameters)
 
     def _gather_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Return each kind of state that has one value for each element, flat; zeros where a parameter has none."""

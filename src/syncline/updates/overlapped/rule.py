@@ -16,7 +16,6 @@ from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Com
 from syncline.updates.inner import check_is_served
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.average import EndOfPeriod
-from syncline.updates.overlapped.outer import Nesterov
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import ServerClient
@@ -25,6 +24,7 @@ from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
+from syncline.updates.rounds.outer import Nesterov
 from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeUpdater
 

@@ -3,11 +3,7 @@
 Through servers, an end costs a link between two halves of N workers N times the parameters, as each worker sends its
 own to each server and gets the average back. On the planner's tree it costs them once. A collective has no part for a
 rank that is lost: a fleet that goes on then ends its periods through the servers, this one included. Parameters are
-replaced only when it is known that the mean counts. What the sums are made of, and why they have the same bits
-everywhere, is in :mod:`.fixed_point`.
-
-    1. all ranks tell each other their samples and how far their parameters have moved (this also waits for the last)
-    2. each bucket's moves are summed
+replaced only when it is known that the mean counts. It is a round as :mod:`syncline.updates.rounds` has them.
 """
 
 from __future__ import annotations
@@ -18,12 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
-from syncline.updates.flat import shares
-from syncline.updates.overlapped.fixed_point import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds.moves import Move, Round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +59,23 @@ class TreeMean:
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
-        moves = [largest_move(bucket.parameters, start) for bucket, start in self._pairs()]
         start_s = time.monotonic()
-        rows = self._tell([num_samples, iteration, self._last_wait_s, *map(float, dropped), *moves])
+        under_way = Round(
+            [Move(bucket, start, bucket.parameters) for bucket, start in zip(self._buckets, self._starts, strict=True)],
+            weight=num_samples,
+            told=[iteration, self._last_wait_s, *map(float, dropped)],
+            control=self._control,
+            start_sum=self._start_sum,
+            label="the end of a period",
+        )
+        told = under_way.wait_told()
         self._last_wait_s = time.monotonic() - start_s
-        num_ranks = self._control.world_size
-        told_moves = rows[:, 3 + num_ranks :]
-        self._check_finite(told_moves)
-        share = shares(rows[:, 0].tolist())[self._control.rank]
-        self._sum(share, told_moves)
+        self.means = under_way.wait()
         return Ends(
-            num_samples=tuple(rows[:, 0].tolist()),
-            iteration=int(rows[:, 1].max()),
-            last_waits_s=tuple(rows[:, 2].tolist()),
-            dropped=tuple(int(count) for count in rows[:, 3 : 3 + num_ranks].sum(0)),
+            num_samples=tuple(under_way.weights),
+            iteration=int(told[:, 0].max()),
+            last_waits_s=tuple(told[:, 1].tolist()),
+            dropped=tuple(int(count) for count in told[:, 2:].sum(0)),
         )
 
     def finish(self) -> None:
@@ -87,32 +84,5 @@ class TreeMean:
             bucket.parameters.copy_(mean)
         self.means = []
 
-    def _pairs(self) -> list[tuple[Bucket, torch.Tensor]]:
-        return list(zip(self._buckets, self._starts, strict=True))
-
-    def _tell(self, row: list[float]) -> torch.Tensor:
-        rows = torch.zeros(self._control.world_size, len(row), dtype=torch.float64)
-        rows[self._control.rank] = torch.tensor(row, dtype=torch.float64)
-        return self._control.sum(rows, "samples and moves at the end of a period")
-
-    def _sum(self, share: float, moves: torch.Tensor) -> None:
-        under_way: list[tuple[Work, torch.Tensor, int]] = []
-        for position, (bucket, start) in enumerate(self._pairs()):
-            exponent = exponent_for(moves[:, position].tolist(), bucket.plan.dtype)
-            steps = to_steps(bucket.parameters, start, share=share, exponent=exponent)
-            label = f"mean of bucket {bucket.index} at the end of a period"
-            under_way.append((self._control.start_sum(steps, label), steps, exponent))
-        for work, _, _ in under_way:
-            work.wait()  # all of them: what a rank saves after a loss is not half a mean
-        self.means = [torch.empty_like(start) for start in self._starts]
-        for (_, steps, exponent), start, mean in zip(under_way, self._starts, self.means, strict=True):
-            from_steps(steps, start, exponent=exponent, out=mean)
-
-    @staticmethod
-    def _check_finite(moves: torch.Tensor) -> None:
-        culprits = [rank for rank, row in enumerate(moves) if not bool(torch.isfinite(row).all())]
-        if culprits:
-            raise UpdateError(
-                f"Parameters of rank {', '.join(map(str, culprits))} are not finite at the end of a period, so they "
-                "have no mean; go on from a checkpoint with a smaller learning rate"
-            )
+    def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
+        return self._control.start_sum(steps, f"mean of bucket {bucket.index} at the end of a period")

@@ -4,7 +4,7 @@
     velocity   = momentum * velocity + difference
     parameters = start - learning_rate * (difference + momentum * velocity)
 
-Every worker computes it from the same numbers, so all end with the same bits. With learning rate 1 and momentum 0 the
+Every rank computes it from the same numbers, so all end with the same bits. With learning rate 1 and momentum 0 the
 parameters are the average. The velocity is kept in the optimizer's state, for checkpoints.
 """
 
@@ -32,7 +32,7 @@ class Nesterov:
 
     Raises :class:`ConfigurationError` unless ``learning_rate`` is above 0 and ``momentum`` in [0, 1).
 
-    >>> rule = syncline.Overlapped(period=32, outer=syncline.Nesterov(learning_rate=0.7, momentum=0.9))
+    >>> rule = syncline.LocalSteps(period=128, outer=syncline.Nesterov(learning_rate=0.7, momentum=0.9))
     >>> model, optimizer = syncline.distribute(model, optimizer, rule)
     """
 
@@ -50,23 +50,17 @@ class OuterStep:
         self._bucket = bucket
         self._optimizer = optimizer
         self._rule = rule
-        self._start = bucket.parameters.clone()
         self._velocity = torch.zeros_like(bucket.parameters)
 
-    def apply(self) -> None:
-        """Replace the bucket's parameters, which are the average, by what the outer optimizer makes of it."""
+    @torch.no_grad()
+    def apply(self, start: torch.Tensor, average: torch.Tensor) -> None:
+        """Replace ``average`` by what the outer optimizer makes of its difference from ``start``."""
         self._load_velocity()
-        parameters, rule = self._bucket.parameters, self._rule
-        difference = self._start - parameters
-        self._velocity.mul_(rule.momentum).add_(difference)
-        change = difference.add_(self._velocity, alpha=rule.momentum)
-        parameters.copy_(self._start.add_(change, alpha=-rule.learning_rate))
-        self._start.copy_(parameters)
+        difference = start - average
+        self._velocity.mul_(self._rule.momentum).add_(difference)
+        change = difference.add_(self._velocity, alpha=self._rule.momentum)
+        torch.add(start, change, alpha=-self._rule.learning_rate, out=average)
         self._show_velocity()
-
-    def begin(self) -> None:
-        """Start from what the parameters are now."""
-        self._start.copy_(self._bucket.parameters)
 
     def _load_velocity(self) -> None:
         """Take a velocity that a checkpoint has brought."""

@@ -1,0 +1,378 @@
+"""Local steps: each party trains by itself, and what it has changed is averaged with the others' once a period.
+
+The parameters are divided into *fragments*, whose rounds come one after the other, evenly over a period. With
+``overlap`` a fragment's sum is on its way while the next batches are computed, and is merged when the next fragment
+goes: at a step that is the same on all ranks, however long it took. What a rank has moved meanwhile stays on top,
+
+    parameters = what the round makes of the global ones + (parameters now - parameters that were sent)
+
+and is part of what it brings to the fragment's next round: so every local step counts once. After McMahan et al.,
+"Communication-efficient learning of deep networks from decentralized data" (2017); Douillard et al., "DiLoCo" (2023)
+and "Streaming DiLoCo with overlapping communication" (2025).
+
+**Ends.** Ranks may make different numbers of steps. Whoever ends its period (or closes its fleet) goes on in the
+others' rounds, with no weight, until all have told that they end; then each fragment has one round more, and parameters
+are equal on all. Rounds are counted, and the count says which fragment comes next, so followers need not be told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from syncline.arguments import Count, check_fields
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.schedule.replicas import Replicate, find_replicas
+from syncline.updates.allreduce import AllReduceUpdater
+from syncline.updates.bucket import Bucket
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
+from syncline.updates.combinations import OF_LOCAL_STEPS, Combination
+from syncline.updates.control import ControlStream
+from syncline.updates.inner import check_is_served
+from syncline.updates.report import LocalReports, PendingReport, StepReports
+from syncline.updates.rounds.moves import Move, Round
+from syncline.updates.rounds.outer import VELOCITY, Nesterov, OuterStep
+from syncline.updates.rule import Setting
+from syncline.updates.state import StateEntry, StateSource, key_of_rank, parameter_entries, state_of_rank
+from syncline.updates.whole import WholeUpdater
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSteps:
+    """Each rank makes ``period`` steps by itself, then what all have changed is averaged: for links that are slow.
+
+    A link between sites carries the parameters once in each direction in a period, in place of the gradients in every
+    batch. `docs/mechanisms.md`, Local steps.
+
+    ``period``: steps between two rounds of a parameter. Twice as many halve what the links carry; the loss then needs
+    more samples, the more so the more ranks' data differ. ``outer``: what a round's averaged difference does. None
+    takes the average, which is best where ranks see alike data or periods are short; :class:`Nesterov` gives the
+    difference momentum (DiLoCo), for periods of a hundred steps and more. ``fragments``: parts of the parameters whose
+    rounds follow each other (at most one after a step), so that links are busy evenly, and a rank keeps a copy of one
+    part alone while it is on its way. ``overlap``: go on computing meanwhile, and merge a fragment when the next one
+    goes. The step then takes no longer than computing, if the links carry a fragment in that time; the loss is that of
+    averages ``period / fragments`` steps old. False waits for each round. ``parties``: who makes local steps. None:
+    each rank. Parts of the topology (``"host"``, a number of levels below the root, names of switches or hosts, groups
+    of ranks): the ranks of each average their gradients in every batch, as with ``AllReduce()``, so that fewer parties
+    drift apart, and their links carry more. ``bucket_bytes``: how much moves together, about; fragments are made of
+    whole buckets.
+
+    The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
+    ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
+    Ranks may make different numbers of steps: ``end_period()``, and closing the fleet, follow the others until all end.
+    Ranks of one party make as many. Buffers are each rank's own, and become rank 0's when a period is ended.
+
+    Each rank keeps a copy of the parameters, with ``outer`` two. A checkpoint holds the optimizer state of every rank,
+    so that training goes on to the bit with as many ranks.
+
+    Raises :class:`ConfigurationError` for values that are out of range; ``distribute()`` raises :class:`TopologyError`
+    for parties that are not in the topology, and :class:`UpdateError` for an optimizer that wants a closure. ``step()``
+    raises what a collective does, and, on every rank, that parameters of a rank are not finite.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.LocalSteps(period=8))
+    >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
+    >>> optimizer.statistics().num_steps
+    1
+    """
+
+    period: Count = 16
+    outer: Nesterov | None = None
+    fragments: Count = 4
+    overlap: bool = True
+    parties: Replicate | None = None
+    bucket_bytes: Count = 512 * 1024
+    combinations: ClassVar[tuple[Combination, ...]] = OF_LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def schedule_options(self) -> BucketScheduleOptions:
+        """Moves of a bucket go by all-reduce, whole to every rank."""
+        return BucketScheduleOptions(is_divided=False)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if the optimizer wants a closure."""
+        check_is_served(optimizer)
+
+    def start(self, setting: Setting) -> LocalStepsUpdater:
+        """Begin to work on a model; every rank calls it, on the training thread."""
+        return LocalStepsUpdater(setting, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStepsStatistics:
+    """The counters of one rank since the start."""
+
+    num_steps: int
+    num_rounds: int
+    """Rounds of fragments that were merged."""
+    num_waits: int
+    """Of these, how many were not over when they were to be merged."""
+    waited_s: float
+    """Time for which ``step()`` and ``end_period()`` waited for rounds."""
+    parties: tuple[tuple[int, ...], ...]
+    """The ranks of each party."""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A round on its way."""
+
+    round: Round
+    moves: tuple[Move, ...]
+
+
+class LocalStepsUpdater(WholeUpdater):
+    """Local steps at work on one model."""
+
+    is_synchronous = False
+    shares_buffers = True
+    keeps_own_state = True
+
+    def __init__(self, setting: Setting, rule: LocalSteps) -> None:
+        super().__init__(setting)
+        self._rule = rule
+        world_size = self.collectives.world_size
+        topology = self.collectives.communicator.topology
+        alone = tuple((rank,) for rank in range(world_size))
+        self.parties = alone if rule.parties is None else find_replicas(topology, rule.parties)
+        self._party = _Party(setting, next(ranks for ranks in self.parties if self.collectives.rank in ranks))
+        self._fragments = _divide(self.buckets, min(rule.fragments, rule.period))
+        self._starts = [bucket.parameters.clone() for bucket in self.buckets]
+        self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
+        self._flight: _Flight | None = None
+        self._next_round = 0
+        """Its number; the fragment that it is for is the rest of a division by the number of fragments."""
+        self._is_equal = True
+        """Whether no step was made since all ranks had the same parameters."""
+        self._weight = 0.0
+        self._unsent = [0.0] * len(self._fragments)
+        """By fragment, the samples since its last round."""
+        self._num_steps = self._num_rounds = self._num_waits = 0
+        self._waited_s = 0.0
+
+    @property
+    def reporting_ranks(self) -> Sequence[int]:
+        """The ranks of this one's party, which tell each other of every pass."""
+        return self._party.ranks
+
+    def make_reports(self) -> StepReports | LocalReports:
+        """Return what tells the party of each pass."""
+        return self._party.inner.make_reports() if self._party.inner is not None else LocalReports()
+
+    def begin_backward(self) -> None:
+        """Let the round that is under way go on, and raise what went wrong in it."""
+        if self._flight is not None:
+            self._flight.round.advance()
+        if self._party.inner is not None:
+            self._party.inner.begin_backward()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Average the gradients over the party, if it has several ranks."""
+        if self._party.inner is not None:
+            self._party.inner.reduce(bucket)
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Take the party's gradients, and note how many samples are behind them."""
+        if self._party.inner is None:
+            present: Sequence[bool] = report.result().present
+        else:
+            present = self._party.inner.finish_backward(report)
+        self._weight = report.total / len(self._party.ranks)
+        return present
+
+    def step(self) -> None:
+        """Step the user's optimizer; merge the round that is under way, and begin the next one, when it is time."""
+        if self._is_equal:
+            for start, bucket in zip(self._starts, self.buckets, strict=True):
+                start.copy_(bucket.parameters)  # which a checkpoint may have brought
+            self._is_equal = False
+        self.optimizer.step()
+        self._unsent = [samples + self._weight for samples in self._unsent]
+        self._weight = 0.0
+        self.step_number += 1
+        self._num_steps += 1
+        if self._num_sends(self.step_number) > self._num_sends(self.step_number - 1):
+            self._land()
+            self._send(ends=False)
+            if not self._rule.overlap:
+                self._land()
+                self._is_equal = len(self._fragments) == 1
+        elif self._flight is not None:
+            self._flight.round.advance()
+
+    def end_period(self) -> None:
+        """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
+        self._land()
+        num_ends = 0
+        while num_ends < len(self._fragments):
+            self._send(ends=True)
+            told = self._land()
+            num_ends = num_ends + 1 if bool(told[:, 0].all()) else 0
+        self.step_number = int(told[:, 1].max())  # of the rank that has come furthest
+        self._is_equal = True
+
+    def finish(self) -> None:
+        """End the period, so that all ranks have the same parameters after a close."""
+        self.end_period()
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on."""
+        super().go_on_from(iteration)
+        self._next_round = self._num_sends(iteration)
+
+    def statistics(self) -> LocalStepsStatistics:
+        """Return what was sent and waited for on this rank."""
+        return LocalStepsStatistics(
+            num_steps=self._num_steps,
+            num_rounds=self._num_rounds,
+            num_waits=self._num_waits,
+            waited_s=self._waited_s,
+            parties=self.parties,
+        )
+
+    def progress(self) -> str:
+        """Say how many rounds were waited for, and how long."""
+        return f"rounds {self._num_rounds}, waited for {self._num_waits}: {self._waited_s:.1f} s"
+
+    def state_entries(self) -> list[StateEntry]:
+        """Return all state of this rank; that of rank 0 under its plain keys, and the outer velocity once."""
+        rank = self.collectives.rank
+        return [
+            entry
+            for bucket in self.buckets
+            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for entry in parameter_entries(
+                slot,
+                {
+                    key_of_rank(key, rank): value
+                    for key, value in self.optimizer.state.get(tensor, {}).items()
+                    if rank == 0 or key != VELOCITY
+                },
+            )
+        ]
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the state that this rank had; what all ranks have alike, or a rank of a smaller job, where it is new."""
+        self._land()
+        self._is_equal = True
+        self._unsent = [0.0] * len(self._fragments)
+        super().load_state(state_of_rank(source, self.collectives.rank))
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._party.close()
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        super().release()
+        self._starts.clear()
+        self._outer.clear()
+
+    def _num_sends(self, step: int) -> int:
+        """Return how many rounds have begun by the end of a step, spread evenly over each period."""
+        return step * len(self._fragments) // self._rule.period
+
+    def _send(self, *, ends: bool) -> None:
+        """Begin the next round, of the fragment whose turn it is."""
+        number = self._next_round % len(self._fragments)
+        self._next_round += 1
+        moves = tuple(
+            Move(
+                bucket,
+                self._starts[bucket.index],
+                bucket.parameters.clone() if self._rule.overlap and not ends else bucket.parameters,
+            )
+            for bucket in self._fragments[number]
+        )
+        weight, self._unsent[number] = self._unsent[number], 0.0
+        under_way = Round(
+            moves,
+            weight=weight,
+            told=[ends, self.step_number],
+            control=self.collectives.control,
+            start_sum=self._start_sum,
+            label=f"a round of fragment {number}",
+        )
+        self._flight = _Flight(under_way, moves)
+
+    def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
+        return self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number, values=steps)
+
+    @torch.no_grad()
+    def _land(self) -> torch.Tensor:
+        """Merge the round that is under way, if any; return what the ranks have told in it."""
+        if self._flight is None:
+            return torch.empty(0, 2)
+        flight, self._flight = self._flight, None
+        start_s = time.monotonic()
+        self._num_waits += not flight.round.is_over
+        with self.collectives.waiting("round"):
+            means = flight.round.wait()
+        self._waited_s += time.monotonic() - start_s
+        self._num_rounds += 1
+        has_weight = sum(flight.round.weights) > 0
+        for move, new in zip(flight.moves, means, strict=True):
+            bucket = move.bucket
+            if self._outer and has_weight:
+                self._outer[bucket.index].apply(move.start, new)
+            if move.values is bucket.parameters:
+                bucket.parameters.copy_(new)
+            else:
+                bucket.parameters.add_(new - move.values)
+            move.start.copy_(new)
+        return flight.round.wait_told()
+
+
+class _Party:
+    """The ranks that make the same local steps as this one, and how they average their gradients."""
+
+    def __init__(self, setting: Setting, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.inner: AllReduceUpdater | None = None
+        """What averages gradients over the party; None where it is this rank alone."""
+        self._group: Communicator | None = None
+        if len(ranks) == 1:
+            return
+        job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
+        self._group = group = job.communicator.open_group(ranks, streams=setting.reserve_streams(2 + len(plans)))
+        first = group.user_stream + 1
+        options = BucketScheduleOptions(is_divided=False)
+        collectives = BucketCollectives(
+            group,
+            control=ControlStream(group, stream=first, timeout_s=job.timeout_s),
+            bucket_schedules=plan_bucket_schedules(group, plans, options, first_stream=first + 1),
+        )
+        inner = Setting(
+            buckets=setting.buckets, optimizer=setting.optimizer, collectives=collectives, tuner=setting.tuner
+        )
+        self.inner = AllReduceUpdater(inner)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+
+
+def _divide(buckets: Sequence[Bucket], number: int) -> list[list[Bucket]]:
+    """Divide buckets into fragments of about as many bytes, in forward order; some are empty if there are few."""
+    total = sum(bucket.plan.num_bytes for bucket in buckets)
+    fragments: list[list[Bucket]] = [[] for _ in range(number)]
+    before = 0
+    for bucket in buckets:
+        middle = before + bucket.plan.num_bytes / 2
+        fragments[int(middle * number / total)].append(bucket)
+        before += bucket.plan.num_bytes
+    return fragments

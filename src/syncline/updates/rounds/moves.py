@@ -1,0 +1,121 @@
+"""One round: how far all ranks have moved, weighted and summed, without holding up who computes meanwhile.
+
+    1. all ranks tell each other their weights and how far their parameters have moved at most; NaN shows here
+    2. each bucket's moves are summed, in steps that follow from the largest
+
+The sums begin when all have told, at the next :meth:`Round.advance`. Where nobody has moved there is nothing to sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from syncline.errors import UpdateError, name_ranks
+from syncline.runtime.work import Work
+from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
+from syncline.updates.flat import shares
+from syncline.updates.rounds.fixed_point import exponent_for, from_steps, largest_move, to_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Where the parameters of a bucket were when all ranks had the same, and where this rank's are now."""
+
+    bucket: Bucket
+    start: torch.Tensor
+    values: torch.Tensor
+
+
+class _Sum(NamedTuple):
+    """The moves of one bucket, on their way."""
+
+    work: Work
+    steps: torch.Tensor
+    exponent: int
+
+
+class Round:
+    """A round that this rank has begun; every rank begins the same one.
+
+    ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        *,
+        weight: float,
+        told: Sequence[float],
+        control: ControlStream,
+        start_sum: Callable[[Bucket, torch.Tensor], Work],
+        label: str,
+    ) -> None:
+        self._moves = moves
+        self._rank = control.rank
+        self._start_sum = start_sum
+        self._num_told = len(told)
+        row = [weight, *told, *(largest_move(one.values, one.start) for one in moves)]
+        self._rows = torch.zeros(control.world_size, len(row), dtype=torch.float64)
+        self._rows[self._rank] = torch.tensor(row, dtype=torch.float64)
+        self._telling = control.start_sum(self._rows, f"samples and moves in {label}")
+        self._sums: list[_Sum] | None = None
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each rank, when all have told."""
+        return self._rows[:, 0].tolist()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing needs to be waited for."""
+        return self._sums is not None and all(one.work.done() for one in self._sums)
+
+    def wait_told(self) -> torch.Tensor:
+        """Return what each rank has told, a row for each, when all have."""
+        self._telling.wait()
+        return self._rows[:, 1 : 1 + self._num_told]
+
+    def advance(self) -> None:
+        """Begin to sum, if all ranks have told; waits for nothing, and raises what went wrong."""
+        if self._sums is None and self._telling.done():
+            self._sums = self._begin()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the mean of all ranks' parameters of each bucket; they themselves stay as they are.
+
+        Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
+        """
+        sums = self._begin() if self._sums is None else self._sums
+        for one in sums:
+            one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
+        means = [move.start.clone() for move in self._moves]
+        for mean, one, move in zip(means, sums, self._moves, strict=False):
+            from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
+        return means
+
+    def _begin(self) -> list[_Sum]:
+        self._telling.wait()
+        largest = self._rows[:, 1 + self._num_told :]
+        _check_finite(largest)
+        if not bool(largest.any()):
+            return []
+        share, sums = shares(self.weights)[self._rank], []
+        for move, furthest in zip(self._moves, largest.T.tolist(), strict=True):
+            exponent = exponent_for(furthest, move.bucket.plan.dtype)
+            steps = to_steps(move.values, move.start, share=share, exponent=exponent)
+            sums.append(_Sum(self._start_sum(move.bucket, steps), steps, exponent))
+        return sums
+
+
+def _check_finite(largest: torch.Tensor) -> None:
+    culprits = [rank for rank, row in enumerate(largest) if not bool(torch.isfinite(row).all())]
+    if culprits:
+        raise UpdateError(
+            f"Parameters of {name_ranks(culprits)} are not finite at the end of a period, so they have no mean; go on "
+            "from a checkpoint with a smaller learning rate"
+        )

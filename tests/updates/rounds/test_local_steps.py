@@ -1,0 +1,335 @@
+"""Local steps, against a replay in one process that is written from their description: the same bits."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
+from syncline.errors import ConfigurationError, PeerLostError, TopologyError, UpdateError
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.control import join
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.flatten import plan_model, trained_parameters
+from syncline.topology import Topology
+from syncline.updates import AllReduce, LocalSteps, Nesterov
+from syncline.updates.flat import shares
+from syncline.updates.rounds.fixed_point import exponent_for, from_steps, largest_move, to_steps
+from thread_fleets import run_fleets
+
+BUCKET_BYTES = 160
+"""Of the small regression it makes five buckets."""
+
+
+def size_of(rank: int, step: int) -> int:
+    return 3 + rank + step % 2
+
+
+def start(fleet, rule, make=make_adam, model=None, **options):
+    model = make_model() if model is None else model
+    return distribute(model, make(model.parameters()), rule, samples="batch", fleet=fleet, **options)
+
+
+def one_step(model, optimizer, rank: int, step: int) -> None:
+    loss_of(model, *batch(rank, step, size_of(rank, step))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Alone:
+    """All ranks' training in one process, a step of every rank at a time."""
+
+    def __init__(self, rule: LocalSteps, num_ranks: int, make) -> None:
+        self.rule = rule
+        self.models = [make_model() for _ in range(num_ranks)]
+        self.optimizers = [make(model.parameters()) for model in self.models]
+        named = trained_parameters(self.models[0], self.optimizers[0])
+        plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
+        place = {name: number for number, (name, _) in enumerate(self.models[0].named_parameters())}
+        self.buckets = [[place[slot.name] for slot in plan.slots] for plan in plans]
+        self.fragments = self.divide([plan.num_bytes for plan in plans])
+        self.starts = [self.values(0, number) for number in range(len(plans))]
+        self.velocities = [torch.zeros_like(values) for values in self.starts]
+        self.samples = torch.zeros(rule.fragments, num_ranks, dtype=torch.float64)
+        self.steps = [0] * num_ranks
+        self.flight = None
+        self.num_rounds = 0
+
+    def divide(self, sizes: list[int]) -> list[list[int]]:
+        ends = list(itertools.accumulate(sizes))
+        middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
+        number = self.rule.fragments
+        return [
+            [bucket for bucket, middle in enumerate(middles) if int(middle * number / ends[-1]) == fragment]
+            for fragment in range(number)
+        ]
+
+    def values(self, rank: int, bucket: int) -> torch.Tensor:
+        parameters = list(self.models[rank].parameters())
+        return torch.cat([parameters[place].detach().reshape(-1) for place in self.buckets[bucket]])
+
+    def write(self, rank: int, bucket: int, values: torch.Tensor) -> None:
+        parameters, before = list(self.models[rank].parameters()), 0
+        for place in self.buckets[bucket]:
+            part = values[before : before + parameters[place].numel()]
+            parameters[place].data.copy_(part.view_as(parameters[place]))
+            before += parameters[place].numel()
+
+    def step(self, num_steps: list[int], step: int) -> None:
+        """Make step ``step`` on each rank that makes as many; the others follow."""
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            if step < num_steps[rank]:
+                loss_of(model, *batch(rank, step, size_of(rank, step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                self.samples[:, rank] += size_of(rank, step)
+        sends = [number * self.rule.fragments // self.rule.period for number in (step, step + 1)]
+        if sends[1] > sends[0]:
+            self.land()
+            self.send()
+            if not self.rule.overlap:
+                self.land()
+
+    def end(self) -> None:
+        self.land()
+        for _ in range(self.rule.fragments):
+            self.send()
+            self.land()
+
+    def send(self) -> None:
+        fragment = self.num_rounds % self.rule.fragments
+        self.num_rounds += 1
+        sent = [[self.values(rank, one) for rank in range(len(self.models))] for one in self.fragments[fragment]]
+        self.flight = self.fragments[fragment], sent, self.samples[fragment].tolist()
+        self.samples[fragment] = 0
+
+    def land(self) -> None:
+        if self.flight is None:
+            return
+        (buckets, sent, samples), self.flight = self.flight, None
+        for bucket, values in zip(buckets, sent, strict=True):
+            new = mean(values, samples, self.starts[bucket])
+            if self.rule.outer is not None and sum(samples):
+                rule, difference = self.rule.outer, self.starts[bucket] - new
+                self.velocities[bucket] = self.velocities[bucket] * rule.momentum + difference
+                change = torch.add(difference, self.velocities[bucket], alpha=rule.momentum)
+                new = torch.add(self.starts[bucket], change, alpha=-rule.learning_rate)
+            for rank, own in enumerate(values):
+                now = self.values(rank, bucket)
+                self.write(rank, bucket, new if torch.equal(now, own) else now + (new - own))
+            self.starts[bucket] = new
+
+
+def mean(values, weights, start: torch.Tensor) -> torch.Tensor:
+    out = start.clone()
+    largest = [largest_move(one, start) for one in values]
+    if any(largest):
+        exponent = exponent_for(largest, start.dtype)
+        pairs = zip(values, shares(weights), strict=True)
+        total = torch.stack([to_steps(one, start, share=share, exponent=exponent) for one, share in pairs]).sum(0)
+        from_steps(total, start, exponent=exponent, out=out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_steps"),
+    [
+        (LocalSteps(period=4, bucket_bytes=BUCKET_BYTES), [11, 11, 11]),
+        (LocalSteps(period=5, fragments=3, bucket_bytes=BUCKET_BYTES, outer=Nesterov()), [13, 9, 10]),
+        (LocalSteps(period=3, fragments=1), [7, 7, 7]),
+        (LocalSteps(period=3, fragments=1, overlap=False, outer=Nesterov()), [7, 6, 3]),
+        (LocalSteps(period=4, fragments=2, overlap=False, bucket_bytes=BUCKET_BYTES), [0, 6, 9]),
+    ],
+    ids=["fragments", "momentum", "whole", "in turn", "no data"],
+)
+@pytest.mark.parametrize("make", [make_adam, make_sgd])
+def test_training_equals_a_replay_in_one_process(rule: LocalSteps, num_steps: list[int], make) -> None:
+    """Ranks that make fewer steps follow the others, and the last rounds make all equal."""
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule, make)
+        before = []
+        for step in range(num_steps[fleet.rank]):
+            one_step(model, optimizer, fleet.rank, step)
+            before.append(parameters_of(model))
+        optimizer.end_period()
+        return before, parameters_of(model), optimizer.iteration, optimizer.statistics()
+
+    results = run_fleets(3, body)
+    alone = Alone(rule, 3, make)
+    for step in range(max(num_steps)):
+        alone.step(num_steps, step)
+        for rank, (before, *_) in enumerate(results):
+            if step < num_steps[rank]:
+                assert torch.equal(before[step], parameters_of(alone.models[rank])), f"rank {rank} in step {step}"
+    alone.end()
+    for model, (_, ended, iteration, statistics) in zip(alone.models, results, strict=True):
+        assert torch.equal(ended, parameters_of(model))
+        assert iteration == max(num_steps)
+        assert statistics.num_rounds == alone.num_rounds
+        assert f"{alone.num_rounds} rounds in" in str(statistics)
+
+
+@pytest.mark.parametrize("rule", [LocalSteps(period=4), LocalSteps(period=4, fragments=1, outer=Nesterov())])
+def test_training_goes_on_from_a_checkpoint_to_the_bit(rule: LocalSteps, tmp_path: Path) -> None:
+    """Saving ends a period, so the run that is not interrupted saves too; each rank has Adam's state of its own."""
+
+    def first(fleet):
+        model, optimizer = start(fleet, rule)
+        for step in range(6):
+            one_step(model, optimizer, fleet.rank, step)
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+        return go_on(fleet, model, optimizer)
+
+    def second(fleet):
+        model, optimizer = start(fleet, rule)
+        one_step(model, optimizer, fleet.rank, 77)
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        return go_on(fleet, model, optimizer)
+
+    def go_on(fleet, model, optimizer):
+        assert optimizer.iteration == 6
+        for step in range(6, 13):
+            one_step(model, optimizer, fleet.rank, step)
+        own = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+        optimizer.end_period()
+        return parameters_of(model), own
+
+    whole, resumed = run_fleets(3, first), run_fleets(3, second)
+    for (parameters, own), (again, own_again) in zip(whole, resumed, strict=True):
+        assert torch.equal(parameters, again)
+        assert torch.equal(own, own_again)
+    assert not torch.equal(whole[0][1], whole[1][1])
+
+    def with_another_rule(fleet):
+        model, optimizer = start(fleet, AllReduce())
+        load_checkpoint(tmp_path / "saved", model, optimizer)
+        return {key for values in optimizer.state_dict()["state"].values() for key in values}
+
+    (keys,) = run_fleets(1, with_another_rule)
+    assert {"exp_avg", "exp_avg_sq", "step"} <= keys <= {"exp_avg", "exp_avg_sq", "step", "outer_velocity"}
+
+
+TWO_SITES = """
+switch: wide-area
+children:
+  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
+  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
+"""
+
+
+@pytest.mark.parametrize("parties", [None, 1])
+def test_between_two_sites_a_period_carries_the_parameters_once(parties) -> None:
+    num_bytes = 4 * (200 * 50 + 50)
+
+    def body(fleet):
+        model = torch.nn.Linear(200, 50)
+        rule = LocalSteps(period=4, bucket_bytes=8000, parties=parties)
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
+        before = sent_up(fleet)
+        for _ in range(8):
+            model(torch.full((2, 200), 0.001 + fleet.rank)).square().mean().backward()
+            optimizer.step()
+        fleet.barrier()
+        return sent_up(fleet) - before
+
+    sent = sum(run_fleets(Topology.parse(TWO_SITES), body))
+    assert 7 / 4 * num_bytes <= sent < 2 * num_bytes + 8000  # the last fragment's sums may not have begun
+
+
+def sent_up(fleet) -> int:
+    counted = fleet.statistics().link_bytes
+    return sum(num_bytes for link, num_bytes in counted.items() if str(link) == "a up")
+
+
+def test_ranks_of_a_party_train_as_with_an_all_reduce() -> None:
+    """Of one party the parameters are those of ``AllReduce``; of two, what each has before the round is."""
+
+    def body(fleet, rule, steps=6):
+        model, optimizer = start(fleet, rule)
+        for step in range(steps):
+            one_step(model, optimizer, fleet.rank, step)
+        before = parameters_of(model)
+        optimizer.end_period()
+        return before, parameters_of(model)
+
+    together = run_fleets(2, lambda fleet: body(fleet, AllReduce()))
+    one = run_fleets(2, lambda fleet: body(fleet, LocalSteps(period=100, parties=[(0, 1)])))
+    assert torch.equal(one[0][0], together[0][0])
+    topology = Topology.parse(TWO_SITES)
+    (a0, end_a), (a1, _), (b0, end_b), (b1, _) = run_fleets(
+        topology, lambda fleet: body(fleet, LocalSteps(period=100, parties=1))
+    )
+    assert torch.equal(a0, together[0][0])
+    assert torch.equal(a0, a1)
+    assert torch.equal(b0, b1)
+    assert not torch.equal(a0, b0)
+    assert torch.equal(end_a, end_b)
+
+
+def test_buffers_become_rank_0s_when_a_period_is_ended() -> None:
+    def body(fleet):
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+        model, optimizer = distribute(model, make_sgd(model.parameters()), LocalSteps(period=2), fleet=fleet)
+        for step in range(3 + fleet.rank):
+            model(batch(fleet.rank, step, 4, torch.float32)[0]).square().mean().backward()
+            optimizer.step()
+        own = model[0].running_mean.clone()
+        optimizer.end_period()
+        return own, model[0].running_mean.clone()
+
+    (first, equal), (second, also) = run_fleets(2, body)
+    assert not torch.equal(first, second)
+    assert torch.equal(equal, first)
+    assert torch.equal(also, first)
+
+
+def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None:
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(bucket_bytes=BUCKET_BYTES))
+        one_step(model, optimizer, fleet.rank, 0)
+        if fleet.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+        optimizer.end_period()
+
+    for error in run_fleets(3, body, accept=UpdateError):
+        assert "Parameters of rank 1 are not finite" in str(error)
+
+
+def test_a_rank_that_is_lost_is_named() -> None:
+    class DeathError(Exception):
+        pass
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period=2))
+        for step in range(20):
+            if fleet.rank == 1 and step == 3:
+                raise DeathError
+            one_step(model, optimizer, fleet.rank, step)
+
+    first, _, third = run_fleets(3, body, accept=(DeathError, PeerLostError))
+    for error in (first, third):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+
+
+def test_what_does_not_go_with_local_steps_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="period must be a whole number from 1 up"):
+        LocalSteps(period=0)
+
+    def body(fleet):
+        with pytest.raises(UpdateError, match=r"elastic=True does not go with LocalSteps\(\), whose rounds need every"):
+            start(fleet, LocalSteps(), elastic=True)
+        with pytest.raises(TopologyError, match="not 7"):
+            start(fleet, LocalSteps(parties=7))
+        model, _ = start(fleet, LocalSteps())
+        with (
+            pytest.raises(UpdateError, match="with LocalStepsUpdater ranks need not make the same number"),
+            join(model),
+        ):
+            pass
+
+    run_fleets(1, body)
