@@ -58,7 +58,7 @@ class Meeting:
         self.world_size = world_size
         self.results = {}
 
-    def start(self, rank, port=None, timeout_s=100.0):
+    def start(self, rank, port=None, timeout_s=100.0, **settings):
         turn, done = threading.Semaphore(0), threading.Semaphore(0)
         clock = [0.0]
 
@@ -69,7 +69,7 @@ class Meeting:
 
         def run():
             turn.acquire()
-            rendezvous = Rendezvous(self.store, job_id="job", pause=pause, now_s=lambda: clock[0])
+            rendezvous = Rendezvous(self.store, job_id="job", pause=pause, now_s=lambda: clock[0], **settings)
             try:
                 self.results[rank] = rendezvous.meet_blocking(
                     member(rank, port), world_size=self.world_size, timeout_s=timeout_s
@@ -137,10 +137,11 @@ def test_a_rank_that_dies_while_others_are_awaited_is_noticed():
 
 def test_who_did_not_come_is_named():
     with pytest.raises(
-        RendezvousError, match=r"rank 0 \(host h0\) waited 0 s for the others: ranks 1 and 2 did not come"
+        RendezvousError,
+        match=r"rank 0 \(host h0\) waited 0 s for the others: 1 of 3 are here, and ranks 1 and 2 did not",
     ):
         meet_all(DictStore(), 3, ranks=[0], timeout_s=0.05)
-    with pytest.raises(RendezvousError, match="rank 0 published no record that includes this rank"):
+    with pytest.raises(RendezvousError, match="waited 0 s for the others: nothing is heard of rank 0"):
         meet_all(DictStore(), 3, ranks=[1], timeout_s=0.05)
 
 
@@ -153,7 +154,37 @@ def test_rank_0_tells_the_others_who_did_not_come():
             if rank not in meeting.results:
                 step()
     for rank in (0, 1):
-        assert "rank 0 (host h0) waited 1 s for the others: rank 2 did not come" in str(meeting.results[rank])
+        assert "rank 0 (host h0) waited 1 s for the others: 2 of 3 are here, and rank 2 did not come" in str(
+            meeting.results[rank]
+        )
+
+
+def test_who_waits_says_so_after_a_while_and_now_and_then(caplog):
+    """Rank 0 says who is not there; the others speak of rank 0, if it is not."""
+    meeting = Meeting(DictStore(), 4)
+    settings = {"awaited": lambda here: [host for host in ("h0", "h1", "h2", "h3") if host not in here]}
+    steps = {rank: meeting.start(rank, timeout_s=23.5, **settings) for rank in (0, 2)}
+    while len(meeting.results) < 2:
+        for rank in steps.keys() - meeting.results.keys():
+            steps[rank]()
+    lines = [record.getMessage() for record in caplog.records]
+    told = "s for the others: 2 of 4 are here, and ranks 1 and 3 did not come (of h1, h3)"
+    assert lines == [f"rank 0 (host h0) has waited {waited_s} {told}" for waited_s in (2, 12, 22)]
+    assert told in str(meeting.results[2])
+    caplog.clear()
+    lone = Meeting(DictStore(), 4)
+    steps = {rank: lone.start(rank, timeout_s=11.0) for rank in (1, 2)}
+    steps[3] = lone.start(3, timeout_s=11.0, trouble="no such file")
+    while len(lone.results) < 3:
+        for rank in steps.keys() - lone.results.keys():
+            steps[rank]()
+    lines = [record.getMessage() for record in caplog.records]
+    told = "s for the others: nothing is heard of rank 0"
+    assert sorted(lines) == [
+        f"rank 1 (host h1) has waited 2 {told}",
+        f"rank 2 (host h2) has waited 10 {told}",
+        f"rank 3 (host h3) has waited 2 {told}; it has to tell them: no such file",
+    ]
 
 
 def test_different_world_sizes_are_named():

@@ -96,9 +96,9 @@ def test_a_job_of_one_rank_meets_nobody() -> None:
         assert found == alone
 
 
-def test_who_does_not_come_is_named() -> None:
-    with pytest.raises(RendezvousError, match="rank 1 did not come"):
-        match_topology(pair(), rank=0, world_size=2, store=DictStore(), host="h0", timeout_s=0.2)
+def test_who_does_not_come_is_named_by_its_host_where_a_topology_says_it() -> None:
+    with pytest.raises(RendezvousError, match=r"1 of 2 are here, and rank 1 did not come \(of h1\)"):
+        match_topology(pair(), rank=0, world_size=2, store=DictStore(), host="H0.example", timeout_s=0.2)
 
 
 def test_a_topology_of_another_size_is_refused_at_once() -> None:

@@ -59,6 +59,10 @@ class Presence:
         for rank in ranks:
             self._moved_s.setdefault(rank, self._now_s())
 
+    def is_heard(self, rank: int) -> bool:
+        """Whether the pulse of a rank that is watched has moved."""
+        return rank in self._moved_s
+
     def rest(self) -> None:
         """Let nobody expect the pulse to go on: this rank is connected to all others, which now see for themselves."""
         self._records.set(f"pulse/{self._rank}", [self._nonce, -1])

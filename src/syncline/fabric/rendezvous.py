@@ -7,6 +7,9 @@ generation; if a hello changes meanwhile (a stale one was replaced), rank 0 publ
 ranks have acknowledged one generation, rank 0 says *go*, and only that generation is used.
 
 Records are JSON of at most 64 KiB each, checked field by field; what does not fit is skipped as if it were stale.
+
+Whoever waits says so after a while. Rank 0, which alone reads who is there, says who is not; the others speak of rank 0
+where they hear nothing of it: rank 1 at once, and the rest, who may be many, later.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import secrets
 import threading
 import time
@@ -34,8 +38,12 @@ SILENCE_S = 10.0
 LINGER_S = 1.0
 """Rank 0 stays for so long after it told why it gives up; the others look four times."""
 ANSWER_MARGIN_S = LINGER_S + 1.0
+FIRST_LINE_S, LINE_S = 2.0, 10.0
+"""When who waits says so first, and how often then."""
 MAX_NAME_LENGTH = 255
 MAX_TOPOLOGY_LENGTH = 400
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +91,11 @@ class AnyRendezvous(Protocol):
 
 
 class Rendezvous:
-    """Meets the other ranks of job ``job_id`` through ``store``, once; :func:`connect_tcp` calls it."""
+    """Meets the other ranks of job ``job_id`` through ``store``, once; :func:`connect_tcp` calls it.
+
+    ``awaited`` says, of the hosts whose ranks are there (one name for each), which hosts have others. ``trouble`` is
+    what this rank has come to tell, for its lines while it waits.
+    """
 
     def __init__(
         self,
@@ -93,7 +105,11 @@ class Rendezvous:
         token: Callable[[int], str] = secrets.token_hex,
         pause: Callable[[float], object] = time.sleep,
         now_s: Callable[[], float] = time.monotonic,
+        awaited: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
+        trouble: str = "",
     ) -> None:
+        self._awaited = awaited
+        self._trouble = trouble
         self._records = StoreRecords(store, job_id=job_id)
         self._token = token
         self._pause = pause
@@ -165,7 +181,8 @@ class Rendezvous:
         self._presence = Presence(self._records, member.rank, attempt.nonce, silence_s=silence_s, now_s=self._now_s)
         self._records.set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": attempt.nonce})
         lead = self._lead if member.rank == 0 else self._follow
-        pause_s = FIRST_PAUSE_S
+        pause_s, began_s = FIRST_PAUSE_S, self._now_s()
+        line_s = FIRST_LINE_S if member.rank <= 1 or self._trouble else LINE_S
         while True:
             epoch = attempt.epoch
             generation = lead(attempt)
@@ -183,10 +200,23 @@ class Rendezvous:
                 if member.rank == 0 and not attempt.stop.is_set():
                     self._give_up_blocking(text)  # it alone knows who did not come
                 raise RendezvousError(text)
+            waited_s = self._now_s() - began_s
+            if waited_s >= line_s:
+                line_s = waited_s + LINE_S
+                self._tell_wait(attempt, waited_s)
             if attempt.epoch != epoch:
                 pause_s = FIRST_PAUSE_S  # all are there, and answer each other now
             self._pause(pause_s)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+    def _tell_wait(self, attempt: _Attempt, waited_s: float) -> None:
+        """Say for whom this rank waits, if nobody else does."""
+        assert self._presence is not None, "there is a meeting"
+        member = attempt.member
+        if member.rank == 0 or self._trouble or not self._presence.is_heard(0):
+            text = f"{attempt.waits_for}{self._trouble and f'; it has to tell them: {self._trouble}'}"
+            who = f"rank {member.rank} (host {member.host})"
+            _log.warning("%s has waited %.0f s for the others: %s", who, waited_s, text)
 
     def _watch_blocking(self, stop: threading.Event) -> None:
         assert self._attempt is not None, "there was a meeting"
@@ -232,7 +262,9 @@ class Rendezvous:
                 attempt.hellos[rank] = hello
                 attempt.epoch = 0
         if missing:
-            attempt.waits_for = f"{name_ranks(missing)} did not come"
+            hosts = ", ".join(self._awaited([hello.member.host for hello in attempt.sorted_hellos()]))
+            here = f"{attempt.world_size - len(missing)} of {attempt.world_size} are here"
+            attempt.waits_for = f"{here}, and {name_ranks(missing)} did not come{hosts and f' (of {hosts})'}"
             return None
         if not attempt.epoch:
             self._publish(attempt)
@@ -266,7 +298,9 @@ class Rendezvous:
 
     def _follow(self, attempt: _Attempt) -> Generation | None:
         """Every other rank: acknowledge the newest record that holds this attempt's nonce; wait for its go."""
-        attempt.waits_for = "rank 0 published no record that includes this rank"
+        assert self._presence is not None, "there is a meeting"
+        is_heard = self._presence.is_heard(0)
+        attempt.waits_for = "rank 0 waits for others" if is_heard else "nothing is heard of rank 0"
         record = self._records.get("record")
         if not isinstance(record, dict) or not _is_record(record):
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from syncline.observe import Trace
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
-from syncline.runtime.host_names import REFUSAL_S
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.variables import process_variables
@@ -152,12 +150,12 @@ def _load_topology(environment: Environment) -> Topology | TopologyError | Liter
 def _refuse_topology(
     environment: Environment, error: TopologyError, open_store: Callable[[Environment], Store]
 ) -> NoReturn:
-    """Raise what is wrong with this rank's topology, and let the others know if they are there."""
+    """Raise what is wrong with this rank's topology when the others know of it, or do not come."""
     if environment.world_size > 1:
-        limit_s = min(environment.fabric.connect_s, REFUSAL_S)
-        brief = replace(environment, fabric=replace(environment.fabric, connect_s=limit_s))
-        with contextlib.suppress(RendezvousError):
-            _match(brief, error, open_store(brief), timeout_s=limit_s)
+        try:
+            _match(environment, error, open_store(environment), timeout_s=environment.fabric.connect_s)
+        except RendezvousError:
+            raise error from None
     tell_once(error, rank=environment.rank)
     raise error
 

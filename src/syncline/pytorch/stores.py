@@ -7,8 +7,10 @@ which is left behind at the deadline.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from syncline.endpoints import format_endpoint
 from syncline.errors import RendezvousError
 from syncline.fabric import FabricOptions
+from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
 
@@ -28,6 +31,8 @@ ANSWER_S = 30.0
 """How long the store may take to answer."""
 PROBE_S = 1.0
 BACKLOG = 1024
+
+_log = logging.getLogger(__name__)
 
 
 class TorchStore:
@@ -87,7 +92,8 @@ def open_store(environment: Environment) -> TorchStore | LocalStore:
         assert options.address is not None, "resolved before ranks meet"
         listening = _listen(host, port, options, address=options.address)
         host = listening.getsockname()[0]  # rank 0 dials itself where it listens, whatever the name means elsewhere
-    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s))
+    line_s = FIRST_LINE_S if environment.rank <= 1 else LINE_S  # one of many that wait says so first
+    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
 
 
 def store_of_group() -> TorchStore:
@@ -144,8 +150,10 @@ def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
     )
 
 
-def _open_in_time(host: str, port: int, listening: socket.socket | None, *, timeout_s: float) -> Store:
-    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``."""
+def _open_in_time(
+    host: str, port: int, listening: socket.socket | None, *, timeout_s: float, line_s: float = FIRST_LINE_S
+) -> Store:
+    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``; after ``line_s`` say what is waited for."""
     opened: Future[Store] = Future()
 
     def open_it() -> None:
@@ -157,7 +165,16 @@ def _open_in_time(host: str, port: int, listening: socket.socket | None, *, time
     threading.Thread(target=open_it, name="syncline-store", daemon=True).start()
     deadline_s = time.monotonic() + timeout_s
     try:
-        return opened.result(timeout_s)
+        while timeout_s > line_s:
+            with contextlib.suppress(TimeoutError):
+                return opened.result(max(0.0, deadline_s - timeout_s + line_s - time.monotonic()))
+            _log.warning(
+                "waited %.0f s for the store of rank 0 at %s; check that rank 0 runs, and that this host reaches it",
+                line_s,
+                format_endpoint(host, port),
+            )
+            line_s += LINE_S
+        return opened.result(max(0.0, deadline_s - time.monotonic()))
     except TimeoutError:
         reason = f"nothing that accepts connections there speaks as a store within {timeout_s:g} s"
     except RuntimeError as error:  # DistNetworkError, DistStoreError

@@ -8,7 +8,8 @@ that no rank believes what an earlier attempt left in the store, and a rank that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from syncline.errors import RendezvousError, TopologyError, accusing, escape_text, name_ranks
@@ -17,10 +18,9 @@ from syncline.fabric.rendezvous import LINGER_S, MAX_NAME_LENGTH, MAX_TOPOLOGY_L
 from syncline.runtime.loop import CommunicationLoop
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
+from syncline.topology.host_matching import same_host
 
 _NOWHERE, _NO_PORT = "0.0.0.0", 1  # noqa: S104 - nothing listens: nobody connects by what is told here
-REFUSAL_S = 3.0
-"""A rank whose topology is of no use waits so long for the others, to tell them."""
 MAX_TOLD = 4
 """So many different topologies are told of."""
 _OF_NO_USE = "one of no use"
@@ -60,12 +60,15 @@ def match_topology(
     name = "".join(letter for letter in host if letter.isprintable())[:MAX_NAME_LENGTH] or "unnamed"
     if world_size == 1:
         return _numbered(topology, (name,))
-    if isinstance(topology, TopologyError):
-        timeout_s = min(timeout_s, REFUSAL_S)
     loop = CommunicationLoop("syncline-hosts")
     loop.start()
     try:
-        rendezvous = Rendezvous(store, job_id=f"{job_id}/hosts")
+        rendezvous = Rendezvous(
+            store,
+            job_id=f"{job_id}/hosts",
+            awaited=_awaited(topology),
+            trouble=str(topology) if isinstance(topology, TopologyError) else "",
+        )
         member = Member(rank=rank, host=name, address=_NOWHERE, port=_NO_PORT, topology=_describe(topology))
         meeting = rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=silence_s)
         try:
@@ -83,6 +86,17 @@ def match_topology(
             raise
     finally:
         loop.stop()
+
+
+def _awaited(topology: Topology | TopologyError | Literal["flat"] | None) -> Callable[[Sequence[str]], Sequence[str]]:
+    """Return what tells which hosts of ``topology`` have ranks beside those on the hosts that it is given."""
+    hosts = topology.hosts if isinstance(topology, Topology) else ()
+
+    def awaited(names: Sequence[str]) -> Sequence[str]:
+        here = Counter(host.name for name in names for host in same_host(name, hosts))
+        return [host.name for host in hosts if here[host.name] < len(host.ranks)]
+
+    return awaited
 
 
 def _describe(topology: Topology | TopologyError | Literal["flat"] | None) -> str:

@@ -10,8 +10,9 @@ first's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
 from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
-from syncline.fabric.rendezvous import Generation, Member
+from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, Generation, Member
 from syncline.fabric.sockets import open_listening_socket, resolve_address
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
@@ -211,6 +212,7 @@ class Entry:
     _connection: JoinConnection | None = field(default=None, repr=False)
     _is_over: bool = False
     """Whether a member has said that the job is."""
+    _waits_for: str = ""
 
     def ask(self) -> Welcome:
         """Ask to come in, within ``options.connect_s``.
@@ -218,7 +220,12 @@ class Entry:
         Raises ``HandshakeError`` with the reason: another secret, job or version, no member there, no elastic job, a
         member already, too many that wait, no clear place.
         """
-        return self.loop.run(self._ask(), self.options.connect_s + ANSWER_S)
+
+        async def ask() -> Welcome:
+            async with self._telling():
+                return await self._ask()
+
+        return self.loop.run(ask(), self.options.connect_s + ANSWER_S)
 
     def enter(self, lines: Sequence[str], timeout_s: float) -> Admitted:
         """Say that this rank is ready, and return when it is connected and the members have switched.
@@ -238,6 +245,26 @@ class Entry:
 
         self.loop.run(close(), ANSWER_S)
 
+    @contextlib.asynccontextmanager
+    async def _telling(self) -> AsyncIterator[None]:
+        """Say now and then how long this process has waited, and for what."""
+
+        async def tell() -> None:
+            waited_s = FIRST_LINE_S
+            await asyncio.sleep(FIRST_LINE_S)
+            while True:
+                where = ", ".join(format_endpoint(*address) for address in self.addresses)
+                text = "%s has waited %.0f s to come into the job at %s: %s"
+                _log.warning(text, self.machine, waited_s, where, self._waits_for)
+                await asyncio.sleep(LINE_S)
+                waited_s += LINE_S
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
+
     async def _ask(self) -> Welcome:
         why, now_s = "nobody was asked", asyncio.get_running_loop().time
         until_s = now_s() + self.options.connect_s
@@ -246,6 +273,7 @@ class Entry:
             if answer["kind"] == "welcome":
                 return self._welcomed(answer)
             why = self._go_elsewhere(answer) if answer["kind"] == "elsewhere" else _reason(answer)
+            self._waits_for = why
             await asyncio.sleep(PAUSE_S)
         where = ", ".join(format_endpoint(*address) for address in self.addresses)
         raise HandshakeError(
@@ -253,6 +281,7 @@ class Entry:
         )
 
     async def _ask_once(self, timeout_s: float) -> Message:
+        self._waits_for = "no member answers there; check that its job runs, and that this host reaches it"
         connection = await dial_member(
             self.addresses,
             self.options,
@@ -284,7 +313,7 @@ class Entry:
 
     async def _enter(self, lines: list[str], timeout_s: float) -> Admitted:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._telling():
                 while (admitted := await self._wait(lines)) is None:
                     await asyncio.sleep(PAUSE_S)
                     await self._ask()
@@ -298,6 +327,7 @@ class Entry:
     async def _wait(self, lines: list[str]) -> Admitted | None:
         """Wait until the members have switched; None if who leads is gone: the others will tell who leads now."""
         assert self._connection is not None, "it has asked"
+        self._waits_for = "its members let it in at the end of a step"
         await self._connection.send("ready", lines=lines)
         try:
             return await Party(self._connection, self.options).follow(is_newcomer=True)
