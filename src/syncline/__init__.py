@@ -14,6 +14,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from syncline.late_imports import load_name
+
 if "torch" in sys.modules:  # else torch does it by the entry point, when it is imported
     import_module("syncline.backend.registration").register()
 
@@ -200,7 +202,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'syncline' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    return load_name(home, name)
 
 
 def __dir__() -> list[str]:

@@ -69,7 +69,7 @@ def is_exposed(options: FabricOptions) -> bool:
 
 
 def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
-    """Meet, start the loop and connect; the store is dropped as soon as the ranks have found each other."""
+    """Meet, start the loop and connect; the store is dropped as soon as all ranks are connected to each other."""
     leave_at_exit()
     options = environment.fabric
     chosen = _load_topology(environment)
@@ -93,7 +93,14 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
                 file=sys.stderr,
             )
     trace = _open_trace(environment, topology)
-    return _open(environment, topology, store, trace=trace, timeout_s=left_s())
+    communicator = _open(environment, topology, store, trace=trace, timeout_s=left_s())
+    try:
+        if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
+            communicator.sum_bytes(bytearray(1), label="start")
+    except BaseException:
+        communicator.abort()
+        raise
+    return communicator
 
 
 def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> Topology:
