@@ -1,13 +1,15 @@
 """Collects gradients while autograd makes them, and hands each bucket to the update rule when it is complete.
 
-Autograd owns ``p.grad``. A hook behind each accumulation (and behind the user's own hooks on the parameter) counts it;
-in a synchronised backward pass it moves the gradient, weighted, into the bucket with one multiplication. The cases:
+Autograd owns ``p.grad``. A hook behind each accumulation (and behind the user's own hooks on the parameter) only counts
+it: there may be thousands. In a synchronised backward pass the gradients of a bucket are moved into it all at once,
+weighted, when it has all of them. The cases:
 
 - Under ``no_sync`` nothing is moved; ``p.grad`` grows until the first synchronised pass takes it.
 - Reentrant checkpoints let a hook fire several times. How often is learnt in the first step, in which buckets leave at
   the end of the backward pass; later a bucket leaves when every gradient has come as often as it ever did.
 - Parameters without a gradient are found when the backward pass ends, and take part with zeros.
-- A pass that raises (no memory, an error of the user's) never ends; the next forward pass finds that out.
+- A pass that raises (no memory, an error of the user's) never ends; the next forward pass finds that out, and drops
+  what it has brought.
 - Passes inside a pass (checkpoints again) have ends of their own; the outer one is recognised by the model's outputs.
   Where the model was not called itself, each is a pass of its own, and what they bring adds up.
 - Several passes before a step add up. Where each rank has whole gradients, ``p.grad`` holds the mean of the passes
@@ -67,7 +69,8 @@ class GradientCollector:
         self._watch = watch
         self._before = before
         self._after = after
-        self._contributions = Contributions(self._buckets, sparse=sparse.positions if sparse is not None else ())
+        self._sparse_positions = sparse.positions if sparse is not None else frozenset()
+        self._contributions = Contributions(self._buckets, sparse=self._sparse_positions)
         num_parameters = sum(len(bucket.plan.slots) for bucket in self._buckets)
         self._expected = [1] * num_parameters
         self._fired = [0] * num_parameters
@@ -85,17 +88,13 @@ class GradientCollector:
         self.has_local_gradients = False
         self.report: PendingReport | None = None
         """The report of the last pass."""
-        self._nodes = []
-        self._handles = []
+        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
         for bucket in self._buckets:
             for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                node = _accumulation(parameter)
-                self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
-                self._handles.append(node.register_hook(partial(self._on_gradient, bucket, slot, parameter)))
+                self._hear(parameter, partial(self._on_gradient, bucket, slot, parameter))
         for parameter in outside.candidates:
-            node = _accumulation(parameter)
-            self._nodes.append(node)
-            self._handles.append(node.register_hook(partial(self._on_outside, parameter)))
+            self._hear(parameter, partial(self._on_outside, parameter))
 
     @property
     def last_weight(self) -> float:
@@ -126,7 +125,9 @@ class GradientCollector:
         """
         if self._outer_task == -1:
             return
-        if not self._is_running:
+        if self._is_running:
+            self._drop_fired()
+        else:
             self._samples.forget_pass()
         self._is_running, self._outer_task = False, -1
 
@@ -154,6 +155,12 @@ class GradientCollector:
         self._begin(0.0)
         self._finish()
 
+    def _hear(self, parameter: torch.nn.Parameter, hook: Callable[[Any, Any], None]) -> None:
+        """Call ``hook`` after each accumulation."""
+        node = _accumulation(parameter)
+        self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
+        self._handles.append(node.register_hook(hook))
+
     def _on_output(self, forward: ForwardPass, _: torch.Tensor) -> None:
         task = backward_pass()
         self._samples.reach(forward, task)
@@ -173,17 +180,18 @@ class GradientCollector:
             return
         if not self._is_running:
             self._begin_first()
-        position = slot.position
-        if self._remaining[bucket.index] <= 0 and self._has_learnt:
-            self._expected[position] = self._fired[position] + 1
+        index, position = bucket.index, slot.position
+        fired = self._fired[position] + 1
+        if self._has_learnt and self._remaining[index] <= 0:
+            self._expected[position] = fired
             raise UpdateError(
                 f"Parameter {slot.name!r} got another gradient after its bucket had left: the model was used in "
                 "a way that earlier steps did not show; use non-reentrant checkpoints (use_reentrant=False)"
             )
-        self._take(bucket, slot, parameter)
-        if self._fired[position] <= self._expected[position]:
-            self._remaining[bucket.index] -= 1
-            if self._remaining[bucket.index] == 0 and self._has_learnt:
+        self._fired[position] = fired
+        if fired <= self._expected[position]:
+            self._remaining[index] -= 1
+            if self._has_learnt and self._remaining[index] == 0:
                 self._leave(bucket, is_early=self._weight > 0)
 
     def _on_outside(self, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
@@ -221,33 +229,46 @@ class GradientCollector:
         for bucket in self._buckets:
             bucket.renew_gradients(self._uncleared)
 
-    def _take(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter) -> None:
-        """Move a gradient into its bucket; without weight it counts nothing, whatever it is."""
-        gradient = parameter.grad
-        assert gradient is not None, "the hook runs after accumulation"
+    def _take(self, bucket: Bucket) -> None:
+        """Move the gradients of a bucket into it, those too that were accumulated before this pass; zeros for none."""
+        values: list[torch.Tensor | None] = []
+        special = self._uncleared.keys() | self._sparse_positions
+        for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            gradient = parameter.grad
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided or slot.position in special:
+                gradient = self._special(slot, gradient)
+            values.append(gradient)
+            if gradient is not None:
+                parameter.grad = None
+                if not self._fired[slot.position]:
+                    self._fired[slot.position] = 1
+        self._updater.wait_parameters((bucket.index,))
+        bucket.fill_gradients(values, self._scale)
+
+    def _special(self, slot: Slot, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what this rank's pass has brought where that is not simply ``p.grad``; None for nothing."""
+        position = slot.position
+        if gradient is None or (isinstance(gradient, DividedGradient) and gradient.fresh is None):
+            return None
+        if position in self._uncleared and self._uncleared[position] is not gradient:
+            del self._uncleared[position]  # replaced meanwhile, or a pass with create_graph
         if isinstance(gradient, DividedGradient):
             gradient = gradient.take_fresh()
-        if self._sparse is not None and slot.position in self._sparse.positions:
-            gradient = self._sparse.take(slot.position, gradient)
+        if self._sparse is not None and position in self._sparse_positions:
+            gradient = self._sparse.take(position, gradient)
         if gradient.layout is not torch.strided:
             raise UpdateError(
                 f"The gradient of {slot.name!r} is {gradient.layout}; make the layer with sparse=False, or use "
                 "update=AllReduce(), which serves nn.Embedding and nn.EmbeddingBag with sparse=True"
             )
-        if slot.position in self._uncleared and self._uncleared[slot.position] is not parameter.grad:
-            del self._uncleared[slot.position]  # replaced meanwhile, or a pass with create_graph
-        place = bucket.gradient(slot)
-        gradient = gradient.detach()
-        if not self._fired[slot.position]:
-            self._updater.wait_parameters((bucket.index,))
-            if self._scale:
-                torch.mul(gradient, self._scale, out=place)
-            else:
-                place.zero_()
-        elif self._scale:
-            place.add_(gradient, alpha=self._scale)
-        self._fired[slot.position] += 1
-        parameter.grad = None
+        return gradient
+
+    def _drop_fired(self) -> None:
+        """Drop what a pass has brought that goes no further."""
+        for bucket in self._buckets:
+            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
+                if self._fired[slot.position]:
+                    parameter.grad = None
 
     def _on_end(self) -> None:
         self._outer_task = -1
@@ -260,7 +281,6 @@ class GradientCollector:
         has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]
         for bucket in self._buckets:
             if not has_left[bucket.index]:
-                self._complete(bucket)
                 self._leave(bucket)
         contributed = self._contributions
         present = [
@@ -273,7 +293,8 @@ class GradientCollector:
         self.report = self._reports.start(weight, self._expected_total, present, notes, step=self._updater.step_number)
         exist = self._updater.finish_backward(self.report)
         self._outside.average(self._weight)
-        self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
+        if self._fired != self._expected:
+            self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)
         self._is_running = False
         self.has_local_gradients = False
@@ -285,21 +306,11 @@ class GradientCollector:
 
     def _leave(self, bucket: Bucket, *, is_early: bool = False) -> None:
         """Hand a complete bucket to the update rule; early, if this rank's own pass made all of it."""
+        self._take(bucket)
         self._contributions.join(bucket, 1.0 / self._expected_total)
         self._watch.look(bucket)
         bucket.has_left_early = is_early
         self._updater.reduce(bucket)
-
-    def _complete(self, bucket: Bucket) -> None:
-        """Give every parameter of a bucket a gradient: what was accumulated before this pass, or zeros."""
-        for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
-            if self._fired[slot.position]:
-                continue
-            if parameter.grad is not None and not isinstance(parameter.grad, DividedGradient):
-                self._take(bucket, slot, parameter)
-            else:
-                self._updater.wait_parameters((bucket.index,))
-                bucket.gradient(slot).zero_()
 
 
 def _accumulation(parameter: torch.nn.Parameter) -> Any:

@@ -32,6 +32,7 @@ class StandIns:
         kept = []
         for tensor in tuple(self._by_parameter):
             stand_in = self._by_parameter[tensor]
+            stand_in.fresh = None  # of a pass that broke
             # 3: the table, this name, and what the function is given; one that was added to is shown already
             if sys.getrefcount(stand_in) > 3 and tensor.grad is not stand_in:
                 kept.append((tensor, stand_in))

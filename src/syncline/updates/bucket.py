@@ -16,9 +16,11 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from syncline.errors import ConfigurationError
-from syncline.updates.private_torch import num_storage_users, storage_number
+from syncline.updates.private_torch import copy_each, num_storage_users, storage_number
 
 DEFAULT_BUCKET_BYTES = 4 * 1024 * 1024
+_SMALL_ELEMENTS = 4096
+"""Where parameters of a bucket have no more on average, calls cost more than what they move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,8 @@ class Bucket:
         self.wire_gradients = _wire(gradients)
         self.stepped = parameters
         """What the optimizer steps on: the parameters, or a copy beside them."""
+        self._places: tuple[torch.Tensor, ...] = ()
+        """Where the gradient of each parameter goes, once one has come."""
         self._shown: torch.Tensor | None = None
         """The gradients once more, in a storage that counts nobody but this and what users were shown."""
         self.has_left_early = False
@@ -134,6 +138,29 @@ class Bucket:
         """Return the place of one parameter's gradient."""
         return slot.view(self.gradients)
 
+    def fill_gradients(self, values: Sequence[torch.Tensor | None], scale: float) -> None:
+        """Write the gradient of each parameter times ``scale``, zeros for None; all zeros without a scale.
+
+        Small ones are copied by one call and multiplied together: a multiplication of each would take longer.
+        """
+        if not scale:
+            self.gradients.zero_()
+            return
+        if not self._places:
+            self._places = tuple(self.gradient(slot) for slot in self.plan.slots)
+        places = [place for place, value in zip(self._places, values, strict=True) if value is not None]
+        given = [value for value in values if value is not None]
+        with torch.no_grad():
+            for place, value in zip(self._places, values, strict=True):
+                if value is None:
+                    place.zero_()
+            if self.plan.num_elements > _SMALL_ELEMENTS * len(values):
+                for place, one in zip(places, given, strict=True):
+                    torch.mul(one, scale, out=place)
+            elif given:
+                copy_each(places, given)
+                self.gradients.mul_(scale)
+
     def show_gradients(self, exist: Sequence[bool], before: MutableMapping[int, torch.Tensor] | None = None) -> None:
         """Put each gradient that exists (by position) where PyTorch looks for it, and None for the others.
 
@@ -141,12 +168,15 @@ class Bucket:
         who keeps such a tensor finds the new gradient in it.
         """
         shown = self._for_users()
+        start = shown.storage_offset()
         for slot, tensor in zip(self.plan.slots, self.tensors, strict=True):
-            old = before.pop(slot.position, None) if before else None
-            if not exist[slot.position]:
-                tensor.grad = None
+            if before and slot.position in before:
+                old = before.pop(slot.position)
+                tensor.grad = self._renewed(slot, old) if exist[slot.position] else None
+            elif exist[slot.position]:
+                tensor.grad = shown.as_strided(slot.shape, slot.stride, start + slot.start)
             else:
-                tensor.grad = slot.view(shown) if old is None else self._renewed(slot, old)
+                tensor.grad = None
 
     def shown_gradient(self, slot: Slot) -> torch.Tensor:
         """Return the place of one parameter's gradient for users, who may keep it."""
@@ -169,7 +199,7 @@ class Bucket:
         if num_storage_users(self._shown) > 1 + sum(storage_number(one) == number for one in known):
             has_wire = self.wire_gradients is not self.gradients
             self.gradients = torch.zeros_like(self.gradients)
-            self._shown = None
+            self._shown, self._places = None, ()
             if not has_wire:
                 self.wire_gradients = self.gradients
 
@@ -220,7 +250,7 @@ class Bucket:
         """Let go of the memory; parameters keep what they lie in until they are moved."""
         nothing = self.parameters.new_empty(0)
         self.parameters = self.gradients = self.wire_parameters = self.wire_gradients = self.stepped = nothing
-        self._shown = None
+        self._shown, self._places = None, ()
 
 
 def _wire(flat: torch.Tensor) -> torch.Tensor:

@@ -368,6 +368,14 @@ def nccl_group(store: Any, rank: int, size: int, *, timeout_s: float) -> Any:
     return ProcessGroupNCCL(store, rank, size, options)
 
 
+def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each value to its target.
+
+    ``copy_()`` in a loop takes twice as long where they are small; one call for all has no public name.
+    """
+    torch._foreach_copy_(targets, values)
+
+
 def reduce_into(backend: Any, output: torch.Tensor, source: torch.Tensor, op: Any) -> Any:
     """Begin a reduce-scatter of flat tensors on a backend that is no group; return its work.
 
