@@ -34,7 +34,6 @@ METHODS: dict[str, list[str]] = {
     "clustered, no averages": ["--method", "clustered", "--no-averages"],
     "clustered, forecast": ["--method", "clustered", "--forecast", "1"],
     "clustered, forecast, no averages": ["--method", "clustered", *UNAVERAGED],
-    "clustered, last": ["--method", "clustered", "--exchange", "last"],
 }
 SYNCHRONOUS = {"ddp", "sharded"}
 FINER = 4

@@ -170,7 +170,6 @@ def start(options: argparse.Namespace, task: Task) -> Plain | Ours:
             period=options.period,
             reelect_every=options.reelect_every,
             contribution=options.contribution,
-            outer=options.exchange,
             forecast=options.forecast,
             averages=False if options.no_averages else None,
             measures=False,
@@ -214,7 +213,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--period", type=int, default=16)
     parser.add_argument("--reelect-every", type=int, default=1)
     parser.add_argument("--contribution", default="uniform")
-    parser.add_argument("--exchange", default="period")
     parser.add_argument("--forecast", type=float, default=0.0)
     parser.add_argument("--no-averages", action="store_true")
     return parser.parse_args()

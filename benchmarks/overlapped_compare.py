@@ -1,4 +1,4 @@
-r"""Loss against samples and against time: synchronous, swap, additive, rebase and local, several seeds.
+r"""Loss against samples and against time: synchronous, swap, rebase and local, several seeds.
 
     python benchmarks/overlapped_compare.py --lab two-sites --task digits --batch-size 64 --alone-steps 48 \
         --record benchmarks/records/DATE_overlapped-digits
@@ -22,8 +22,8 @@ from overlapped_pace import rate, rate_between_ends
 from overlapped_record import Place, Ranks, curve, loss_at, plot, read_all, run, write_record
 from overlapped_record import rate as mean_rate
 
-WITH_PERIODS = ("swap", "at-once", "rebase", "additive", "periodic")
-DEFAULT_MODES = ("local", "swap", "rebase", "additive", "synchronous", "ddp")
+WITH_PERIODS = ("swap", "rebase", "periodic")
+DEFAULT_MODES = ("local", "swap", "rebase", "synchronous", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,7 @@ parameters are taken while training and judged afterwards, so that judging costs
     synchronous   all ranks step on the mean gradient (AllReduce)
     ddp           the same with torch's DistributedDataParallel on gloo
     swap          Overlapped(rule="swap")
-    at-once       the same with spread=False: a global gradient is fed in one step, for however many it stands
     rebase        Overlapped(rule="rebase")
-    additive      Overlapped(rule="additive")
     periodic      own gradients alone; parameters averaged at each period's end
     local         own gradients alone, never averaged
 """
@@ -38,7 +36,7 @@ from torch import nn
 
 import syncline
 
-OVERLAPPED = ("swap", "at-once", "rebase", "additive")
+OVERLAPPED = ("swap", "rebase")
 MODES = ("synchronous", "ddp", *OVERLAPPED, "periodic", "local")
 WARM_UP_STEPS = 8
 """Before what is measured alone: the first steps of a process or of a new model are slower."""
@@ -80,12 +78,11 @@ class Trainee:
             return syncline.AllReduce()
         options = self.options
         staleness = None if options.max_staleness < 0 else options.max_staleness
-        rule: Any = "swap" if self.mode == "at-once" else self.mode
+        rule: Any = self.mode
         return syncline.Overlapped(
             period=options.period,
             quorum=options.quorum or None,
             rule=rule,
-            spread=self.mode != "at-once",
             max_staleness=staleness,
         )
 

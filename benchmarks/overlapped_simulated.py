@@ -45,7 +45,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=32, help="of the GPT")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--average-state", action="store_true")
     return parser.parse_args()
 
 
@@ -116,7 +115,7 @@ def simulate(rule: Any, delay: int, options: argparse.Namespace, seed: int) -> l
     tasks = [TASKS[options.task](rank, options.ranks, options) for rank in range(options.ranks)]
     with torch.no_grad():
         replicas = [make_replica(task, rank, options, losses) for rank, task in enumerate(tasks)]
-        chosen = Overlapped(rule=rule, period=options.period, average_state=options.average_state)
+        chosen = Overlapped(rule=rule, period=options.period)
         replay(recorders(options, delay, len(replicas[0].buckets)), replicas, chosen)
     return [*losses, judge(tasks[0])]
 

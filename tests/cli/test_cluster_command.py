@@ -59,17 +59,6 @@ def test_this_machine() -> None:
     assert result.output.startswith("features: {cpu_hz:") or "memory_bytes:" in result.output
 
 
-def test_what_is_left_to_be_measured_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "net.yaml"
-    path.write_text(
-        "switch: core\nchildren:\n  - {host: 'h[0-2]', uplink: unlimited, features: {memory_bytes: 8 GiB}}\n"
-    )
-    output = runner.invoke(app, [str(path)]).output
-    assert "does not tell latency and uplink: ranks measure it when a training starts" in output
-    assert "8 GiB" in output
-    assert "does not tell" not in runner.invoke(app, ["two-sites"]).output
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

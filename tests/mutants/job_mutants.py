@@ -294,8 +294,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/overlapped/server.py",
-                before="        while self.alive and not self._lacking(self._num_averaged):\n",
-                after="        while len(self._ends.get(self._num_averaged, {})) >= self.quorum:\n",
+                before="        if not self.alive or self._lacking():\n",
+                after="        if len(self._ends) < self.quorum:\n",
             ),
         ),
         found_by=Simulation(scenario="overlapped", num_seeds=100),

@@ -47,7 +47,6 @@ class OverlappedScenario:
             quorum=self.quorum,
             max_staleness=max_staleness,
             window=choose.randint(1, 5),
-            push="previous" if max_staleness != 0 and choose.random() < 0.3 else "current",
             end=True,
             is_prompt=choose.random() < 0.2,
             holds_back=choose.random() < 0.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
@@ -22,7 +22,6 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
-from syncline.machines.inventory import Inventory
 from syncline.topology import Topology
 from syncline.units import format_duration, format_frequency, format_rate, format_size
 
@@ -77,7 +76,7 @@ def cluster(
     if as_json:
         print(json.dumps(_record(loaded, table, clustering), indent=2))
     else:
-        _print_tables(loaded, table, clustering, use=feature or None)
+        _print_tables(loaded, table, clustering)
 
 
 def _parse_weights(texts: list[str]) -> dict[str, float]:
@@ -122,9 +121,7 @@ def _ranks(topology: Topology, table: FeatureTable, hosts: tuple[int, ...]) -> l
     return sorted(rank for host in hosts for rank in topology.ranks_of(table.hosts[host]))
 
 
-def _print_tables(
-    topology: Topology, table: FeatureTable, clustering: Clustering, *, use: Sequence[str] | None
-) -> None:
+def _print_tables(topology: Topology, table: FeatureTable, clustering: Clustering) -> None:
     console = Console(soft_wrap=True)
     console.print(_feature_table(topology, table, clustering))
     scores = Table(title="silhouette", title_justify="left")
@@ -134,11 +131,6 @@ def _print_tables(
         scores.add_row(str(k), f"{score:.3f}")
     if clustering.silhouettes:
         console.print(scores)
-    if lacks := Inventory(topology=topology, use=use).lacks:
-        what = " and ".join(name.removesuffix("_s").removesuffix("_bytes_per") for name in lacks)
-        console.print(
-            f"{topology.name} does not tell {what}: ranks measure it when a training starts.", highlight=False
-        )
     console.print(f"{clustering.reason}.", highlight=False)
     for number, hosts in enumerate(clustering.clusters):
         names = ", ".join(table.hosts[host] for host in hosts)

@@ -14,16 +14,12 @@ from syncline.machines.clustering import Clustering, cluster_vectors
 from syncline.machines.features import (
     LATENCY,
     LATER,
-    UPLINK,
-    Feature,
     Features,
     FeatureTable,
-    Floats,
     build_table,
     topology_features,
     topology_latencies,
 )
-from syncline.machines.network import NetworkMeasurement, among, latencies_of, uplinks_of
 from syncline.topology import Topology
 
 
@@ -37,44 +33,27 @@ class Inventory:
     topology: Topology
     measured: Mapping[str, Features] = field(default_factory=dict)
     """By host."""
-    network: Sequence[NetworkMeasurement] = ()
-    """Of each host, in the topology's order; empty if nothing was measured."""
     use: Sequence[str] | None = None
     weights: Mapping[str, float] | None = None
-
-    @property
-    def lacks(self) -> tuple[str, ...]:
-        """What of the network counts, and is not told by the topology: latencies, uplinks."""
-        if len(self.topology.hosts) < 2:
-            return ()
-        told = topology_features(self.topology).values()
-        has = {
-            LATENCY: topology_latencies(self.topology) is not None or all(LATENCY in said for said in told),
-            UPLINK: all(UPLINK in said for said in told),
-        }
-        return tuple(name for name, is_told in has.items() if not is_told and (self.use is None or name in self.use))
 
     def table(
         self, newer: Mapping[str, Features] | None = None, *, hosts: Collection[str] | None = None
     ) -> FeatureTable:
         """Return the features as columns; ``newer`` is what hosts measured since; ``hosts`` those that are compared."""
         compared = [place for place, host in enumerate(self.topology.hosts) if hosts is None or host.name in hosts]
-        network = among(self.network, compared) if self.network else []
         told_of_all = list(topology_features(self.topology).items())
         merged: dict[str, Features] = {}
-        uplinks = uplinks_of(network) or [None] * len(compared)
-        for uplink, place in zip(uplinks, compared, strict=True):
+        for place in compared:
             host, told = told_of_all[place]
-            own: dict[str, Feature] = {} if uplink is None else {UPLINK: uplink}
-            merged[host] = own | dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | told
-        told_latencies_s = topology_latencies(self.topology)
-        if told_latencies_s is not None:
-            latencies_s: Floats | None = told_latencies_s[np.ix_(compared, compared)]
-        else:
-            latencies_s = latencies_of(network) if network else None
+            merged[host] = dict(self.measured.get(host, {})) | dict((newer or {}).get(host, {})) | told
         says_nothing = {name for name in LATER if not any(name in features for features in merged.values())}
-        if self.network and latencies_s is None:
-            says_nothing.add(LATENCY)
+        latencies_s = topology_latencies(self.topology)
+        if latencies_s is not None:
+            latencies_s = latencies_s[np.ix_(compared, compared)]
+            between = latencies_s[~np.eye(len(compared), dtype=bool)]
+            if between.size == 0 or np.allclose(between, between[0]):  # of equal ones each host would be a kind
+                latencies_s = None
+                says_nothing.add(LATENCY)
         return build_table(
             merged,
             latencies_s=latencies_s,

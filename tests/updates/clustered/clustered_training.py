@@ -14,6 +14,7 @@ from small_regression import batch as batch_of
 from small_regression import loss_of, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.rule import Clustered
 
 
@@ -102,13 +103,13 @@ def _cluster_mean(cluster: _Cluster, step: int) -> None:
 
 
 def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
-    brought = [cluster.total if rule.outer == "period" else cluster.mean for cluster in book]
+    brought = [cluster.total for cluster in book]
     step_on = []
     for c, cluster in enumerate(book):
         weights = [1.0] * len(book)
         highest = float(table[c].max())
         if rule.contribution == "cosine" and highest > 0:
-            weights = [max(rule.min_weight, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
+            weights = [max(MIN_WEIGHT, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
         shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
         step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.forecast)
@@ -117,7 +118,7 @@ def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[t
     for c in range(len(book)):
         for k in range(len(book)):
             cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)
-            table[c, k] = 0 if c == k else rule.decay * table[c, k] + (1 - rule.decay) * max(0.0, float(cosine))
+            table[c, k] = 0 if c == k else DECAY * table[c, k] + (1 - DECAY) * max(0.0, float(cosine))
     for cluster in book:
         cluster.total, cluster.samples = torch.zeros_like(cluster.total), 0.0
     return step_on

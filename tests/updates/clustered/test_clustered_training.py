@@ -42,10 +42,9 @@ def test_period_1_with_uniform_weights_equals_all_reduce(clusters, make) -> None
 RULES = [
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS),
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS, averages=False),
-    Clustered(period=2, reelect_every=3, clusters=CLUSTERS, outer="last"),
     Clustered(period=1, reelect_every=3, clusters=CLUSTERS, contribution="cosine"),
     Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), contribution="cosine"),
-    Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine", outer="last"),
+    Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine"),
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=1.0),
     Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), forecast=0.5, averages=False),
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=0.8, contribution="cosine"),
@@ -53,7 +52,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(
-    "rule", RULES, ids=lambda rule: f"{rule.contribution}-{rule.outer}-{rule.period}-{rule.forecast}"
+    "rule", RULES, ids=lambda rule: f"{rule.contribution}-{len(rule.clusters)}-{rule.period}-{rule.forecast}"
 )
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
@@ -298,10 +297,8 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
     [
         ({"period": 0}, "period must be a whole number from 1 up"),
         ({"contribution": "best"}, "contribution must be"),
-        ({"outer": "first"}, "outer must be"),
         ({"clusters": "some"}, "clusters must be"),
         ({"forecast": 1.5}, "forecast must be a number from 0 to 1"),
-        ({"forecast": 1.0, "outer": "last"}, "forecast needs"),
         ({"forecast": 1.0, "period": 1}, "forecast needs"),
         ({"quorum": 1.5}, "quorum must be a number from 0 to 1"),
     ],

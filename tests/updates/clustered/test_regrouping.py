@@ -11,7 +11,6 @@ from clustered_training import KilledError, batch, train
 from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
 from syncline.machines.inventory import Inventory
-from syncline.machines.network import NetworkMeasurement
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates.clustered.messages import NO_PROPOSAL, Proposal
@@ -68,12 +67,11 @@ def test_dead_hosts_are_not_compared() -> None:
 @pytest.mark.parametrize(("dead", "expected"), [(1, ((0, 2), (1, 3, 4))), (4, ((0, 2), (1, 3, 4)))])
 def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: int, expected) -> None:
     """Both dead ranks were in cluster 1; a host far away that is dead divides nobody."""
-    far = {host: 0.2 for host in range(5) if host != dead}
-    network = [
-        NetworkMeasurement(echoes_s=far if host == dead else {dead: 0.2} | {o: 0.004 for o in far if o != host})
-        for host in range(5)
-    ]
-    inventory = Inventory(topology=Topology.flat(5, rate=1e8), network=network, use=("batch_s", "latency_s"))
+    places = ", ".join(
+        f"{{host: h{host}, uplink: {{rate: 1 Gbit/s, latency: {200 if host == dead else 2} ms}}}}" for host in range(5)
+    )
+    topology = Topology.parse(f"switch: core\nchildren: [{places}]")
+    inventory = Inventory(topology=topology, use=("batch_s", "latency_s"))
     measurements = {rank: measurement_of({"batch_s": 0.1 if rank % 2 or rank == 4 else 0.5}, ()) for rank in range(5)}
     living = [rank for rank in range(5) if rank != dead]
     measurements[dead] = measurement_of({"batch_s": 50.0}, ())

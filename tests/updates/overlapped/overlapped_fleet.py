@@ -33,9 +33,7 @@ from syncline.updates.overlapped.worker import BucketWorker
 class FleetWorker:
     def __init__(self, rank: int, fleet: Fleet) -> None:
         self.rank = rank
-        self.machine = BucketWorker(
-            window=fleet.window, num_rounds=fleet.num_iterations, push=fleet.push, holds_back=fleet.holds_back
-        )
+        self.machine = BucketWorker(window=fleet.window, num_rounds=fleet.num_iterations, holds_back=fleet.holds_back)
         self.clock = PeriodClock(fleet.num_iterations)
         self.places: dict[int, int] = {}
         self.newest = self.base = self.fed = self.own = 0
@@ -84,7 +82,6 @@ class Fleet:
         *,
         max_staleness=None,
         window=4,
-        push="current",
         end=False,
         is_prompt=False,
         holds_back=False,
@@ -94,7 +91,7 @@ class Fleet:
         self.digit_bits = self.scale.bit_length() + 16
         self.holds_back = holds_back
         self.is_prompt = is_prompt  # a push leaves at once, so runs are of one iteration; replies arrive before a step
-        self.window, self.push, self.max_staleness, self.with_end = window, push, max_staleness, end
+        self.window, self.max_staleness, self.with_end = window, max_staleness, end
         self.shard = ServerShard(workers=range(num_workers), quorum=quorum, window=window)
         self.workers = [FleetWorker(rank, self) for rank in range(num_workers)]
         self.cumulative = 0
@@ -195,7 +192,7 @@ class Fleet:
     def _end(self, worker: FleetWorker) -> None:
         worker.has_ended = True
         if self.with_end:
-            end = End(worker=worker.rank, period=0, part=0, weight=worker.clock.num_samples, place=-1)
+            end = End(worker=worker.rank, period=0, weight=worker.clock.num_samples, place=-1)
             worker.up.append(end)
             worker.up_values.append(worker.fed)
 
@@ -315,7 +312,7 @@ class Fleet:
         shard = other.shard = _twin(self.shard)
         shard._accounts = {rank: _twin_account(account) for rank, account in shard._accounts.items()}
         shard._held = {round_number: dict(held) for round_number, held in shard._held.items()}
-        shard._ends = {part: dict(ended) for part, ended in shard._ends.items()}
+        shard._ends = dict(shard._ends)
         shard._late, shard._unfinished, shard._outdated = shard._late.copy(), shard._unfinished.copy(), Counter()
         return other
 

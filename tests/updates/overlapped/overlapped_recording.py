@@ -31,7 +31,7 @@ class ServerNote:
     what: str
     period: int
     number: int
-    """The round, or the part."""
+    """The round; 0 of an average."""
     members: tuple[tuple[int, float], ...]
 
 
@@ -100,7 +100,7 @@ def _record_server(recorder: Recorder, bucket: int, machine: Any) -> None:
                     bucket=bucket,
                     what="fold" if is_fold else "average",
                     period=period if is_fold else instruction.period,
-                    number=instruction.round_number if is_fold else instruction.part,
+                    number=instruction.round_number if is_fold else 0,
                     members=tuple((one.worker, one.weight) for one in instruction.contributions),
                 )
                 recorder.servers.append(note)

@@ -17,11 +17,11 @@ from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 from syncline.updates.bucket import Bucket
 from syncline.updates.flat import shares, sum_dtype
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside
-from syncline.updates.overlapped.average import EndOfPeriod, Parts
 from syncline.updates.overlapped.events import Keep, Send, Use
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.rounds.fixed_point import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds.outer import OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,10 @@ class _Ledger:
 
     def __init__(self, notes: Sequence[ServerNote], replicas: Sequence[Replica], *, num_ranks: int) -> None:
         self._folds = {(note.bucket, note.period, note.number): note.members for note in notes if note.what == "fold"}
-        self._averages = {
-            (note.bucket, note.period, note.number): note.members for note in notes if note.what == "average"
-        }
+        self._averages = {(note.bucket, note.period): note.members for note in notes if note.what == "average"}
         self._plans = [bucket.plan for bucket in replicas[0].buckets]
         self._pushes: dict[tuple[int, int, int, int], torch.Tensor] = {}
-        self._ends: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._ends: dict[tuple[int, int, int], torch.Tensor] = {}
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
         self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
         self.num_events = 0
@@ -73,8 +71,8 @@ class _Ledger:
         """Let ``values`` be what the period begins with, where it ends with a collective."""
         self._starts[bucket, period] = values.clone()
 
-    def end(self, bucket: int, period: int, part: int, worker: int, values: torch.Tensor) -> None:
-        self._ends[bucket, period, part, worker] = values.clone()
+    def end(self, bucket: int, period: int, worker: int, values: torch.Tensor) -> None:
+        self._ends[bucket, period, worker] = values.clone()
 
     def sum(self, bucket: int, period: int, closed: int) -> torch.Tensor | None:
         """Return C(closed), if all that is in it was pushed."""
@@ -95,10 +93,10 @@ class _Ledger:
         self._sums[bucket, period, closed] = result
         return result
 
-    def average(self, bucket: int, period: int, part: int) -> torch.Tensor | None:
+    def average(self, bucket: int, period: int) -> torch.Tensor | None:
         """Return the average that ended ``period``, if all have sent what they had."""
-        members = self._averages[bucket, period, part]
-        given = [self._ends.get((bucket, period, part, worker)) for worker, _ in members]
+        members = self._averages[bucket, period]
+        given = [self._ends.get((bucket, period, worker)) for worker, _ in members]
         if any(values is None for values in given):
             return None
         plan = self._plans[bucket]
@@ -123,9 +121,9 @@ def _carry(recorder: Recorder, hands: _Hands) -> Iterator[str]:
             ledger.num_events += 1
         hands.step()
         if number + 1 in recorder.ends:
-            parts = hands.send_end()
+            hands.send_end()
             ledger.num_events += 1
-            while not hands.end_period(parts):
+            while not hands.end_period():
                 yield "waits for the end of the period"
 
 
@@ -137,10 +135,10 @@ class _Hands:
         self.replica = replica
         self.ledger = ledger
         buckets, optimizer = replica.buckets, replica.optimizer
-        self._end = EndOfPeriod(buckets, optimizer, outer=rule.outer, should_average_state=rule.average_state)
-        self._feeds = [Feed(should_spread=rule.spread) for _ in buckets]
+        self._outer = [OuterStep(bucket, optimizer, rule.outer) for bucket in buckets if rule.outer is not None]
+        self._feeds = [Feed() for _ in buckets]
         kind = rule.kind(optimizer)
-        self._is_additive = kind != "swap"
+        self._replaces = kind == "swap"
         self._rebase = Rebase(buckets, optimizer) if kind == "rebase" else None
         self._collects = [Collect() for _ in buckets]
         self._own: list[Runs] = [[] for _ in buckets]
@@ -150,6 +148,7 @@ class _Hands:
         self._note_start()
 
     def _note_start(self) -> None:
+        self._starts = [memory.parameters.clone() for memory in self.replica.buckets]
         if self._ends_on_tree:
             for bucket, memory in enumerate(self.replica.buckets):
                 self.ledger.start(bucket, self.period, memory.parameters)
@@ -177,7 +176,7 @@ class _Hands:
             return False
         used = self._used[bucket]
         own = own_inside(use, lambda place: self._places[bucket, place], gradient)
-        if self._is_additive:
+        if not self._replaces:
             use = replace(use, subtract=(), replaces=False)
         change = correction(
             newest=newest,
@@ -198,32 +197,29 @@ class _Hands:
             feed.finish(memory.gradients)
         self.replica.optimizer.step()
 
-    def send_end(self) -> Parts:
+    def send_end(self) -> None:
         """Hand in what the period ends with."""
         if self._rebase is not None:
             self._rebase.finish(self._own)
-        parts = self._end.gather()
-        for bucket, values in enumerate(parts):
-            for part, value in enumerate(values):
-                self.ledger.end(bucket, self.period, part, self.replica.rank, value)
-        return parts
+        for bucket, memory in enumerate(self.replica.buckets):
+            self.ledger.end(bucket, self.period, self.replica.rank, memory.parameters)
 
-    def end_period(self, parts: Parts) -> bool:
+    def end_period(self) -> bool:
         """Take the averages; False if they do not exist yet."""
-        places = [(bucket, part, value) for bucket, values in enumerate(parts) for part, value in enumerate(values)]
-        averages = [self.ledger.average(bucket, self.period, part) for bucket, part, _ in places]
+        averages = [self.ledger.average(bucket, self.period) for bucket in range(len(self.replica.buckets))]
         if any(values is None for values in averages):
             return False
-        for (_, _, value), average_of_it in zip(places, averages, strict=True):
+        for number, (memory, average_of_it) in enumerate(zip(self.replica.buckets, averages, strict=True)):
             assert average_of_it is not None, "all are there"
-            value.copy_(average_of_it)
-        self._end.finish([[True for _ in values] for values in parts])
+            memory.parameters.copy_(average_of_it)
+            if self._outer:
+                self._outer[number].apply(self._starts[number], memory.parameters)
         if self._rebase is not None:
             self._rebase.begin()
         for feed in self._feeds:
             feed.clear()
         self.period += 1
-        self._used = [0 for _ in parts]
+        self._used = [0 for _ in averages]
         self._note_start()
         return True
 

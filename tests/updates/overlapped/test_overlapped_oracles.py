@@ -63,12 +63,9 @@ def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
         {},
         {"rule": "swap"},
         {"rule": "swap", "quorum": 2},
-        {"quorum": 1, "rule": "additive"},
-        {"rule": "swap", "push": "previous"},
-        {"rule": "swap", "spread": False},
-        {"rule": "rebase", "quorum": 2, "push": "previous"},
+        {"rule": "rebase", "quorum": 2},
         {"rule": "swap", "outer": Nesterov()},
-        {"rule": "rebase", "outer": Nesterov(learning_rate=0.5), "average_state": True},
+        {"rule": "rebase", "outer": Nesterov(learning_rate=0.5)},
     ],
 )
 def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype: torch.dtype) -> None:

@@ -77,11 +77,9 @@ def test_up_headers_go_round(kind: Kind, period: int, round_number: int, iterati
     assert UpHeader.decode(memory) == header
 
 
-@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, max_size=3).map(tuple), st.booleans())
-def test_down_headers_go_round(accepted: tuple, dropped: tuple, is_last: bool) -> None:
-    header = DownHeader(
-        kind=Kind.SUM, period=3, closed=9, clock=11, is_last=is_last, accepted=accepted, dropped=dropped
-    )
+@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, max_size=3).map(tuple))
+def test_down_headers_go_round(accepted: tuple, dropped: tuple) -> None:
+    header = DownHeader(kind=Kind.SUM, period=3, closed=9, clock=11, accepted=accepted, dropped=dropped)
     memory = memoryview(bytearray(DownHeader.size_bytes(window=5, world_size=3)))
     assert len(memory) % 64 == 0
     header.encode(memory)
@@ -94,7 +92,7 @@ def test_notes_go_round(note: Note) -> None:
 
 
 def make_buffers() -> PullBuffers:
-    terms = Terms(world_size=2, workers=(0, 1), servers=(0, 1), quorum=2, period=8, window=2, push="current")
+    terms = Terms(world_size=2, workers=(0, 1), servers=(0, 1), quorum=2, period=8, window=2)
     bucket = BucketTerms(index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.float32)
     return PullBuffers(bucket, terms)
 
@@ -131,33 +129,21 @@ def test_what_is_read_is_not_written() -> None:
     assert buffers.begin_landing() is third
     buffers.give_back()
     buffers.drop_landed()
-    assert sum(buffers.begin_landing() is not None and not buffers.keep_average(part) for part in range(3)) == 3
+    assert sum(buffers.begin_landing() is not None and not buffers.keep_average() for _ in range(3)) == 3
 
 
 def test_a_sum_of_the_next_period_may_come_early() -> None:
     buffers = make_buffers()
     buffers.begin_landing()
-    buffers.keep_average(0)
+    buffers.keep_average()
     early = [buffers.begin_landing()]
     buffers.keep_early()
     early.append(buffers.begin_landing())
     buffers.keep_early()
-    buffers.release_averages()
+    buffers.release_average()
     buffers.reset()
     buffers.take_early()
     assert buffers.take() == (early[1], None)
-
-
-def test_there_is_room_for_all_parts_of_an_average() -> None:
-    buffers = make_buffers()
-    landed = []
-    for part in range(5):
-        landed.append(buffers.begin_landing())
-        buffers.keep_average(part)
-    assert len(set(map(id, landed))) == 5
-    assert [buffers.average(part) for part in range(5)] == landed
-    buffers.release_averages()
-    assert buffers.average(0) is None
 
 
 def test_means_are_weighted_and_in_a_fixed_order() -> None:
@@ -188,7 +174,7 @@ def used(*, run_length: int, replaces: bool) -> Use:
 
 
 def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None:
-    feed = Feed(should_spread=True)
+    feed = Feed()
     fed = []
     for step in range(6):
         gradient = torch.tensor([10.0])
@@ -202,8 +188,7 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
 
 
 def test_what_replaces_the_gradient_is_not_spread() -> None:
-    for should_spread in (False, True):
-        feed, gradient = Feed(should_spread=should_spread), torch.tensor([10.0])
-        feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True), ())
-        feed.finish(gradient)
-        assert gradient.item() == 8.0
+    feed, gradient = Feed(), torch.tensor([10.0])
+    feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True), ())
+    feed.finish(gradient)
+    assert gradient.item() == 8.0

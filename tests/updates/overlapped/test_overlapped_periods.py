@@ -11,7 +11,6 @@ from torch import nn
 
 from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
-from syncline.pytorch.control import batch_size
 from syncline.updates import AllReduce, Nesterov, Overlapped
 from thread_fleets import run_fleets
 
@@ -119,44 +118,6 @@ def test_a_slow_worker_does_not_hold_up_the_others() -> None:
         assert statistics.share_with_global > 0
         assert len(statistics.dropped) == 4
     assert "dropped" in str(results[0][2])
-
-
-def test_state_is_averaged_where_it_should_be() -> None:
-    def body(fleet, *, average_state: bool):
-        rule = Overlapped(period=5, rule="swap", max_staleness=None, average_state=average_state, bucket_bytes=256)
-        model, optimizer = start(fleet, rule, make_adam)
-        for step in range(5):
-            one_step(model, optimizer, fleet.rank, step)
-        state = [optimizer.inner.state[parameter] for parameter in model.parameters()]
-        return torch.cat([values[key].reshape(-1) for values in state for key in ("exp_avg", "exp_avg_sq")])
-
-    averaged = run_fleets(3, lambda fleet: body(fleet, average_state=True), seed=1)
-    assert len({digest(values) for values in averaged}) == 1
-    own = run_fleets(3, lambda fleet: body(fleet, average_state=False))
-    assert len({digest(values) for values in own}) == 3
-
-
-def test_who_has_no_state_takes_part_in_the_average() -> None:
-    """Rank 1 uses only the first layer: its optimizer has nothing for the others, which rank 0 sends the state of."""
-
-    def body(fleet):
-        rule = Overlapped(period=1, rule="swap", max_staleness=None, average_state=True, bucket_bytes=128)
-        model, optimizer = start(fleet, rule, make_adam)
-        for step in range(3):
-            if fleet.rank == 0:
-                one_step(model, optimizer, fleet.rank, step)
-            else:
-                batch_size(4, model)
-                model[0](torch.ones(4, 6, dtype=torch.float64)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        shared = torch.cat([optimizer.inner.state[model[0].weight][key] for key in ("exp_avg", "exp_avg_sq")])
-        return parameters_of(model), shared, len(optimizer.inner.state)
-
-    (of_first, shared, num_states), (of_second, equal, _) = run_fleets(2, body)
-    assert torch.equal(of_first, of_second)
-    assert torch.equal(shared, equal)
-    assert num_states == 4
 
 
 @pytest.mark.parametrize("outer", [Nesterov(learning_rate=1.0, momentum=0.0), Nesterov()])
@@ -288,10 +249,9 @@ def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "both"}, 'rule must be "swap", '),
+        ({"rule": "both"}, 'rule must be "swap" or "rebase"'),
         ({"period": 0}, "period must be a whole number from 1 up"),
         ({"quorum": 0}, "quorum must be a whole number from 1 up"),
-        ({"push": "previous", "max_staleness": 0}, "max_staleness must be at least 1"),
         ({"servers": "elsewhere"}, "servers must be"),
     ],
 )

@@ -87,10 +87,10 @@ def test_training_that_was_killed_goes_on_with_another_number_of_workers(tmp_pat
 
 
 def test_dedicated_servers_end_when_the_workers_have_left_and_others_go_on_from_what_they_saved(tmp_path) -> None:
-    """Ranks 3 and 4 only serve; each push is of the iteration before. Then two workers and one server go on."""
+    """Ranks 3 and 4 only serve. Then two workers and one server go on."""
     path = str(tmp_path / "checkpoint")
     for num_ranks, num_servers, options in ((5, 2, []), (3, 1, ["--resume", path])):
-        rule = {"period": 16, "servers": f"dedicated:{num_servers}", "push": "previous"}
+        rule = {"period": 16, "servers": f"dedicated:{num_servers}"}
         done = launch(num_ranks, arguments(rule, 48 + 16 * len(options), "--save", path, *options))
         assert done.returncode == 0, done.stdout
         said = SAID.findall(done.stdout)

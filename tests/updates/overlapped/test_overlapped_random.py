@@ -51,7 +51,6 @@ def test_random_fleet(seed: int) -> None:
         quorum=quorum,
         max_staleness=max_staleness,
         window=chance.randint(1, 5),
-        push="previous" if max_staleness != 0 and chance.random() < 0.3 else "current",
         end=True,
         is_prompt=chance.random() < 0.3,
         holds_back=chance.random() < 0.5,
@@ -68,14 +67,6 @@ def test_random_fleet(seed: int) -> None:
         weight = sum(worker.clock.num_samples for worker in alive)
         mean = Fraction(sum(worker.fed * int(worker.clock.num_samples) for worker in alive), int(weight))
         assert fleet.average == mean
-
-
-def test_an_end_frees_who_waits_for_a_round_that_nobody_else_will_push() -> None:
-    """Two of three have made a round and end with a gradient that they could not push; the third pushed for more."""
-    for seed in range(100):
-        fleet = Fleet(num_workers=3, num_iterations=2, quorum=2, max_staleness=1, push="previous", window=1, end=True)
-        run(fleet, random.Random(seed), num_losses=0)
-        assert all(worker.next_start == fleet.average for worker in fleet.workers), f"seed {seed}"
 
 
 def test_fewer_than_the_quorum_is_a_failure() -> None:

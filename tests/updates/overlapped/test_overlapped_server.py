@@ -1,7 +1,5 @@
 """The server shard's decisions, event by event: instruction lists are compared whole."""
 
-import pytest
-
 from syncline.updates.overlapped.events import (
     Average,
     Clear,
@@ -16,7 +14,6 @@ from syncline.updates.overlapped.events import (
     Replied,
     Reply,
     ReplyAverage,
-    ServerInstruction,
     Stop,
     Waiting,
 )
@@ -33,8 +30,8 @@ def given(event: Push) -> Contribution:
     return Contribution(worker=event.worker, weight=event.weight, iteration=event.iteration, place=event.place)
 
 
-def end(worker: int, *, period: int = 0, weight: float = 8.0, part: int = 0, last_part: int = 0) -> End:
-    return End(worker=worker, period=period, part=part, weight=weight, place=90 + worker, last_part=last_part)
+def end(worker: int, *, period: int = 0, weight: float = 8.0) -> End:
+    return End(worker=worker, period=period, weight=weight, place=90 + worker)
 
 
 def ended(event: End) -> Contribution:
@@ -112,70 +109,22 @@ def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() 
     assert shard.missing() == (0,)
     assert shard.handle(ends[1]) == [
         Release(worker=1, place=11),  # abandoned: nobody can push for round 1 any more
-        Average(period=0, part=0, contributions=(ended(ends[1]), ended(ends[0]))),
+        Average(period=0, contributions=(ended(ends[1]), ended(ends[0]))),
         Release(worker=0, place=90),
         Release(worker=1, place=91),
         Clear(period=1),
-        ReplyAverage(worker=0, period=0, part=0, is_last=True),
-        ReplyAverage(worker=1, period=0, part=0, is_last=True),
+        ReplyAverage(worker=0, period=0),
+        ReplyAverage(worker=1, period=0),
     ]
     assert shard.statistics().unfinished == {1: 1}
     assert shard.period == 1
 
 
-def test_parts_are_averaged_one_by_one_and_the_last_begins_the_period() -> None:
+def test_an_end_that_is_said_again_counts_for_nothing() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=4)
-    shard.handle(end(0, last_part=1))
-    first = shard.handle(end(1, last_part=1))
-    assert [one.part for one in first if isinstance(one, Average)] == [0]
-    assert not any(isinstance(one, Clear) for one in first)
-    shard.handle(end(0, part=1, last_part=1))
-    second = shard.handle(end(1, part=1, last_part=1))
-    assert [type(one) for one in second] == [Average, Release, Release, Clear], "the replies of part 0 have not left"
-    assert shard.handle(Replied(worker=0)) == [ReplyAverage(worker=0, period=0, part=1, is_last=True)]
-
-
-@pytest.mark.parametrize("num_before", range(4))
-def test_a_part_is_the_average_of_those_who_have_it(num_before: int) -> None:
-    """Worker 1 has no optimizer state yet; its parameters may come before, between or after what worker 0 sends."""
-    shard = ServerShard(workers=range(2), quorum=2, window=4)
-    ends = [end(0, part=part, last_part=2) for part in range(3)]
-    ends.insert(num_before, end(1))
-    instructions = [instruction for one in ends for instruction in shard.handle(one)]
-    averages = [one for one in instructions if isinstance(one, Average)]
-    assert [(one.part, [given.worker for given in one.contributions]) for one in averages] == [
-        (0, [0, 1]),
-        (1, [0]),
-        (2, [0]),
-    ]
-    assert parts_told(shard, 1, instructions) == [(0, False), (1, False), (2, True)]
-    assert shard.period == 1
-
-
-def test_whoever_alone_has_state_may_die_before_all_of_it_has_come() -> None:
-    """The others have been told that more parts follow; they are told the last one again, as the last."""
-    shard = ServerShard(workers=range(3), quorum=1, window=4)
-    instructions = [*shard.handle(end(0, part=0, last_part=2)), *shard.handle(end(1)), *shard.handle(end(2))]
-    assert shard.missing() == (0,)
-    instructions += shard.handle(Lost(worker=0))
-    assert parts_told(shard, 1, instructions) == parts_told(shard, 2, instructions) == [(0, False), (0, True)]
-    assert shard.period == 1
-
-
-def test_what_is_said_again_of_a_part_that_is_averaged_counts_for_nothing() -> None:
-    shard = ServerShard(workers=range(2), quorum=2, window=4)
-    shard.handle(end(0, last_part=1))
-    shard.handle(end(1, last_part=1))
-    assert shard.handle(end(0, last_part=1)) == [Release(worker=0, place=90)]
+    shard.handle(end(0))
+    assert shard.handle(end(0)) == [Release(worker=0, place=90)]
     assert shard.statistics().outdated == {0: 1}
-
-
-def parts_told(shard: ServerShard, worker: int, instructions: list[ServerInstruction]) -> list[tuple[int, bool]]:
-    """Return which parts ``worker`` is told of, and whether as the last, if each reply leaves after the one before."""
-    replies = [one for one in instructions if isinstance(one, ReplyAverage) and one.worker == worker]
-    while more := [one for one in shard.handle(Replied(worker=worker)) if isinstance(one, ReplyAverage)]:
-        replies += more
-    return [(reply.part, reply.is_last) for reply in replies]
 
 
 def test_a_loss_may_complete_the_period_and_too_many_losses_fail_once() -> None:
@@ -225,11 +174,11 @@ def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> Non
     assert shard.handle(end(1, period=3)) == []
     start = Contribution(worker=2, weight=1.0, iteration=0, place=72)
     assert shard.handle(hello(2, 4)) == [
-        Average(period=3, part=0, contributions=(start,)),
+        Average(period=3, contributions=(start,)),
         Release(worker=1, place=71),
         Release(worker=2, place=72),
         Clear(period=4),
-        ReplyAverage(worker=1, period=3, part=0, is_last=True),
+        ReplyAverage(worker=1, period=3),
         Release(worker=1, place=91),  # its end of period 3 came too late
     ]
 
@@ -240,7 +189,7 @@ def test_a_successor_does_not_wait_for_the_dead() -> None:
         assert shard.handle(hello(worker, period)) == []
     instructions = shard.handle(Lost(worker=3))
     assert Clear(period=4) in instructions
-    assert ReplyAverage(worker=1, period=3, part=0, is_last=True) in instructions
+    assert ReplyAverage(worker=1, period=3) in instructions
 
 
 def test_a_worker_that_stops_leaves_rounds_to_abandon_but_what_it_has_pushed_counts() -> None:

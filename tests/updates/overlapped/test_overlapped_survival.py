@@ -45,7 +45,7 @@ def check_survivors(results, survivors, *, num_periods=5):
         assert (statistics.num_periods, iteration) == (num_periods, num_periods * PERIOD)
 
 
-@pytest.mark.parametrize("options", [{}, {"average_state": True}, {"servers": "dedicated:1"}])
+@pytest.mark.parametrize("options", [{}, {"servers": "dedicated:1"}])
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("deaths", [{1: 9}, {0: 9, 3: 17}, {2: 8, 1: 8}, {4: 6}])
 def test_the_rest_go_on_after_deaths(deaths: dict[int, int], seed: int | None, options: dict) -> None:

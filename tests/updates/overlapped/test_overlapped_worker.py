@@ -5,8 +5,8 @@ from syncline.updates.overlapped.events import Keep, Reply, Send, Use
 from syncline.updates.overlapped.worker import BucketWorker
 
 
-def make(*, window: int = 3, push: str = "current") -> BucketWorker:
-    return BucketWorker(window=window, num_rounds=20, push=push)
+def make(*, window: int = 3) -> BucketWorker:
+    return BucketWorker(window=window, num_rounds=20)
 
 
 def send(place: int, round_number: int, *, iteration: int | None = None, weight: float = 8.0) -> Send:
@@ -101,14 +101,6 @@ def test_replies_of_an_older_period_and_older_replies_change_nothing() -> None:
     worker.end_period()
     assert not worker.arrived(reply(5, 1))
     assert worker.use() is None
-
-
-def test_the_previous_gradient_is_pushed_in_this_iteration() -> None:
-    worker = make(push="previous")
-    assert worker.step(iteration=1, weight=8.0) == [Keep(place=0, add=False)]
-    assert worker.step(iteration=2, weight=8.0) == [send(0, 1, iteration=2), Keep(place=1, add=False)]
-    worker.sent()
-    assert worker.hurry(iteration=2) == [send(1, 2)]
 
 
 def test_no_more_pushes_are_out_than_the_window_holds() -> None:

@@ -24,7 +24,7 @@ from syncline.updates.clustered.instructions import Abandon, Enter, Instruction,
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
 from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Contribution, Envelope, Measurement, Proposal
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.outer_rounds import Mixing, OuterRounds
+from syncline.updates.clustered.outer_rounds import OuterRounds
 from syncline.updates.clustered.record_schedule import Record, RecordSchedule
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
@@ -56,7 +56,7 @@ class Part:
     job: str
     clusters: tuple[tuple[int, ...], ...]
     record_schedule: RecordSchedule
-    mixing: Mixing
+    is_uniform: bool
     quorum: float
     stream: int
     timeout_s: float
@@ -78,7 +78,7 @@ class ClusterDriver(Driver):
             clusters=part.clusters,
             record_schedule=part.record_schedule,
             arithmetic=VectorArithmetic(),
-            shares_results=part.mixing.is_uniform,
+            shares_results=part.is_uniform,
             quorum=part.quorum,
             reclusters=part.reclusters,
         )
@@ -96,7 +96,9 @@ class ClusterDriver(Driver):
             on_message=self._hear,
             on_lost=self._lose,
         )
-        self._outer_rounds = OuterRounds(port, topology, stream=part.stream, view=self._node.view, mixing=part.mixing)
+        self._outer_rounds = OuterRounds(
+            port, topology, stream=part.stream, view=self._node.view, is_uniform=part.is_uniform
+        )
         self._entered: deque[tuple[Record, Agreed]] = deque()
         self._is_over = False
         self._interceptor: Interceptor | None = None

@@ -1,7 +1,7 @@
 """Who is in which cluster: from what the topology says and what every machine measured, decided by rank 0 for all.
 
-Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise. What the network is like is measured
-only where the topology does not say it.
+Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise. What the network is like the
+topology says: that of a file, or the one that the job measured when it started.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from typing import Annotated, Literal
 
 from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
-from syncline.machines.features import LATENCY, UPLINK
 from syncline.machines.inventory import Inventory
-from syncline.machines.network import NetworkMeasurement
-from syncline.runtime.communicator import Communicator
 from syncline.topology import Host
-from syncline.updates.clustered.probe import probe_network
 from syncline.updates.control import ControlStream
 
 _log = logging.getLogger(__name__)
@@ -31,12 +27,7 @@ ClusterChoice = Annotated[
 
 
 def measure_hosts(
-    control: ControlStream,
-    communicator: Communicator,
-    wanted: Inventory,
-    *,
-    stream: int,
-    read: Callable[[], Mapping[str, float]] | None,
+    control: ControlStream, wanted: Inventory, *, read: Callable[[], Mapping[str, float]] | None
 ) -> Inventory:
     """Return ``wanted`` with what all hosts measure, the same on every rank; every rank calls it.
 
@@ -48,12 +39,7 @@ def measure_hosts(
     is_first_of_host = topology.host_of(control.rank).ranks[0].rank == control.rank
     gathered = control.all_gather(dict(read()) if is_first_of_host else {}, "features of the machines")
     measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
-    network: Sequence[NetworkMeasurement] = ()
-    if wanted.lacks:
-        port = communicator.open_port("a look at the network")
-        echoes, rates = LATENCY in wanted.lacks, UPLINK in wanted.lacks
-        network = probe_network(control, port, topology, stream=stream, echoes=echoes, rates=rates)
-    return replace(wanted, measured=measured, network=network)
+    return replace(wanted, measured=measured)
 
 
 def agree_on_clusters(control: ControlStream, inventory: Inventory, *, clusters: ClusterChoice, seed: int) -> Clusters:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +20,13 @@ from syncline.runtime.port import Port
 from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, Target, choose
 from syncline.topology import Topology
-from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, resized, update_contributions
+from syncline.updates.clustered.contribution import (
+    MIN_WEIGHT,
+    mixing_shares,
+    mixing_weights,
+    resized,
+    update_contributions,
+)
 from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
 from syncline.updates.clustered.record_schedule import Kind, Record
@@ -37,24 +42,15 @@ FIRST_SLICE = 16
 Finish = Callable[[Run, Vector, tuple[float, ...]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
-    """How clusters are weighted."""
-
-    is_uniform: bool
-    decay: float
-    min_weight: float
-
-
 class OuterRounds:
     """Runs the outer rounds that the protocol asks for. On the loop's thread alone."""
 
-    def __init__(self, port: Port, topology: Topology, *, stream: int, view: View, mixing: Mixing) -> None:
+    def __init__(self, port: Port, topology: Topology, *, stream: int, view: View, is_uniform: bool) -> None:
         self._port = port
         self._topology = topology
         self._stream = stream
         self._view = view
-        self._mixing = mixing
+        self._is_uniform = is_uniform
         self._schedules: dict[tuple[Participants, Collective], Schedule] = {}
         self._executors: dict[tuple[int, Participants], ScheduleExecutor] = {}
         self._abandoned: list[ScheduleExecutor] = []
@@ -62,7 +58,7 @@ class OuterRounds:
 
     def run(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
         """Begin an outer round; ``contributions`` is the table as this cluster knows it."""
-        if self._mixing.is_uniform or run.record.kind is Kind.AVERAGE:
+        if self._is_uniform or run.record.kind is Kind.AVERAGE:
             self._run_shared(run, contributions, finish)
         else:
             self._run_cosine(run, contributions, finish)
@@ -113,13 +109,13 @@ class OuterRounds:
         table = resized(contributions, size)
         present = [cluster for cluster, _ in run.participants]
         own = present[_place(run, self._port.rank)]
-        weights = mixing_weights(table, own, present, min_weight=self._mixing.min_weight)
+        weights = mixing_weights(table, own, present, min_weight=MIN_WEIGHT)
         mixed = mixing_shares(run.samples, weights[present])
         gram = np.zeros((size, size))
         for i, first in enumerate(present):
             for j, second in enumerate(present[: i + 1]):
                 gram[first, second] = gram[second, first] = vectors[i].dot(vectors[j])
-        updated = update_contributions(table, gram, present, decay=self._mixing.decay)
+        updated = update_contributions(table, gram, present)
         return combine(vectors, mixed.tolist()), tuple(updated.ravel().tolist())
 
     def _schedule(self, participants: Participants, collective: Collective, num_bytes: int) -> Schedule:

@@ -23,23 +23,20 @@ class Clustered(ClusteredSettings):
 
     ``period``: batches between two outer rounds of the clusters. ``reelect_every``: periods after which each cluster
     draws a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows),
-    how many, or the ranks of each. ``features``: the features that count (default: all); ``weights``: how much
-    (default: 1 each); ``measures``: whether each machine reads its own, beside what the topology says, and measures
-    latencies and uplinks, when the training starts, where the topology does not say them. ``probe_folder``: where the
-    disk's rate is tried (default: the working directory; of a folder in memory nothing is told).
+    how many, or the ranks of each. ``features``: the features that count (default: all); ``measures``: whether each
+    machine reads its own, beside what the topology says.
 
-    ``outer="period"`` replaces, at a period's end, the sum of the own cluster's means by the mean of all clusters';
-    ``"last"`` exchanges the last batch's mean alone, the literal form. ``contribution="uniform"`` weights clusters by
-    samples, so that all get the same mean; ``"cosine"`` also by how alike their past gradients were, with ``decay``
-    and at least ``min_weight``. ``averages``: average the parameters at each re-election (default: where clusters can
-    drift apart, which is with a period above 1 or with ``"cosine"``; where clusters see different data this is what
+    At a period's end the sum of the own cluster's means is replaced by the mean of all clusters'.
+    ``contribution="uniform"`` weights clusters by samples, so that all get the same mean; ``"cosine"`` also by how
+    alike their past gradients were. ``averages``: average the parameters at each re-election (default: where clusters
+    can drift apart, which is with a period above 1 or with ``"cosine"``; where clusters see different data this is what
     keeps an adaptive optimizer together, so re-elect often; with SGD without momentum the outer round alone makes
     clusters equal at the end of a period, and ``averages=False`` halves what goes between them).
 
     ``forecast``: step in each batch on the cluster's mean, plus this part (0 to 1) of what the period before told of
     how the mean of all clusters differs from it. Where clusters see different data, training with SGD takes fewer steps
     with it (SCAFFOLD, Karimireddy et al., 2020). Try it: with a high rate or more than two clusters 1.0 can make
-    training diverge, and a shorter period or 0.7 serves better. It needs ``outer="period"`` and a period above 1.
+    training diverge, and a shorter period or 0.7 serves better. It needs a period above 1.
 
     A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
     ``quorum`` of all ranks that have not left by themselves (itself included) stops with an error. A rank cannot tell a

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
-from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.grouping import ClusterChoice
-from syncline.updates.clustered.outer_rounds import Mixing
 from syncline.updates.clustered.record_schedule import RecordSchedule
-from syncline.updates.host_portions import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +22,10 @@ class ClusteredSettings:
     clusters: ClusterChoice = "auto"
     recluster_every: Whole = 0
     contribution: Literal["uniform", "cosine"] = "uniform"
-    outer: Literal["period", "last"] = "period"
     forecast: Share = 0.0
     features: Sequence[str] | None = None
-    weights: Weights | None = field(default=None, hash=False)
     measures: bool = True
-    probe_folder: str | None = None
     averages: bool | None = None
-    decay: Share = DECAY
-    min_weight: Share = MIN_WEIGHT
     quorum: Share = 0.5
     seed: int = 0
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
@@ -45,16 +37,15 @@ class ClusteredSettings:
                 "Clustered: recluster_every needs clusters that are not written down, and parameters that are averaged "
                 "at each re-election; leave out clusters=(...) and say averages=True, or leave out recluster_every"
             )
-        if self.forecast and (self.outer != "period" or self.period == 1):
+        if self.forecast and self.period == 1:
             raise ConfigurationError(
-                'Clustered: forecast needs outer="period" and a period above 1, which tell it how clusters differ; '
-                f"not outer={self.outer!r} and period={self.period}"
+                "Clustered: forecast needs a period above 1, which tells it how clusters differ, not period=1"
             )
 
     @property
     def can_drift(self) -> bool:
         """Whether clusters' parameters can differ at the end of a period."""
-        return self.period > 1 or self.contribution == "cosine" or self.outer == "last"
+        return self.period > 1 or self.contribution == "cosine"
 
     @property
     def will_average(self) -> bool:
@@ -72,6 +63,6 @@ class ClusteredSettings:
         )
 
     @property
-    def mixing(self) -> Mixing:
-        """How clusters are weighted."""
-        return Mixing(is_uniform=self.contribution == "uniform", decay=self.decay, min_weight=self.min_weight)
+    def is_uniform(self) -> bool:
+        """Whether clusters are weighted by samples alone, so that an outer round gives all the same."""
+        return self.contribution == "uniform"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -41,32 +40,29 @@ class ClusteredUpdater(WholeUpdater):
         super().__init__(setting)
         communicator = self.collectives.communicator
         stream = self.collectives.bucket_schedules[0].stream
-        wanted = Inventory(topology=communicator.topology, use=rule.features, weights=rule.weights)
+        wanted = Inventory(topology=communicator.topology, use=rule.features)
         gpu = gpu_of(self.buckets)
-        folder = None if rule.probe_folder is None else Path(rule.probe_folder)
-        read = partial(read_machine, probe_directory=folder, gpu=gpu)
+        read = partial(read_machine, gpu=gpu)
         measures = rule.measures and isinstance(rule.clusters, str | int)
-        self.inventory = measure_hosts(
-            self.collectives.control, communicator, wanted, stream=stream, read=read if measures else None
-        )
+        self.inventory = measure_hosts(self.collectives.control, wanted, read=read if measures else None)
         self.clusters: Clusters = agree_on_clusters(
             self.collectives.control, self.inventory, clusters=rule.clusters, seed=rule.seed
         )
         self.record_schedule = rule.record_schedule(len(self.clusters))
-        sums = rule.outer == "period" and rule.period > 1 and self.record_schedule.has_outer_rounds
+        sums = rule.period > 1 and self.record_schedule.has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         part = Part(
             job=f"{rule.seed}/{stream}",
             clusters=self.clusters,
             record_schedule=self.record_schedule,
-            mixing=rule.mixing,
+            is_uniform=rule.is_uniform,
             quorum=rule.quorum,
             stream=stream,
             timeout_s=self.collectives.timeout_s,
             reclusters=rule.recluster_every > 0,
         )
-        name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution} {rule.outer}"
+        name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution}"
         port, trace = communicator.open_port(name), self.collectives.trace
         self._driver = ClusterDriver(port, communicator, self._shape, part, trace, communicator.progress)
         self._position = 0
@@ -170,7 +166,7 @@ class ClusteredUpdater(WholeUpdater):
         return mean
 
     def _outer(self, mean: Vector | None) -> Vector | None:
-        """Exchange what the period brought, or the last batch alone; return what to step on in the last batch."""
+        """Exchange what the period brought; return what to step on in the last batch."""
         brought = mean if self._period is None else self._period.bring(mean)
         samples, self._samples_of_period = self._samples_of_period, 0.0
         if self._pace is not None:

@@ -32,7 +32,6 @@ been told of all that the other had pushed before.
 and the others are not touched.
 
     rule "swap":      C(j) - C(i)  -  sum of its settled pushes that are in     is added to the gradient of this step
-    rule "additive":  C(j) - C(i)                                               is added
 
 A settled push that is not in was late or abandoned: its worker stepped on it, nobody else did, and nothing is
 subtracted. Thus at every moment, whatever was skipped, dropped or overtaken,
@@ -42,9 +41,9 @@ subtracted. Thus at every moment, whatever was skipped, dropped or overtaken,
 and every gradient enters once. That line is the invariant which the tests check in every reachable state.
 
 Several rounds that come at once are fed as one gradient. A round that stands for a run of r iterations is fed in r
-equal parts, unless the user says ``spread=False``: the sum is the same, but Adam sees gradients of the size it is used
-to. (On scikit-learn's digits sorted by label, simulated, 8 workers, 256 iterations of which a round takes 8 or 32, one
-seed: loss .81 and 1.32 in parts, 1.16 and 1.66 at once, 1.91 without any exchange but the averages.)
+equal parts: the sum is the same, but Adam sees gradients of the size it is used to. (On scikit-learn's digits sorted by
+label, simulated, 8 workers, 256 iterations of which a round takes 8 or 32, one seed: loss .81 and 1.32 in parts, 1.16
+and 1.66 at once, 1.91 without any exchange but the averages.)
 
 **What is bounded.** A worker holds its own pushes until they are settled: at most ``window`` of them, then runs grow
 instead. The server holds, for each worker, the pushes whose round is open: at most ``window``, then it takes no more
@@ -70,6 +69,6 @@ period it is in, and with which parameters that began, since one may have receiv
 Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
 :mod:`.messages`, :mod:`.terms`, :mod:`.placement`, :mod:`.succession`, :mod:`.arithmetic`; :mod:`.hosted` (a server
 shard at work), :mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.server_client` (one rank, a driver as
-:mod:`syncline.updates.messaging` has them), :mod:`.average`, :mod:`.tree_end`, :mod:`.tree_mean`;
+:mod:`syncline.updates.messaging` has them), :mod:`.tree_end`, :mod:`.tree_mean`;
 :mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes).
 """

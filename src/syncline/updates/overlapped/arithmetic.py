@@ -52,13 +52,12 @@ class Feed:
     """How corrections come into the gradients that a worker's optimizer gets.
 
     A correction is added to the gradient of the step at hand, be it for one round or for several. Where the network
-    does not keep up, a round stands for a run of r iterations, and its correction is r times as large; with
-    ``should_spread`` it is added in r equal parts to the next r steps. The optimizer gets the same sum, in gradients of
-    the size that it is used to; one that is large and rare would make Adam's steps small for long.
+    does not keep up, a round stands for a run of r iterations, and its correction is r times as large; it is added in r
+    equal parts to the next r steps. The optimizer gets the same sum, in gradients of the size that it is used to; one
+    that is large and rare would make Adam's steps small for long.
     """
 
-    def __init__(self, *, should_spread: bool) -> None:
-        self._should_spread = should_spread
+    def __init__(self) -> None:
         self._part: torch.Tensor | None = None
         self._num_left = 0
 
@@ -72,7 +71,7 @@ class Feed:
         """Take what a :class:`Use` has changed; ``own`` are the own gradients in it."""
         if use.replaces:
             gradient.copy_(change)
-        elif not self._should_spread or use.run_length <= 1:
+        elif use.run_length <= 1:
             gradient.add_(change.to(gradient))
         else:
             if self._part is not None:

@@ -26,18 +26,15 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """``worker`` has ended its period; part ``part`` of its parameters (and state) lies at ``place``."""
+    """``worker`` has ended its period; its parameters lie at ``place``."""
 
     worker: int
     period: int
-    part: int
     weight: float
     """Samples that the worker used in the whole period."""
     place: int
     iteration: int = 0
     """The worker's iteration since the start of the training."""
-    last_part: int = 0
-    """How many parts follow the first: kinds of optimizer state, of which one worker may have none and others some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +103,9 @@ class Fold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Make the weighted mean of these (in rank order): part ``part`` of the next period's start."""
+    """Make the weighted mean of these (in rank order): the next period's start."""
 
     period: int
-    part: int
     contributions: tuple[Contribution, ...]
 
 
@@ -142,13 +138,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyAverage:
-    """Send ``worker`` part ``part`` of the average that ends ``period``."""
+    """Send ``worker`` the average that ends ``period``."""
 
     worker: int
     period: int
-    part: int
-    is_last: bool = False
-    """Whether the period's start is now whole."""
     iteration: int = 0
     """The furthest iteration of a worker in the average: where the next period begins for all."""
 

@@ -1,7 +1,7 @@
 """A server shard at work: receives what workers send, does what the state machine says, and replies.
 
 Everything happens on the communication loop's thread. Memory: for each worker at most ``window`` messages (made when
-they are first needed) and one reply, one cumulative sum, and one average for each part of a period's end.
+they are first needed) and one reply, one cumulative sum, and the average of a period's end.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HostedShard:
         self._messages = bucket.open_messages(port, epoch=epoch)
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
-        self._averages: dict[int, torch.Tensor] = {}
+        self._average = torch.empty(0)
         self._buffers = {worker: _Buffers() for worker in self.machine.alive}
         for worker in self.machine.alive:
             self._post(worker)
@@ -132,9 +132,9 @@ class HostedShard:
             case Fold(contributions=given):
                 weights = [one.weight for one in given]
                 add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
-            case Average(part=part, contributions=given):
-                out = self._averages.setdefault(part, torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype))
-                average(self._values(given), [one.weight for one in given], out=out)
+            case Average(contributions=given):
+                self._average = torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype)
+                average(self._values(given), [one.weight for one in given], out=self._average)
             case Clear():
                 self._cumulative.zero_()
             case Release(worker=worker, place=place):
@@ -162,16 +162,9 @@ class HostedShard:
     def _reply_average(self, reply: ReplyAverage) -> None:
         message = self._outgoing(reply.worker)
         dropped = tuple(self.machine.dropped(rank) for rank in range(self._terms.world_size))
-        header = DownHeader(
-            kind=Kind.AVERAGE,
-            period=reply.period,
-            closed=reply.part,
-            clock=reply.iteration,
-            is_last=reply.is_last,
-            dropped=dropped,
-        )
+        header = DownHeader(kind=Kind.AVERAGE, period=reply.period, clock=reply.iteration, dropped=dropped)
         header.encode(message.memory)
-        message.values_as(self.bucket.dtype).copy_(self._averages[reply.part])
+        message.values_as(self.bucket.dtype).copy_(self._average)
         self._send(reply.worker, message)
 
     def _outgoing(self, worker: int) -> Message:
@@ -198,10 +191,8 @@ def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
         return End(
             worker=worker,
             period=header.period,
-            part=header.round_number,
             weight=header.weight,
             place=place,
             iteration=header.iteration,
-            last_part=header.last_part,
         )
     return Hello(worker=worker, period=header.period, place=place, iteration=header.iteration)

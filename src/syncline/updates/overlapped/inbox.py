@@ -23,15 +23,12 @@ class PullBuffers:
         self._landing: int | None = None
         self._taken: tuple[int, int | None] | None = None
         self._was_reset = False
-        self._averages: dict[int, int] = {}
+        self._average: int | None = None
 
     def begin_landing(self) -> Message | None:
         """Return the buffer in which the next message may land, if there is one and none lands yet."""
         if self._landing is not None:
             return None
-        if not self._free and self._averages:
-            self._free.append(len(self._buffers))  # as many parts as an average has, for whoever averages state too
-            self._buffers.append(self._bucket.make_down(self._terms))
         if not self._free:
             return None
         self._landing = self._free.pop()
@@ -62,11 +59,10 @@ class PullBuffers:
         self._release(self._early)
         self._early = None
 
-    def keep_average(self, part: int) -> None:
-        """Let what has landed be an average, perhaps once more."""
-        assert self._landing is not None
-        self._release(self._averages.get(part))
-        self._averages[part], self._landing = self._landing, None
+    def keep_average(self) -> None:
+        """Let what has landed be the average, perhaps once more."""
+        self._release(self._average)
+        self._average, self._landing = self._landing, None
 
     def drop_landed(self) -> None:
         """Let what has landed be forgotten (or, with nothing landed, what was to land)."""
@@ -100,14 +96,14 @@ class PullBuffers:
         else:
             self._base = newest
 
-    def average(self, part: int) -> Message | None:
-        """Return an average that has landed."""
-        return self._buffers[self._averages[part]] if part in self._averages else None
+    def average(self) -> Message | None:
+        """Return the average, if it has landed."""
+        return None if self._average is None else self._buffers[self._average]
 
-    def release_averages(self) -> None:
-        """Let all averages be forgotten."""
-        self._free += self._averages.values()
-        self._averages.clear()
+    def release_average(self) -> None:
+        """Let the average be forgotten."""
+        self._release(self._average)
+        self._average = None
 
     def reset(self) -> None:
         """Forget base and newest: the sums begin anew. What is being read is kept until it is given back."""

@@ -8,7 +8,6 @@ on memory that only the training thread has at that moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,13 +36,13 @@ class WorkerLink:
         *,
         server: int,
         changed: threading.Condition,
-        is_additive: bool,
+        replaces: bool,
         feed: Feed | Collect,
         trace: Trace,
     ) -> None:
         self.bucket = bucket
         self.server = server
-        self.machine = BucketWorker(window=terms.window, num_rounds=terms.period, push=terms.push)
+        self.machine = BucketWorker(window=terms.window, num_rounds=terms.period)
         self.num_forgotten = 0
         """Pushes that died with a server."""
         self.dropped: tuple[int, ...] = (0,) * terms.world_size
@@ -51,15 +50,15 @@ class WorkerLink:
         self._messages = bucket.open_messages(port, epoch=0)
         self._terms = terms
         self._changed = changed
-        self._is_additive = is_additive
+        self._replaces = replaces
         self._feed = feed
         self._trace = trace
         self._places: dict[int, Message] = {}
-        self._ends: list[Message] = []
-        self._sent_ends: tuple[Message, ...] = ()
-        """Of this period, once all are written: what a new server has to get too."""
+        self._end: Message | None = None
+        self._sent_end: Message | None = None
+        """Of this period, once it is written: what a new server has to get too."""
         self._has_ended = False
-        self._has_all_parts = False
+        self._has_average = False
         self._early: Reply | None = None
         self._pulls = PullBuffers(bucket, terms)
         self._start = bucket.make_up() if terms.keeps_start else None
@@ -98,7 +97,7 @@ class WorkerLink:
             newest, base = self._pulls.take()
         start_ns = self._trace.now_ns()
         own = own_inside(use, lambda place: self._places[place].values, gradient)
-        if self._is_additive:
+        if not self._replaces:
             use = replace(use, subtract=(), replaces=False)
         change = correction(
             newest=newest.values,
@@ -124,28 +123,18 @@ class WorkerLink:
             runs = self.machine.unsettled
         return [(self._places[place].values, count) for place, count in runs]
 
-    def end(self, parts: Sequence[torch.Tensor], *, iteration: int, weight: float) -> None:
+    def end(self, parameters: torch.Tensor, *, iteration: int, weight: float) -> None:
         """Send what the period ends with, to be averaged; ``iteration`` counts since the start of the training."""
-        self._ends += [self.bucket.make_up() for _ in parts[len(self._ends) :]]
-        del self._ends[len(parts) :]
-        for part, (message, values) in enumerate(zip(self._ends, parts, strict=True)):
-            message.values.copy_(values)
-            header = UpHeader(
-                kind=Kind.END,
-                period=self.machine.period,
-                round_number=part,
-                iteration=iteration,
-                last_part=len(parts) - 1,
-                weight=weight,
-            )
-            header.encode(message.memory)
+        message = self._end = self._end or self.bucket.make_up()
+        message.values.copy_(parameters)
+        header = UpHeader(kind=Kind.END, period=self.machine.period, iteration=iteration, weight=weight)
+        header.encode(message.memory)
         with self._changed:
             self._has_ended = True
-            self._sent_ends = tuple(self._ends)
-            self._pulls.reset()  # the sums of this period are of no use any more; the averages need the room
+            self._sent_end = message
+            self._pulls.reset()  # the sums of this period are of no use any more; the average needs the room
             messages, server = self._messages, self.server
-        for message in self._ends:
-            self._port.call_soon(messages.send, server, UP, message.memory)
+        self._port.call_soon(messages.send, server, UP, message.memory)
         self._port.call_soon(self.on_room)
 
     def stop(self) -> int:
@@ -156,30 +145,28 @@ class WorkerLink:
             return self.machine.last_round
 
     def has_average(self) -> bool:
-        """Whether the period's average is here, with all its parts that will come. Call it with the lock held."""
-        return self._has_all_parts
+        """Whether the period's average is here. Call it with the lock held."""
+        return self._has_average
 
-    def take_average(self, part: int, *, out: torch.Tensor) -> bool:
-        """Copy a part of the average to ``out``; False if it never came, because its server died."""
-        message = self._pulls.average(part)
-        if message is None:
-            return False
-        out.copy_(message.values_as(self.bucket.dtype))
-        return True
+    def take_average(self, out: torch.Tensor) -> None:
+        """Copy the average to ``out``."""
+        message = self._pulls.average()
+        if message is not None:  # else the mean of a collective is there already
+            out.copy_(message.values_as(self.bucket.dtype))
 
     def begin_period(self) -> None:
         """Forget the last period."""
         self._feed.clear()
         with self._changed:
-            self._pulls.release_averages()
+            self._pulls.release_average()
             self._pulls.reset()
             self.machine.end_period()
             early, self._early = self._early, None
             if early is not None and self.machine.arrived(early):
                 self._pulls.take_early()
             self._pulls.drop_early()
-            self._has_ended = self._has_all_parts = False
-            self._sent_ends = ()
+            self._has_ended = self._has_average = False
+            self._sent_end = None
         self._port.call_soon(self.on_room)
 
     def keep_start(self, parameters: torch.Tensor) -> None:
@@ -219,7 +206,7 @@ class WorkerLink:
 
     def is_owed_average(self, server: int) -> bool:
         """Whether the average that ends the period is still to come from ``server``; if that has left, it is here."""
-        return self.server == server and bool(self._sent_ends) and not self._has_all_parts
+        return self.server == server and self._sent_end is not None and not self._has_average
 
     def on_room(self) -> None:
         """Let the next message of the server land, if there is room for it."""
@@ -245,16 +232,16 @@ class WorkerLink:
             self._messages.retire()
             self.server, self._messages = server, self.bucket.open_messages(self._port, epoch=epoch)
             has_start = self._start_period > self.machine.period
-            self._has_all_parts = self._has_all_parts or has_start
-            ends = () if has_start else self._sent_ends
+            self._has_average = self._has_average or has_start
+            end = None if has_start else self._sent_end
             self._changed.notify_all()
         self.on_room()
         if self._start is not None:
             hello = UpHeader(kind=Kind.HELLO, period=self._start_period, iteration=self.start_iteration)
             hello.encode(self._start.memory)
             self._messages.send(server, UP, self._start.memory)
-        for message in ends:
-            self._messages.send(server, UP, message.memory)
+        if end is not None:
+            self._messages.send(server, UP, end.memory)
 
     def _let_land(self) -> None:
         """Take what the server may have sent already, and do nothing with it."""
@@ -294,14 +281,13 @@ class WorkerLink:
         if header.period != self.machine.period or not self._has_ended:
             self._pulls.drop_landed()
             return
-        if header.closed == 0:
-            self.start_iteration = header.clock
-        if header.closed == 0 and self._start is not None:
+        self.start_iteration = header.clock
+        if self._start is not None:
             self._start.values.copy_(message.values_as(self.bucket.dtype))
             self._start_period = header.period + 1
         self.dropped = header.dropped
-        self._pulls.keep_average(header.closed)
-        self._has_all_parts = header.is_last
+        self._pulls.keep_average()
+        self._has_average = True
 
 
 def _reply(header: DownHeader) -> Reply:

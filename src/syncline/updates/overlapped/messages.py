@@ -19,8 +19,8 @@ from enum import IntEnum
 from syncline.updates.flat import ALIGNMENT_BYTES, aligned
 from syncline.updates.messaging.records import decode_record
 
-_UP = struct.Struct("<IIIIId")
-_DOWN = struct.Struct("<IIIIIII")
+_UP = struct.Struct("<IIIId")
+_DOWN = struct.Struct("<IIIIII")
 
 
 class Kind(IntEnum):
@@ -42,49 +42,39 @@ other beside."""
 class UpHeader:
     """In front of what a worker sends.
 
-    Of a PUSH, ``iteration`` counts within the period, of END and HELLO since the start of the training. Of an END,
-    ``round_number`` is the part.
+    Of a PUSH, ``iteration`` counts within the period, of END and HELLO since the start of the training.
     """
 
     kind: Kind
     period: int
     round_number: int = 0
     iteration: int = 0
-    last_part: int = 0
     weight: float = 0.0
 
     SIZE_BYTES = ALIGNMENT_BYTES
 
     def encode(self, into: memoryview) -> None:
         """Write the header at the beginning of ``into``."""
-        _UP.pack_into(into, 0, self.kind, self.period, self.round_number, self.iteration, self.last_part, self.weight)
+        _UP.pack_into(into, 0, self.kind, self.period, self.round_number, self.iteration, self.weight)
 
     @classmethod
     def decode(cls, message: memoryview) -> UpHeader:
         """Read the header of ``message``."""
-        kind, period, round_number, iteration, last_part, weight = _UP.unpack_from(message)
-        return cls(
-            kind=Kind(kind),
-            period=period,
-            round_number=round_number,
-            iteration=iteration,
-            last_part=last_part,
-            weight=weight,
-        )
+        kind, period, round_number, iteration, weight = _UP.unpack_from(message)
+        return cls(kind=Kind(kind), period=period, round_number=round_number, iteration=iteration, weight=weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownHeader:
     """In front of what a server sends.
 
-    Of an AVERAGE, ``closed`` is the part, and ``clock`` the iteration since the start of the training.
+    Of an AVERAGE, ``clock`` is the iteration since the start of the training.
     """
 
     kind: Kind
     period: int
-    closed: int
+    closed: int = 0
     clock: int = 0
-    is_last: bool = False
     accepted: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     """For each rank, how many of its gradients this shard has dropped so far."""
@@ -97,20 +87,19 @@ class DownHeader:
     def encode(self, into: memoryview) -> None:
         """Write the header at the beginning of ``into``."""
         sizes = (len(self.accepted), len(self.dropped))
-        _DOWN.pack_into(into, 0, self.kind, self.period, self.closed, self.clock, self.is_last, *sizes)
+        _DOWN.pack_into(into, 0, self.kind, self.period, self.closed, self.clock, *sizes)
         _pack_numbers(into, (*self.accepted, *self.dropped))
 
     @classmethod
     def decode(cls, message: memoryview) -> DownHeader:
         """Read the header of ``message``."""
-        kind, period, closed, clock, is_last, num_accepted, num_dropped = _DOWN.unpack_from(message)
+        kind, period, closed, clock, num_accepted, num_dropped = _DOWN.unpack_from(message)
         numbers = struct.unpack_from(f"<{num_accepted + num_dropped}I", message, _DOWN.size)
         return cls(
             kind=Kind(kind),
             period=period,
             closed=closed,
             clock=clock,
-            is_last=bool(is_last),
             accepted=numbers[:num_accepted],
             dropped=numbers[num_accepted:],
         )

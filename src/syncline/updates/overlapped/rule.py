@@ -15,20 +15,18 @@ from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.inner import check_is_served
 from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.average import EndOfPeriod
 from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
-from syncline.updates.overlapped.worker import PushOf
 from syncline.updates.report import PendingReport
-from syncline.updates.rounds.outer import Nesterov
+from syncline.updates.rounds.outer import Nesterov, OuterStep
 from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeUpdater
 
-Kind = Literal["swap", "additive", "rebase"]
+Kind = Literal["swap", "rebase"]
 FRESH = 8
 """With gradients that are staler than so many iterations, "rebase" is no better than "swap" (decision 0012)."""
 WINDOW = 1
@@ -55,15 +53,13 @@ class Overlapped:
     ``optimizer.serve()`` stands in place of the training loop. ``rule``: ``"swap"`` replaces the own gradient by the
     global one in the sum that the optimizer is fed, which is right for SGD; ``"rebase"`` redoes own steps on top of the
     global ones, which is better for Adam and its like as long as gradients are fresh (see :mod:`.rebase`; it keeps a
-    copy of parameters and optimizer state); ``"additive"`` uses both gradients, the literal form, and counts own ones
-    twice. Default: ``"swap"``, but ``"rebase"`` with optimizers other than SGD where ``max_staleness`` is at most 8.
+    copy of parameters and optimizer state). Default: ``"swap"``, but ``"rebase"`` with optimizers other than SGD where
+    ``max_staleness`` is at most 8.
 
-    ``push``: the gradient of the current or of the previous iteration. ``max_staleness``: with more own iterations than
-    that for which no global gradient has come, ``step()`` waits; 0 is synchronous training, None never waits.
-    ``spread``: where the network is slower than the workers, a global gradient stands for a run of iterations; feed it
-    to the optimizer over as many steps. ``average_state``: average the optimizer's state too, over those who have some.
-    ``outer``: what a period's averaged difference does (default: the average is the next period's start). When too few
-    workers live, each gets :class:`QuorumLostError`; ``distribute(..., save_on_failure=...)`` saves what they have.
+    ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()`` waits; 0 is
+    synchronous training, None never waits. ``outer``: what a period's averaged difference does (default: the average is
+    the next period's start). When too few workers live, each gets :class:`QuorumLostError`; ``distribute(...,
+    save_on_failure=...)`` saves what they have.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -83,15 +79,10 @@ class Overlapped:
     quorum: Count | None = None
     servers: Annotated[str, '"shared" or "dedicated:k"'] = "shared"
     rule: Kind | None = None
-    push: PushOf = "current"
     max_staleness: Whole | None = 8
-    spread: bool = True
-    average_state: bool = False
     outer: Nesterov | None = None
     bucket_bytes: Count = 512 * 1024
     """Smaller than with collectives, so that a small model is spread over several servers too."""
-    num_classes: Count = 1
-    """Connection classes that the buckets are divided among, in forward order."""
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
         Combination(
@@ -105,8 +96,6 @@ class Overlapped:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.push == "previous" and self.max_staleness == 0:
-            raise ConfigurationError('Overlapped: max_staleness must be at least 1 with push="previous", not 0')
         if self.servers != "shared" and not self.servers.startswith(DEDICATED):
             raise ConfigurationError(f'Overlapped: servers must be "shared" or "dedicated:k", not {self.servers!r}')
 
@@ -146,8 +135,7 @@ class Overlapped:
             quorum=quorum,
             period=self.period,
             window=WINDOW,
-            push=self.push,
-            ends_on_tree=quorum == world_size and not self.average_state,
+            ends_on_tree=quorum == world_size,
             shrinks=self.quorum is None,
         )
 
@@ -166,14 +154,13 @@ class OverlappedUpdater(WholeUpdater):
             BucketTerms(
                 index=plan.index,
                 stream=self.collectives.bucket_schedules[plan.index].stream,
-                connection_class=max(self.collectives.classes[plan.index], plan.index * rule.num_classes // len(plans)),
+                connection_class=self.collectives.classes[plan.index],
                 num_elements=plan.num_elements,
                 dtype=plan.dtype,
             )
             for plan in plans
         ]
         self._feeds: list[Collect] = []
-        self._spread = rule.spread
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
         self.client = ServerClient(
             communicator.open_port(f"overlapped update {terms}"),
@@ -181,7 +168,7 @@ class OverlappedUpdater(WholeUpdater):
             buckets,
             place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
-            is_additive=kind != "swap",
+            replaces=kind == "swap",
             make_feed=self._make_feed,
             timeout_s=self.collectives.timeout_s,
             progress=communicator.progress,
@@ -189,9 +176,9 @@ class OverlappedUpdater(WholeUpdater):
             trace=self.collectives.trace,
         )
         self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None
-        self._end_of_period = EndOfPeriod(
-            self.buckets, self.optimizer, outer=rule.outer, should_average_state=rule.average_state
-        )
+        self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
+        self._starts: list[torch.Tensor] = []
+        """Of each bucket, what the period began with, for the outer optimizer."""
         self._weight = 0.0
         self._nonfinite = 0
         """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
@@ -206,7 +193,8 @@ class OverlappedUpdater(WholeUpdater):
         if self.client.counts.num_periods == 0:
             for link, bucket in zip(self.client.links, self.buckets, strict=False):
                 link.keep_start(bucket.parameters)
-        self._end_of_period.begin()
+        if self._outer:
+            self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         if self._tree_mean is not None:
             self._tree_mean.begin()
         if self._rebase is not None:
@@ -298,11 +286,10 @@ class OverlappedUpdater(WholeUpdater):
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
     def _average(self) -> None:
-        parts = self._end_of_period.gather()
-        if self._tree_mean is not None and self.client.end_together(self._tree_mean):
-            self._end_of_period.finish([[True] for _ in parts])
-        else:
-            self._end_of_period.finish(self.client.end_period(parts))
+        if self._tree_mean is None or not self.client.end_together(self._tree_mean):
+            self.client.end_period([bucket.parameters for bucket in self.buckets])
+        for outer, start, bucket in zip(self._outer, self._starts, self.buckets, strict=False):
+            outer.apply(start, bucket.parameters)
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
@@ -326,7 +313,7 @@ class OverlappedUpdater(WholeUpdater):
 
     def _make_feed(self) -> Feed | Collect:
         if self._rebase is None:
-            return Feed(should_spread=self._spread)
+            return Feed()
         self._feeds.append(Collect())
         return self._feeds[-1]
 

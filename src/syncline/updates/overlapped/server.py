@@ -58,8 +58,6 @@ class _Account:
     is_busy: bool = False
     final_round: int | None = None
     """Its last round of this period, once that is known: it has ended the period."""
-    last_part: int | None = None
-    """The last part of what it ends the period with, once that is known."""
     due: deque[ReplyAverage] = field(default_factory=deque)
     is_waiting: bool = False
     """It has said so since its last push: until it is freed, perhaps by another bucket, it pushes nothing."""
@@ -93,8 +91,6 @@ class ServerShard:
         self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
         self.window = window
-        self._num_averaged = 0
-        """Parts of the period's end."""
         self._reached = 0
         """The iteration that they ended with who sent the newest of these."""
         self.period = 0
@@ -103,7 +99,7 @@ class ServerShard:
         self._accounts = {worker: _Account(deque(maxlen=window)) for worker in sorted(workers)}
         self._lost = set(lost)
         self._held: dict[int, dict[int, Contribution]] = {}
-        self._ends: dict[int, dict[int, Contribution]] = {}
+        self._ends: dict[int, Contribution] = {}
         self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
         self._has_failed = False
@@ -158,8 +154,8 @@ class ServerShard:
         """Return whom the next thing (the open round, or the period's end) waits for: workers that live."""
         if self._greetings is not None:
             return tuple(worker for worker in self.alive if worker not in self._greetings)
-        if self._ends or self._num_averaged:
-            return self._lacking(self._num_averaged)
+        if self._ends:
+            return self._lacking()
         present = self._held.get(self.closed + 1, {})
         return tuple(worker for worker in self.alive if worker not in present)
 
@@ -269,50 +265,33 @@ class ServerShard:
     # --- the end of a period -------------------------------------------------------------------------------------
 
     def _end(self, end: End) -> list[ServerInstruction]:
-        ended = self._ends.get(end.part, {})
-        if end.period != self.period or end.part < self._num_averaged or end.worker in ended:
+        if end.period != self.period or end.worker in self._ends:
             self._outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
         account = self._accounts[end.worker]
         account.final_round = account.last_round
-        account.last_part = end.last_part
         contribution = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
-        self._ends.setdefault(end.part, {})[end.worker] = contribution
+        self._ends[end.worker] = contribution
         return self._advance() + self._average()
 
     def _average(self) -> list[ServerInstruction]:
-        """Average the parts that have come from all who live and have them; the last one begins a period."""
-        instructions: list[ServerInstruction] = []
-        while self.alive and not self._lacking(self._num_averaged):
-            ended = self._ends.pop(self._num_averaged, {})
-            if ended:
-                contributions = tuple(ended[worker] for worker in sorted(ended))
-                average = Average(period=self.period, part=self._num_averaged, contributions=contributions)
-                instructions += [average, *self._release(contributions)]
-                self._reached = max(one.iteration for one in contributions)
-                self._num_averaged += 1
-            instructions += self._announce(self._num_averaged - 1)  # once more, if whoever had more has died
-        return instructions
-
-    def _announce(self, part: int) -> list[ServerInstruction]:
-        """Tell all what a part's average is; after the last one begin a period."""
-        is_last = not any(self._may_have(worker, part + 1) for worker in self.alive)
+        """Average, if all who live have sent what they end with; that begins a period."""
+        if not self.alive or self._lacking():
+            return []
+        contributions = tuple(self._ends[worker] for worker in sorted(self._ends))
+        self._reached = max(one.iteration for one in contributions)
         for worker in self.alive:
-            reply = ReplyAverage(worker=worker, period=self.period, part=part, is_last=is_last, iteration=self._reached)
+            reply = ReplyAverage(worker=worker, period=self.period, iteration=self._reached)
             self._accounts[worker].due.append(reply)
-        instructions = self._begin_period(self.period + 1) if is_last else []
+        average = Average(period=self.period, contributions=contributions)
+        instructions = [average, *self._release(contributions), *self._begin_period(self.period + 1)]
         for worker in self.alive:
             instructions += self._reply(worker)
         return instructions
 
-    def _lacking(self, part: int) -> tuple[int, ...]:
-        """Return who lives and is still to send that part of the period's end."""
-        ended = self._ends.get(part, {})
-        return tuple(worker for worker in self.alive if worker not in ended and self._may_have(worker, part))
-
-    def _may_have(self, worker: int, part: int) -> bool:
-        last_part = self._accounts[worker].last_part
-        return last_part is None or last_part >= part
+    def _lacking(self) -> tuple[int, ...]:
+        """Return who lives and has not ended the period."""
+        return tuple(worker for worker in self.alive if worker not in self._ends)
 
     def _stop(self, stop: Stop) -> list[ServerInstruction]:
         begun = self._go_on_to(stop.period)
@@ -330,11 +309,10 @@ class ServerShard:
         self._unfinished.update(one.worker for one in leftover)
         self._held.clear()
         self._ends.clear()
-        self._num_averaged = 0
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
             account.last_round = account.told = 0
-            account.final_round = account.last_part = None
+            account.final_round = None
             account.is_waiting = False
             account.accepted.clear()
         return [*self._release(leftover), Clear(period=period)]
@@ -370,11 +348,9 @@ class ServerShard:
         instructions: list[ServerInstruction] = []
         if behind:
             start = Contribution(worker=newest.worker, weight=1.0, iteration=0, place=newest.place)
-            instructions = [Average(period=newest.period - 1, part=0, contributions=(start,))]
+            instructions = [Average(period=newest.period - 1, contributions=(start,))]
         for worker in behind:
-            reply = ReplyAverage(
-                worker=worker, period=newest.period - 1, part=0, is_last=True, iteration=newest.iteration
-            )
+            reply = ReplyAverage(worker=worker, period=newest.period - 1, iteration=newest.iteration)
             self._accounts[worker].due.append(reply)
         releases = [Release(worker=hello.worker, place=hello.place) for hello in greetings.values()]
         return [*instructions, *releases, *self._succeed(newest.period)]

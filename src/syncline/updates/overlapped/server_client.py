@@ -54,7 +54,7 @@ class ServerClient(Driver):
         placement: Sequence[int],
         *,
         max_staleness: int | None,
-        is_additive: bool,
+        replaces: bool,
         make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
         progress: Progress,
@@ -82,7 +82,7 @@ class ServerClient(Driver):
         """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
-        link = partial(WorkerLink, port, terms, changed=self._changed, is_additive=is_additive, trace=trace)
+        link = partial(WorkerLink, port, terms, changed=self._changed, replaces=replaces, trace=trace)
         placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
         self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
         self._tree_end = TreeEnd(
@@ -146,21 +146,15 @@ class ServerClient(Driver):
         """Tell all others that the own gradient of ``step`` is not finite, before it is pushed."""
         self._port.call_soon(self._tell_nonfinite, Nonfinite(step=step, position=position))
 
-    def end_period(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[list[bool]]:
-        """Replace ``parts`` (for each bucket its parameters, then its states) by their averages over the workers.
-
-        Returns for each whether it was averaged: states are not if their server died at this very moment.
-        """
+    def end_period(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Replace the parameters of each bucket by their average over the workers."""
         self.raise_failure()
-        for link, values in zip(self.links, parts, strict=True):
+        for link, values in zip(self.links, parameters, strict=True):
             link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
         self._wait_phase("period", lambda: all(link.has_average() for link in self.links))
-        averaged = [
-            [link.take_average(part, out=out) for part, out in enumerate(values)]
-            for link, values in zip(self.links, parts, strict=True)
-        ]
+        for link, values in zip(self.links, parameters, strict=True):
+            link.take_average(values)
         self._begin_period(max(link.start_iteration for link in self.links))
-        return averaged
 
     def end_together(self, mean: TreeMean) -> bool:
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""

@@ -13,7 +13,6 @@ from syncline.tensors.memory import bytes_of
 from syncline.updates.flat import sum_dtype
 from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.messages import DownHeader, UpHeader
-from syncline.updates.overlapped.worker import PushOf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,6 @@ class Terms:
     """Iterations of a period."""
     window: int
     """Pushes of one worker that may be out for one bucket."""
-    push: PushOf
     ends_on_tree: bool = False
     """Whether a period ends with a collective (see :mod:`.tree_mean`), not through the servers."""
     shrinks: bool = False

@@ -9,11 +9,8 @@ hold nothing new, change nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from syncline.updates.overlapped.events import Keep, Reply, Send, Use
-
-PushOf = Literal["current", "previous"]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +35,7 @@ class _Run:
 class BucketWorker:
     """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
 
-    def __init__(
-        self, *, window: int, num_rounds: int, push: PushOf = "current", period: int = 0, holds_back: bool = True
-    ) -> None:
+    def __init__(self, *, window: int, num_rounds: int, period: int = 0, holds_back: bool = True) -> None:
         """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
 
         ``num_rounds`` is K, the iterations of a period: a gradient that would be for a later round is not pushed. With
@@ -51,7 +46,6 @@ class BucketWorker:
         self.window = window
         self.num_rounds = num_rounds
         self.period = period
-        self._push = push
         self._turnaround = 0
         self._sending: _Run | None = None
         self._begin()
@@ -117,10 +111,7 @@ class BucketWorker:
     def step(self, *, iteration: int, weight: float) -> list[Keep | Send]:
         """Take the own gradient of this iteration; ``weight`` is its number of samples."""
         may_push = not self._holds_back or iteration + self._turnaround <= self.num_rounds
-        before = self._hand_over(iteration) if may_push and self._push == "previous" else []
-        keep = self._keep(weight)
-        after = self._hand_over(iteration) if may_push and self._push == "current" else []
-        return [*before, keep, *after]
+        return [self._keep(weight), *(self._hand_over(iteration) if may_push else ())]
 
     @property
     def can_hurry(self) -> bool:
