@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from datetime import timedelta
@@ -19,6 +20,8 @@ from syncline.backend.group_state import open_part
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
 from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
+from syncline.observe import merge_traces
+from syncline.pytorch.environment import BackendOptions
 from syncline.tensors import memory
 
 
@@ -428,3 +431,34 @@ def test_only_the_members_of_a_group_agree_on_its_streams() -> None:
     store.add("syncline/a/groups", MAX_GROUPS)
     with pytest.raises(ConfigurationError, match=f"streams for {MAX_GROUPS}"):
         take(0, 0)
+
+
+def test_calls_steps_and_waits_of_a_group_are_spans(tmp_path: Path) -> None:
+    options = BackendOptions(trace=tmp_path)
+
+    def body(group: Group) -> float:
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        held = []
+
+        def reduce(gradient: torch.Tensor) -> None:  # as DistributedDataParallel does, whose wait is in C++
+            asked = c10d.AllreduceOptions()
+            asked.asyncOp = True
+            held.append(group.allreduce([gradient.clone()], asked).get_future())
+
+        weight.register_hook(reduce)
+        weight.sum().backward()
+        held[0].wait()
+        optimizer.step()
+        group.barrier().wait()
+        return group.state.communicator.progress.num_steps
+
+    assert min(run_groups(2, body, options=options)) >= 1  # the ranks are threads, whose optimizers count for both
+    for rank in range(2):
+        merge_traces([tmp_path / f"trace-{rank}.json"], tmp_path / "whole.json")
+        events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
+        spans = {(event["cat"], event["name"]) for event in events if event["ph"] == "X"}
+        assert {("call", "all_reduce [2,3] float32"), ("call", "barrier")} <= spans
+        assert {("compute", "backward"), ("compute", "step"), ("step", "step 1")} <= spans
+        told = {event["name"] for event in events if event["ph"] == "i"}
+        assert told <= {"peer left"}, "an orderly end is no loss"

@@ -273,6 +273,26 @@ def test_the_secret_of_a_killed_launcher_goes_when_the_next_one_starts(tmp_path)
     assert not list(killed.temporary.iterdir())
 
 
+@pytest.mark.parametrize(("signal_number", "name"), [(signal.SIGTERM, "t.json"), (signal.SIGKILL, "t.json.parts")])
+def test_a_job_that_is_killed_leaves_a_trace(tmp_path, signal_number, name):
+    script = """
+    from syncline.observe import Trace
+    trace = Trace(rank=rank, path=os.environ["SYNCLINE_TRACE"])
+    trace.instant("here", "compute")
+    trace.flush()
+    print("up")
+    while True: signal.pause()
+    """
+    launcher = Launcher(script, tmp_path, "--trace", str(tmp_path / "t.json"))
+    launcher.lines(2)
+    launcher.process.send_signal(signal_number)
+    launcher.finish()
+    (left,) = tmp_path.glob("t.json*")
+    assert left.name == name
+    parts = [left] if left.is_file() else sorted(left.iterdir())
+    assert sum(part.read_text().count('"here"') for part in parts) == 2
+
+
 def test_a_reader_that_goes_away_ends_the_job(tmp_path):
     launcher = Launcher("while True: print('again')", tmp_path)
     launcher.lines(1)

@@ -2,7 +2,9 @@
 
 import threading
 
-from syncline.fabric.progress import MemberStalls, Progress, Stalls
+import pytest
+
+from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, STEP, MemberStalls, Progress, Stalls
 
 
 def test_a_value_changes_with_every_call_and_is_odd_while_a_thread_waits():
@@ -46,6 +48,81 @@ def test_the_wait_of_another_thread_counts_too():
     may_go.set()
     thread.join(60)
     assert not progress.value & 1
+
+
+def spans_of(progress):
+    told = []
+    progress.on_span = lambda name, category, start_ns, end_ns: told.append((category, name))
+    return told
+
+
+def test_a_wait_is_named_by_where_the_thread_is_or_by_its_reason():
+    progress = Progress()
+    told = spans_of(progress)
+    with progress.waiting():
+        pass
+    progress.enter(FORWARD)
+    with progress.waiting():
+        progress.touch()
+    progress.leave()
+    with progress.stepping(7), progress.waiting("period"), progress.waiting():
+        pass
+    assert told == [
+        ("wait", "elsewhere"),
+        ("wait", "forward"),
+        ("compute", "forward"),
+        ("wait", "period"),
+        ("step", "step 7"),
+        ("compute", "step"),
+    ]
+    assert progress.waited_s.keys() == {"elsewhere", "forward", "period"}
+    assert progress.num_steps == 1
+    assert progress.steps_s >= progress.phase_s[FORWARD] + progress.waited_s["period"]
+    assert progress.total_s >= sum(progress.phase_s.values()) >= progress.steps_s
+
+
+def test_a_step_that_raises_is_not_finished():
+    progress = Progress()
+    with pytest.raises(ValueError, match="no memory"), progress.stepping(0):
+        raise ValueError("no memory")
+    assert (progress.num_steps, progress.phase) == (0, ELSEWHERE)
+
+
+def test_nobody_is_waited_for_while_this_rank_works_itself():
+    progress = Progress()
+    told = spans_of(progress)
+    progress.enter(STEP)
+    with progress.waiting():
+        with progress.working():
+            assert told == [("wait", "step")]
+            assert progress.is_waiting, "the training thread makes no call"
+        assert len(told) == 1
+    assert told == [("wait", "step")] * 2
+
+
+def test_foreign_code_that_is_held_waits_from_the_end_of_a_pass_until_it_is_released():
+    progress = Progress()
+    told = spans_of(progress)
+    progress.enter(BACKWARD)
+    for _ in range(2):
+        progress.hold()
+    progress.leave()
+    progress.release()
+    assert told == [("compute", "backward")]
+    progress.release()
+    assert told == [("compute", "backward"), ("wait", "backward")]
+    progress.hold()
+    progress.leave()
+    progress.enter(STEP)
+    assert told[2:] == [("wait", "elsewhere")], "it has gone on, whatever it held"
+
+
+def test_what_was_counted_goes_on_with_other_connections():
+    before, after = Progress(), Progress()
+    with before.stepping(0), before.waiting():
+        pass
+    after.continue_from(before)
+    assert (after.num_steps, after.steps_s, after.waited_s) == (1, before.steps_s, before.waited_s)
 
 
 def test_a_rank_is_stalled_after_the_limit_and_moves_with_its_next_call():

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from syncline.errors import ConfigurationError
-from syncline.observe import Counters, NullTrace, Trace, merge_traces
+from syncline.observe import NullTrace, Trace, merge_traces
 
 
 def events_of(path):
@@ -194,16 +194,6 @@ def test_a_trace_that_is_off_keeps_nothing_and_asks_no_clock(monkeypatch):
     trace.counter("x", 1.0)
     assert trace.num_dropped == 0
     assert trace._events == []
-
-
-def test_counters_sum_per_name():
-    counters = Counters()
-    counters.add("wait", 0.5)
-    counters.add("wait", 0.25)
-    counters.add("calls", 1)
-    before = counters.statistics()
-    counters.add("calls", 1)
-    assert before == {"wait": 0.75, "calls": 1}
 
 
 def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path):

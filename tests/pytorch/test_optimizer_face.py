@@ -358,7 +358,7 @@ def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any) -> None:
 
     trace = Trace(rank=0)
     for names in run_fleets(2, body, trace=trace):
-        assert {"forward", "backward", "update of bucket 0"} <= names
+        assert {"forward", "backward", "step", "step 0", "step 1", "update of bucket 0"} <= names
         assert any("all_gather of bucket 0" in name for name in names), sorted(names)
         assert any("reduce_scatter of bucket 0" in name for name in names)
 

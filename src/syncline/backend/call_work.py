@@ -156,6 +156,22 @@ class CallWork(dist.Work):
                 self._completions.submit(self._work.works, partial(self._complete, root))
             return self._future
 
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once, when what moves has come to its end, well or not: here, or on the loop's thread."""
+        works = [work for work in self._work.works if not work.done()]
+        left = len(works)
+
+        def count(_: Work) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                function()
+
+        for work in works:
+            work.add_done_callback(count)
+        if not works:
+            function()
+
     def _settle(self) -> None:
         """Put the results in place, once they can be."""
         try:

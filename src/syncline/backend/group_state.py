@@ -11,15 +11,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncline.backend.call_work import CompletionThreads
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
 from syncline.backend.point_to_point import PointToPoint
+from syncline.fabric.progress import ELSEWHERE, STEP
 from syncline.last_words import note
 from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
@@ -29,6 +32,7 @@ from syncline.tensors.device_copies import CudaCopier, DeviceCopier
 from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, landing_memory_of, put_back
 from syncline.tensors.staging import StagedCollectives, Staging
 from syncline.tensors.work import PendingCalls, TensorWork
+from syncline.updates.private_torch import backward_pass
 
 
 class ReceiveWork(TensorWork):
@@ -96,11 +100,12 @@ class GroupState:
         self._messages: PointToPoint | None = None
         self._parts: weakref.WeakSet[GroupState] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._is_closed = False
-        if world is None:
-            atexit.register(self._close_at_exit)
-        else:
+        self.is_closed = False
+        if world is not None:
             world._parts.add(self)
+            return
+        atexit.register(self._close_at_exit)
+        _watch_steps(self)
 
     @property
     def messages(self) -> PointToPoint:
@@ -159,16 +164,16 @@ class GroupState:
     def interrupt(self, why: str) -> None:
         """End all calls of this group and of those of its world, because the members change; from any thread."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
         for each in (self, *tuple(self._parts)):
             each.communicator.interrupt(why)
 
     def _end(self, *, is_failing: bool) -> None:
         with self._lock:
-            if self._is_closed or self.communicator.is_of_parent:
+            if self.is_closed or self.communicator.is_of_parent:
                 return
-            self._is_closed = True
+            self.is_closed = True
         atexit.unregister(self._close_at_exit)
         for part in tuple(self._parts):
             part._end(is_failing=is_failing)
@@ -187,6 +192,38 @@ class GroupState:
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
         self._end(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
+
+
+_worlds: weakref.WeakSet[GroupState] = weakref.WeakSet()
+
+
+def _watch_steps(world: GroupState) -> None:
+    """Count the steps of all optimizers as those of ``world``."""
+    _worlds.add(world)
+    _register()
+
+
+@cache
+def _register() -> None:
+    """Hear of steps, once in a process; what an optimizer steps within its own step, or a backward pass, is no more."""
+    stepping: list[int] = []
+
+    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        worlds = [world.communicator.progress for world in tuple(_worlds) if not world.is_closed]
+        if backward_pass() == -1 and any(progress.phase != STEP for progress in worlds):
+            stepping[:] = [id(optimizer)]
+            for progress in worlds:
+                progress.enter(STEP)
+
+    def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if stepping == [id(optimizer)]:
+            stepping.clear()
+            for world in tuple(_worlds):
+                world.communicator.progress.enter(ELSEWHERE)
+                world.communicator.progress.end_step(is_next_begun=True)
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
 
 
 def open_part(world: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:

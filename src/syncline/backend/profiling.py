@@ -1,4 +1,4 @@
-"""What ``torch.profiler`` shows of a group's calls: what it shows of gloo's, by the same names, with the same shapes.
+"""What ``torch.profiler`` and traces show of a group's calls: what is shown of gloo's, by the same names, with shapes.
 
 PyTorch records the calls of its own backends where C++ dispatches them; those of a group in Python never pass there.
 """
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from syncline.backend.call_work import CallWork
 from syncline.backend.name import NAME
-from syncline.updates.private_torch import recorded_range, taken_comm_name
+from syncline.fabric.progress import BACKWARD, Progress
+from syncline.updates.private_torch import at_end_of_backward, is_in_node, recorded_range, taken_comm_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,38 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return begun
 
     return record
+
+
+def note_pass(progress: Progress) -> None:
+    """Say that the training thread is in a backward pass, if so: a group hears of none but by the calls in it."""
+    if progress.phase != BACKWARD and is_in_node():
+        progress.enter(BACKWARD)
+        at_end_of_backward(progress.leave)
+
+
+def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does ``method``, and writes a span into the trace when it is over."""
+    shown = _CALLS.get(name)
+    if shown is None:
+        return method
+
+    @wraps(method)
+    def trace(self: Any, *values: Any) -> Any:
+        span, now_ns = self.state.communicator.trace.span, self.state.communicator.trace.now_ns
+        tensors = () if shown.source is None else _tensors(values[shown.source])
+        label = " ".join([shown.work, *map(_about, tensors)])
+        start_ns = now_ns()
+        begun = method(self, *values)
+        if isinstance(begun, CallWork):
+            begun.when_over(lambda: span(label, "call", start_ns, now_ns()))
+        return begun
+
+    return trace
+
+
+def _about(tensor: torch.Tensor) -> str:
+    """``"[1024,1024] float32"``."""
+    return f"[{','.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

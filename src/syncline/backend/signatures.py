@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncline.backend.profiling import records
+from syncline.backend.profiling import note_pass, records, traces
 from syncline.updates.private_torch import is_profiled
 
 _SETTINGS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
@@ -34,11 +34,14 @@ def overloads_of(name: str) -> tuple[tuple[str, ...], ...]:
 def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> Callable[..., Any]:
     """Let ``method`` be called as each overload of ``name``; its first ``num_data`` parameters are no settings."""
     overloads = overloads_of(name)
-    recorded = records(name, method)
+    traced = traces(name, method)
+    recorded = records(name, traced)
 
     @wraps(method)
     def call(self: Any, *values: Any, **named: Any) -> Any:
-        run = recorded if is_profiled() else method
+        communicator = self.state.communicator
+        note_pass(communicator.progress)
+        run = recorded if is_profiled() else traced if communicator.trace.enabled else method
         if not named and len(values) <= num_data + 1:
             return run(self, *values)
         for names in overloads:

@@ -1,26 +1,39 @@
-"""How far training threads are: this rank's own counter, and what the heartbeats of the others tell of theirs.
+"""How far training threads are: where this rank's own is, and what the heartbeats of the others tell of theirs.
 
 Heartbeats come from the communication thread, so they prove that a process lives, not that it trains. Each therefore
 carries the number of calls that the rank's training thread has begun, and whether it waits in one at the moment. A rank
 that computes, or hangs, is *still* as long as that number does not change; one that waits for others never is. A rank
 that has been still for longer than the user's limit is *stalled*. What follows from it is for those who wait to say:
 a collective ends with an error, a tolerant update rule goes on without the rank.
+
+A wait is named by the phase in which it began, or by the reason that it was given; it is interrupted while an update
+thread of this rank computes, as meanwhile nobody else is waited for.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 StallHandler = Callable[[int, bool], None]
 """Told on the communication loop's thread that a rank is stalled (True), or moves again (False)."""
 MAX_VALUE = (1 << 64) - 1
+ELSEWHERE, FORWARD, BACKWARD, STEP = PHASES = ("elsewhere", "forward", "backward", "step")
+"""Where a training thread is; elsewhere it reads data, computes the loss, validates, saves, and so on."""
+
+
+class SpanSink(Protocol):
+    """What is told of phases, waits and steps that are over, in ns of the monotonic clock: a trace."""
+
+    def __call__(self, name: str, category: str, start_ns: int, end_ns: int, **args: object) -> None:
+        """Take note of one."""
 
 
 class Progress:
-    """What this rank's training threads have begun; any thread but the communication loop's may say so.
+    """Where this rank's training threads are, and for how long; any thread but the communication loop's may say so.
 
     >>> progress = Progress()
     >>> progress.touch()
@@ -32,12 +45,26 @@ class Progress:
     def __init__(self) -> None:
         self._num_calls = 0
         self._waiting: dict[int, int] = {}
-        self._wait = _Wait(self)
-        self._holding = threading.Lock()
-        self._num_held = 0
+        self._wait = _Wait(self, "")
+        self._lock = threading.Lock()
+        self._num_held = self._num_working = 0
+        self._is_blocked = False
+        self._wait_name, self._wait_ns = "", 0
+        self.phase = self._phase_around = ELSEWHERE
+        self._began_ns = self._phase_ns = time.monotonic_ns()
+        self._step_ns = 0
+        self.phase_s = dict.fromkeys(PHASES, 0.0)
+        """Seconds in each phase, with the waits in it, until the last change."""
+        self.waited_s: dict[str, float] = {}
+        """Seconds waited for others, by phase or reason, until the end of the last wait."""
+        self.num_steps = 0
+        """Steps that are finished."""
+        self.steps_s = 0.0
+        """Seconds in them."""
+        self.on_span: SpanSink | None = None
 
     def __repr__(self) -> str:
-        return f"<Progress: {self._num_calls} calls{', waiting' * self.is_waiting}>"
+        return f"<Progress: {self._num_calls} calls, {self.phase}{', waiting' * self.is_waiting}>"
 
     @property
     def is_waiting(self) -> bool:
@@ -49,41 +76,137 @@ class Progress:
         """What a heartbeat carries: twice the number of calls, plus one while a thread waits in one."""
         return (2 * self._num_calls + self.is_waiting) & MAX_VALUE
 
+    @property
+    def total_s(self) -> float:
+        """Seconds since this began to count."""
+        return (time.monotonic_ns() - self._began_ns) / 1e9
+
     def touch(self) -> None:
         """Count a call."""
         self._num_calls += 1
 
-    def waiting(self) -> AbstractContextManager[None]:
+    def enter(self, phase: str) -> None:
+        """Say that the training thread is in ``phase`` from now on; the first after a step begins another step."""
+        now_ns = time.monotonic_ns()
+        before, start_ns, self.phase, self._phase_ns = self.phase, self._phase_ns, phase, now_ns
+        self.phase_s[before] += (now_ns - start_ns) / 1e9
+        if phase != ELSEWHERE and not self._step_ns:
+            self._step_ns = now_ns
+        if before != ELSEWHERE and self.on_span is not None:
+            self.on_span(before, "compute", start_ns, now_ns)
+        self._block("")
+
+    def leave(self) -> None:
+        """Say that the phase is over; foreign code that is held then waits until it is released, or a phase begins."""
+        before = self.phase
+        self.enter(self._phase_around)
+        if self._num_held:
+            self._block(before)
+
+    @contextmanager
+    def stepping(self, number: int) -> Iterator[None]:
+        """Within this context the training thread makes a step, which is finished unless something is raised."""
+        self._phase_around = STEP
+        self.enter(STEP)
+        try:
+            yield
+            self.end_step(number)
+        finally:
+            self._phase_around = ELSEWHERE
+            self.enter(ELSEWHERE)
+
+    def end_step(self, number: int | None = None, *, is_next_begun: bool = False) -> None:
+        """Count a step that is finished; ``is_next_begun`` where nobody could say when the next one begins."""
+        now_ns = time.monotonic_ns()
+        start_ns, self._step_ns = self._step_ns or now_ns, now_ns if is_next_begun else 0
+        self.num_steps += 1
+        self.steps_s += (now_ns - start_ns) / 1e9
+        if self.on_span is not None:
+            self.on_span(f"step {self.num_steps if number is None else number}", "step", start_ns, now_ns)
+
+    def continue_from(self, before: Progress) -> None:
+        """Count on from where another left off, as the job goes on with other connections."""
+        self._began_ns, self.phase, self._phase_ns = before._began_ns, before.phase, before._phase_ns
+        self.phase_s, self.waited_s = dict(before.phase_s), dict(before.waited_s)
+        self.num_steps, self.steps_s, self._step_ns = before.num_steps, before.steps_s, before._step_ns
+        self._phase_around = before._phase_around
+
+    def waiting(self, reason: str = "") -> AbstractContextManager[None]:
         """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""
-        return self._wait
+        return _Wait(self, reason) if reason else self._wait
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within this context a thread computes for which the training thread may be waiting."""
+        with self._lock:
+            self._num_working += 1
+            self._turn()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_working -= 1
+                self._turn()
 
     def hold(self) -> None:
         """Say that somebody waits until :meth:`release`, as foreign code may where nothing of it is seen."""
-        with self._holding:
+        with self._lock:
             self._num_held += 1
 
     def release(self) -> None:
         """Take one :meth:`hold` back."""
-        with self._holding:
+        with self._lock:
             self._num_held -= 1
+            self._is_blocked &= self._num_held > 0
+            self._turn()
+
+    def _block(self, name: str) -> None:
+        if bool(name) == self._is_blocked:
+            return
+        with self._lock:
+            self._is_blocked = bool(name)
+            if name and not self._waiting:
+                self._wait_name = name
+            self._turn()
+
+    def _turn(self) -> None:
+        """Begin to count a wait, or count one that is over, if that has changed; with the lock held."""
+        is_waiting = (bool(self._waiting) or self._is_blocked) and not self._num_working
+        if is_waiting == bool(self._wait_ns):
+            return
+        now_ns = time.monotonic_ns()
+        start_ns, self._wait_ns = self._wait_ns, now_ns if is_waiting else 0
+        if is_waiting:
+            return
+        name = self._wait_name
+        self.waited_s[name] = self.waited_s.get(name, 0.0) + (now_ns - start_ns) / 1e9
+        if self.on_span is not None:
+            self.on_span(name, "wait", start_ns, now_ns)
 
 
 class _Wait:
-    """A thread's wait, which may hold another; it has no state of its own, as a small call takes microseconds."""
+    """A thread's wait, which may hold another; it has no state but its reason, as a small call takes microseconds."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, reason: str) -> None:
         self._progress = progress
+        self._reason = reason
 
     def __enter__(self) -> None:
         progress, thread = self._progress, threading.get_ident()
         progress.touch()
-        progress._waiting[thread] = progress._waiting.get(thread, 0) + 1
+        with progress._lock:
+            if not progress._waiting:
+                progress._wait_name = self._reason or progress.phase
+            progress._waiting[thread] = progress._waiting.get(thread, 0) + 1
+            progress._turn()
 
     def __exit__(self, *_: object) -> None:
         progress, thread = self._progress, threading.get_ident()
-        depth = progress._waiting.pop(thread) - 1
-        if depth:
-            progress._waiting[thread] = depth
+        with progress._lock:
+            depth = progress._waiting.pop(thread) - 1
+            if depth:
+                progress._waiting[thread] = depth
+            progress._turn()
         progress.touch()
 
 

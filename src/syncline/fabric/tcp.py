@@ -365,7 +365,8 @@ class TcpFabric:
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()
-        self._note("peer is lost", peer=peer.rank, reason=str(error))
+        has_left = isinstance(error, PeerLeftError)
+        self._note("peer left" if has_left else "peer is lost", peer=peer.rank, reason=str(error))
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
         for tag, reason in news:

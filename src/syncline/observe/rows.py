@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-FIRST_ROWS = ("compute", "wait", "update", "communication")
+FIRST_ROWS = ("step", "compute", "wait", "update", "call", "communication")
 """In the order in which they are shown; other categories follow as they come."""
 
-_LANED = frozenset({"communication", "push", "pull"})
+_LANED = frozenset({"call", "communication", "push", "pull"})
 
 
 class Rows:

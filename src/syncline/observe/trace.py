@@ -1,8 +1,9 @@
 """What happened and when: spans, instants and counters of one rank, written so that Perfetto opens them.
 
 Recording is an append to a list, because it happens between two messages; encoding waits until some thousand events
-are together. With a path, events go to the file as they are encoded, so that a process that is killed loses no more
-than the last few: the JSON array form of the Chrome trace format needs no closing bracket. Memory and file are bounded
+are together, or somebody flushes, as a communicator does every second. With a path, events go to the file as they are
+encoded, so that a process that is killed loses no more than the last second: the JSON array form of the Chrome trace
+format needs no closing bracket. Memory and file are bounded
 by ``max_events``; what comes after is dropped and counted.
 
 Times are ``time.monotonic_ns``, which all processes of a host share. An anchor ties them to the wall clock, so that
@@ -24,7 +25,7 @@ from typing import Any
 from syncline.observe.rows import Rows
 
 FLUSH_EVENTS = 4096
-"""Events that may be lost when the process is killed; encoding that many takes some 10 ms."""
+"""Events that are encoded together at the latest; that many take some 10 ms."""
 
 _log = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.fabric.progress import BACKWARD
 from syncline.pytorch.contributions import Contributions, Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import DividedGradient
@@ -63,6 +64,7 @@ class GradientCollector:
         self._sparse = sparse
         self._outside = outside
         self._updater = updater
+        self._progress = updater.collectives.communicator.progress
         self._buckets = updater.buckets
         self._reports = reports
         self._samples = samples
@@ -80,7 +82,6 @@ class GradientCollector:
         self._outer_task = -1
         self._uncleared: dict[int, torch.Tensor] = {}
         """Gradients that were there when the pass began, by position: who keeps one finds the new gradient in it."""
-        self._begin_ns = 0
         self._weight = 0.0
         self._expected_total = 1.0
         self._scale = 1.0
@@ -166,11 +167,18 @@ class GradientCollector:
         self._samples.reach(forward, task)
         if self.is_synchronised:
             self._begin_task(task)
+        self._enter_phase()
 
     def _begin_task(self, task: int) -> None:
         if self._outer_task == -1:
             self._outer_task = task
             at_end_of_backward(self._on_end)
+
+    def _enter_phase(self) -> None:
+        """Be in the backward phase until the end of the pass, and of what was to be done then before this came."""
+        if self._progress.phase != BACKWARD:
+            self._progress.enter(BACKWARD)
+            at_end_of_backward(self._progress.leave)
 
     def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
         if parameter.grad is None:  # autograd came here with nothing
@@ -200,6 +208,7 @@ class GradientCollector:
 
     def _begin_first(self) -> None:
         self._begin_task(backward_pass())
+        self._enter_phase()
         self._begin(self._samples.weight())
 
     def _begin(self, weight: float) -> None:
@@ -215,7 +224,6 @@ class GradientCollector:
         self._updater.weigh(weight + self._contributions.weight, self._expected_total)
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
-        self._begin_ns = self._updater.collectives.trace.now_ns()
         self._is_running = True
 
     def _keep_apart(self) -> None:
@@ -276,8 +284,6 @@ class GradientCollector:
             self._finish()
 
     def _finish(self) -> None:
-        trace = self._updater.collectives.trace
-        trace.span("backward", "compute", self._begin_ns, trace.now_ns())
         has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]
         for bucket in self._buckets:
             if not has_left[bucket.index]:

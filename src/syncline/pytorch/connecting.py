@@ -195,7 +195,8 @@ def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
     given = environment.trace
     if given is None or isinstance(given, Trace):
         return given
-    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=given)
+    path = given / f"trace-{environment.rank}.json" if given.is_dir() else given
+    return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=path)
 
 
 def tell_once(error: SynclineError, *, rank: int) -> None:

@@ -64,7 +64,7 @@ class BackendOptions:
     stall_s: Seconds | None = None
     """From when on a rank that lives, but makes no call, is not waited for any more; default: the group's timeout."""
     trace: str | Path | Trace | None = None
-    """Where this rank writes its trace."""
+    """The file of this rank's trace, or a folder that takes all ranks'."""
     shared_memory: bool | None = None
     """Whether small synchronous calls may go through memory that the ranks of one machine share."""
     bind_thread: bool | None = None

@@ -574,6 +574,7 @@ def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
         timeout_s=fleet.communicator.timeout_s,
         on_close=larger.loop.stop,
     )
+    communicator.progress.continue_from(fleet.communicator.progress)
     epoch = Epoch(number=job.epoch, members=tuple(range(job.world_size)))
     return FabricPlace(base=communicator, communicator=communicator, epoch=epoch, numbers=job.numbers)
 

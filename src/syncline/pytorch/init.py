@@ -71,9 +71,9 @@ def init(
     (``SYNCLINE_SILENCE``, 10): from when on a rank without a sign of life is lost. ``stall_s`` (``SYNCLINE_STALL``, as
     the timeout): from when on a rank that lives, but whose training thread makes no call, is not waited for any more.
 
-    ``trace`` (``SYNCLINE_TRACE``): where this rank writes its trace. ``shared_memory`` (``SYNCLINE_SHARED_MEMORY``):
-    whether small collectives may go through memory that the ranks of one machine share. ``bind_thread``
-    (``SYNCLINE_BIND_THREAD``): whether the communication thread may be bound to cores. ``congestion``
+    ``trace`` (``SYNCLINE_TRACE``): a file for this rank's trace, or a folder for those of all. ``shared_memory``
+    (``SYNCLINE_SHARED_MEMORY``): whether small collectives may go through memory that the ranks of one machine share.
+    ``bind_thread`` (``SYNCLINE_BIND_THREAD``): whether the communication thread may be bound to cores. ``congestion``
     (``SYNCLINE_CONGESTION``): TCP's congestion control, as ``"bbr"``; default: cubic within a machine and where the
     topology has rates, else the system's.
 

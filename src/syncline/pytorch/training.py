@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
+from syncline.fabric.progress import FORWARD
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.backward import GradientCollector
 from syncline.pytorch.buffers import BufferBroadcast
@@ -82,7 +83,7 @@ class Training:
         self._waiting = WaitingParameters(updater.buckets, updater.wait_parameters)
         self._stand_ins = StandIns(updater)
         self._grouped = _parameters_of(updater.optimizer)
-        self._forward_ns = 0
+        self._progress = updater.collectives.communicator.progress
         self._has_compiled_parts = self._following = False
         self._report_before: PendingReport | None = None
         self.calls = InnerCalls(updater)
@@ -320,6 +321,10 @@ class Training:
         return is_idle
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with self._progress.stepping(self.updater.step_number):
+            return self._make_step(closure)
+
+    def _make_step(self, closure: Callable[[], Any] | None) -> Any:
         self._after_pass = None
         self.tuner.begin_step()
         is_compiled = self._has_compiled_parts or self._waiting.is_compiled or has_compiled_parts(self.model)
@@ -372,7 +377,7 @@ class Training:
             return  # a checkpoint runs the model again, within the backward pass
         self._collector.forget_broken()
         self._buffers.finish()
-        self._forward_ns = self.updater.collectives.trace.now_ns()
+        self._progress.enter(FORWARD)
         if not torch.is_grad_enabled():
             self._finish_waiting()  # PyTorch may take fused paths here, which it does not take with waiting parameters
             return
@@ -383,8 +388,7 @@ class Training:
         if torch.compiler.is_compiling():
             return
         if backward_pass() == -1:
-            trace = self.updater.collectives.trace
-            trace.span("forward", "compute", self._forward_ns, trace.now_ns())
+            self._progress.leave()
             if torch.is_grad_enabled():
                 self._watch.see_batch(args, kwargs)
                 self.tuner.end_forward()

@@ -6,12 +6,13 @@ import asyncio
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Unpack
 
 from syncline.errors import SynclineError
 from syncline.fabric import ABORTED, Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
-from syncline.observe import Counters, NullTrace, Trace
+from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure, Tally
@@ -32,6 +33,8 @@ from syncline.topology import Topology
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
+FLUSH_S = 1.0
+"""A rank that is killed leaves a trace without its last second."""
 CLOSE_S = 30.0
 """The fabric's own deadline ends a close long before; this one is for a loop that does not answer."""
 
@@ -71,11 +74,13 @@ class Communicator:
         self._loop = loop
         self._fabric = fabric
         self.progress = fabric.progress
-        """Who waits in any other way than by a :class:`Work` says so here: ``with communicator.progress.waiting()``."""
+        """Where the training thread is; who waits in any other way than by a :class:`Work` says so here."""
+        if self.trace.enabled:
+            self.progress.on_span = self.trace.span
+            loop.call_soon(self._flush_trace)
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self.slice_bytes = self._plans.slice_bytes
         """About how large a slice is between machines."""
-        self._waits = Counters()
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = self._is_interrupted = False
@@ -342,11 +347,6 @@ class Communicator:
         """Tell ``handler``, on the loop's thread, of the error that calls end with, once this has failed or closes."""
         self._loop.call_soon(self._engine.watch_failure, handler)
 
-    def note_wait(self, phase: str, seconds: float) -> None:
-        """Add to the time that was waited in ``phase``; from any thread."""
-        self.progress.touch()
-        self._waits.add(phase, seconds)
-
     def statistics(self) -> FleetStatistics:
         """Return a frozen record of all counters; after a close, the last one."""
         if self._last_statistics is not None:
@@ -375,6 +375,11 @@ class Communicator:
         finally:
             self._released()
 
+    def _flush_trace(self) -> None:
+        if not self._is_closed:
+            self.trace.flush()
+            self._loop.clock.call_later(FLUSH_S, self._flush_trace)
+
     async def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(
             self._fabric,
@@ -398,7 +403,7 @@ class Communicator:
             self._engine,
             tuple(self._shared_memory.values()),
             topology=self.topology,
-            waited_s=self._waits.statistics(),
+            waited_s=MappingProxyType(dict(self.progress.waited_s)),
             bucket_classes=self.connection_classes.of_buckets,
         )
 

@@ -460,7 +460,8 @@ class Engine:
             self._stall_timer.cancel()
         if tell:
             self._tell_all(control.encode_failure(failure))
-        self._trace.instant(f"failed: {failure.reason}", "communication", text=failure.text)
+        if failure.reason != failures.CLOSED:
+            self._trace.instant(f"failed: {failure.reason}", "communication", text=failure.text)
         calls = list(self._calls.values())
         self._calls.clear()
         for active in calls:

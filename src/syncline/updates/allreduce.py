@@ -93,7 +93,7 @@ class AllReduceUpdater(WholeUpdater):
 
     def _wait(self) -> None:
         for work in self._reductions.values():
-            self.collectives.wait(work, "backward")
+            work.wait()
 
     def _combine(self, report: PendingReport) -> Sequence[bool]:
         for index in self._reductions:

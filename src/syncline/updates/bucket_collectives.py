@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -126,26 +124,3 @@ class BucketCollectives:
             label=f"{collective.value} of bucket {bucket.index}",
             step=step,
         )
-
-    @contextmanager
-    def waiting(self, phase: str) -> Iterator[None]:
-        """Within this context a thread waits for other ranks because of ``phase``."""
-        start_ns = self.trace.now_ns()
-        with self.communicator.progress.waiting():
-            yield
-        self.note_wait(phase, start_ns)
-
-    def note_wait(self, phase: str, start_ns: int) -> None:
-        """Record that a thread waited since ``start_ns`` because of ``phase``."""
-        end_ns = self.trace.now_ns()
-        self.communicator.note_wait(phase, (end_ns - start_ns) / 1e9)
-        self.trace.span(phase, "wait", start_ns, end_ns)
-
-    def wait(self, work: Work, phase: str) -> None:
-        """Wait for ``work``, and record how long that took."""
-        if work.done():
-            work.wait()
-            return
-        start_ns = time.monotonic_ns()
-        work.wait()
-        self.note_wait(phase, start_ns)

@@ -273,7 +273,7 @@ class DividedGradients:
     def wait_reductions(self) -> None:
         """Wait until what has begun of a pass is over."""
         for work in self._reductions.values():
-            self._collectives.wait(work, "backward")
+            work.wait()
 
     def _own_powers(self, norm_type: float) -> torch.Tensor:
         """Sum the absolute values of the owned elements to the power ``norm_type``; their largest for infinity."""

@@ -121,7 +121,7 @@ class ElasticShardedUpdater(ShardedUpdater):
         while self._fresh:
             try:
                 for index, work in tuple(self._gathers.items()):
-                    self.collectives.wait(work, "step")
+                    work.wait()
                     self._take_gathered(index)
             except (PeerLostError, DeadlineError) as error:
                 self._recover(error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +90,7 @@ class ShardedUpdater(Updater):
             num_parameters=num_parameters,
             is_counted=self.is_in_first_replica,
         )
-        self._ready = Readiness(len(self.buckets), partial(self.collectives.waiting, "forward"))
+        self._ready = Readiness(len(self.buckets), self._waiting)
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._fail)
         if overlap_forward and has_meter:
             setting.tuner.tune(self._ready)
@@ -202,6 +203,9 @@ class ShardedUpdater(Updater):
     def _fail(self, error: BaseException) -> None:
         self._ready.fail(error)
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.collectives.communicator.progress.waiting()
+
     def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
         """Step the shard of one bucket and start its all-gather; on the update thread."""
         reduction.wait()
@@ -229,9 +233,10 @@ class ShardedUpdater(Updater):
         trace = self.collectives.trace
         start_ns = trace.now_ns()
         shard = self.shards[bucket.index]
-        shard.scale(factors)
-        shard.step(options[bucket.plan.group], present, may_undo=may_undo)
-        bucket.stage_parameters()
+        with self.collectives.communicator.progress.working():
+            shard.scale(factors)
+            shard.step(options[bucket.plan.group], present, may_undo=may_undo)
+            bucket.stage_parameters()
         trace.span(f"update of bucket {bucket.index}", "update", start_ns, trace.now_ns(), step=number)
 
     def _finish(self, bucket: Bucket, gather: Work) -> None:

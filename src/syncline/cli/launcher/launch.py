@@ -81,7 +81,8 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
         base = {**base, ON_PREEMPTION: request.on_preemption}
     limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
-    traces = trace_parts(job, scratch) if request.trace else {}
+    target = trace_target(job, request.trace, host) if request.trace else None
+    traces = trace_parts(job, target) if target else {}
     with open_doors(request.elastic, job, request.restarts) as doors:
         environments = {
             process.rank: rank_environment(
@@ -107,8 +108,8 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             far_door=doors.far,
         )
         code = run_job(session, terminal)
-    if request.trace:
-        _save_trace(trace_target(job, request.trace, host), traces, terminal)
+    if target:
+        _save_trace(target, traces, terminal)
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,18 +82,23 @@ def check_trace_place(path: Path) -> None:
         raise ConfigurationError(f"--trace {path}: it cannot be written there; name a file in another folder")
 
 
-def trace_parts(job: Job, folder: Path) -> Mapping[int, Path]:
-    """Say where each rank of this launcher writes its own trace."""
+def trace_parts(job: Job, target: Path) -> Mapping[int, Path]:
+    """Say where each rank of this launcher writes its own trace: beside the whole, so that a killed launcher's stay."""
+    folder = target.absolute().with_name(f"{target.name}.parts")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     return {process.rank: folder / f"trace-{process.rank}.json" for process in job.processes}
 
 
 def merge_trace_parts(parts: Mapping[int, Path], target: Path) -> int:
-    """Write one trace of what the ranks left behind; returns how many of them left something."""
+    """Write one trace of what the ranks left behind, and remove that; returns how many of them left something."""
     from syncline.observe import merge_traces
 
     written = [path for path in parts.values() if path.exists()]
     if written:
         merge_traces(written, target)
+    for folder in {path.parent for path in parts.values()}:
+        shutil.rmtree(folder, ignore_errors=True)
     return len(written)
 
 

@@ -151,7 +151,6 @@ def set_up(
         collectives=collectives,
         port=fleet.communicator.open_port(f"pairs of phased model {streams[3]}"),
         stream=streams[3],
-        note_wait=fleet.communicator.note_wait,
         versions=versions if options.resumes else None,
     )
 

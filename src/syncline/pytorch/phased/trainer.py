@@ -262,7 +262,8 @@ class PhasedTrainer:
         if self.needs_targets and targets is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes the loss, so its step() needs targets")
         micros = self._divide(inputs, targets, self._num_micros)
-        done = self._driver.run(Pass.TRAIN, micros, (inputs, targets))
+        with self._setting.job.progress.stepping(self.num_steps):
+            done = self._driver.run(Pass.TRAIN, micros, (inputs, targets))
         assert done.loss is not None, "the way back tells the loss"
         self.optimizer.step()  # no parameter has a gradient any more: this tells schedulers alone that a step was made
         return done.loss

@@ -126,10 +126,10 @@ class ClusterDriver(Driver):
 
         return self._port.call(answer, ANSWER_S)
 
-    def wait(self) -> tuple[Record, Agreed]:
-        """Wait for the next record. Raises what went wrong, or DeadlineError with what is waited for."""
+    def wait(self, reason: str) -> tuple[Record, Agreed]:
+        """Wait for the next record, for a ``reason``. Raises what went wrong, or DeadlineError with what is awaited."""
         self._began_s = time.monotonic()
-        self._wait(lambda: bool(self._entered))
+        self._wait(lambda: bool(self._entered), reason)
         if self._entered:
             if self._has_told_wait:
                 self._has_told_wait = False

@@ -232,14 +232,13 @@ class ClusteredUpdater(WholeUpdater):
         proposal: Proposal = NO_PROPOSAL,
     ) -> Vector | None:
         """Provide what the next record needs, wait for it, and return its payload."""
-        start_ns = time.monotonic_ns()
+        start_s = time.monotonic()
         self._driver.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal)
-        record, agreed = self._driver.wait()
+        record, agreed = self._driver.wait(phase)
         assert record.index == self._position, f"record {record.index} came in place of {self._position}"
         self._position += 1
-        self.collectives.note_wait(phase, start_ns)
         if self._pace is not None:
-            self._pace.waited((time.monotonic_ns() - start_ns) / 1e9)
+            self._pace.waited(time.monotonic() - start_s)
         if record.kind is Kind.MEAN:
             self._samples_of_period += agreed.samples[0]
             self._samples_of_term += agreed.samples[0]

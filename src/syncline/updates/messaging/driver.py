@@ -45,15 +45,15 @@ class Driver(ABC):
         if self._failure is not None:
             raise self._failure
 
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until ``is_over`` (asked with the lock held), a failure, or the deadline.
+    def _wait(self, is_over: Callable[[], bool], reason: str) -> None:
+        """Wait until ``is_over`` (asked with the lock held), a failure, or the deadline, for a ``reason`` in a word.
 
         Who is waited for, lives, and does not train is left behind when it has been waited for long enough.
         """
         start_s, wait_s, is_first = time.monotonic(), LOOK_S, True
         limit_s = min(self._port.stalls.limit_s, self._timeout_s)
         end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
-        with self._progress.waiting():
+        with self._progress.waiting(reason):
             while not self._wait_for(is_over, wait_s) and (now_s := time.monotonic()) < end_s:
                 if now_s - start_s >= limit_s:
                     self._port.call(self._leave_behind, self._timeout_s)

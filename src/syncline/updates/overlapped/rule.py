@@ -172,7 +172,6 @@ class OverlappedUpdater(WholeUpdater):
             make_feed=self._make_feed,
             timeout_s=self.collectives.timeout_s,
             progress=communicator.progress,
-            note_wait=self.collectives.note_wait,
             trace=self.collectives.trace,
         )
         self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None

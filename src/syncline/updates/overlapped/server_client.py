@@ -40,11 +40,10 @@ NOTE_URGENCY = -1
 NOTE_BYTES = 128
 DRAIN_S = 5.0
 """How long the last averages may take to leave when this rank closes."""
-NoteWait = Callable[[str, int], None]
 
 
 class ServerClient(Driver):
-    """Joins links, hosted shards and losses; ``note_wait(phase, start_ns)`` is told of every wait."""
+    """Joins links, hosted shards and losses."""
 
     def __init__(
         self,
@@ -58,7 +57,6 @@ class ServerClient(Driver):
         make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
         progress: Progress,
-        note_wait: NoteWait,
         trace: Trace,
     ) -> None:
         super().__init__(port, Membership(terms.workers), timeout_s=timeout_s, progress=progress)
@@ -70,7 +68,6 @@ class ServerClient(Driver):
         self.lost = self.membership.lost
         self._succession = Succession(terms, placement)
         self._max_staleness = max_staleness
-        self._note_wait = note_wait
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
@@ -159,12 +156,13 @@ class ServerClient(Driver):
     def end_together(self, mean: TreeMean) -> bool:
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
         self.raise_failure()
-        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        start_s = time.monotonic()
         dropped = self._port.call(self._dropped, self._timeout_s)
         try:
-            ends = self._tree_end.run(
-                mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
-            )
+            with self._progress.waiting("period"):
+                ends = self._tree_end.run(
+                    mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
+                )
         except PeerLostError as error:
             self._port.call_soon(self._lose, error.rank, error)
             self._wait_for(lambda: False, LOOK_S)
@@ -174,7 +172,6 @@ class ServerClient(Driver):
             self.raise_failure()
             return False
         self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(LOOK_S))
-        self._note_wait("period", start_ns)
         self._dropped_together = ends.dropped
         self._begin_period(ends.iteration)
         return True
@@ -258,11 +255,10 @@ class ServerClient(Driver):
 
     def _wait_phase(self, phase: str, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
-        start_s, start_ns = time.monotonic(), time.monotonic_ns()
+        start_s = time.monotonic()
         self._tree_end.go_on()
-        self._wait(is_over)
+        self._wait(is_over, phase)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
-        self._note_wait(phase, start_ns)
         with self._changed:
             if is_over():
                 return  # what was waited for came, whatever else has failed since

@@ -204,13 +204,12 @@ class PairDriver(Driver):
 
     def _wait_phase(self) -> Phase | None:
         """Return the next phase, once it can be computed; None if this rank's part of the pass is over."""
-        start_ns = time.monotonic_ns()
-        with self._progress.waiting(), self._changed:
-            last = self._awaited()
+        start_s = time.monotonic()
+        with self._changed:
+            reasons = self._awaited()
+        with self._progress.waiting(f"stage's {reasons[0]}" if reasons else ""), self._changed:
 
             def can_go_on() -> bool:
-                nonlocal last
-                last = self._awaited() or last
                 return self._can_compute() or self._phases.is_idle or self._is_left_alone()
 
             is_over = self._wait_told(can_go_on)
@@ -218,8 +217,8 @@ class PairDriver(Driver):
             if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
             phase, self._next = self._next, None
-        if last:
-            self._note_wait(last[0], start_ns)
+        if reasons:
+            self._waiting_s[reasons[0]] += time.monotonic() - start_s
         return phase
 
     def _wait_told(self, can_go_on: Callable[[], bool]) -> bool:
@@ -311,13 +310,6 @@ class PairDriver(Driver):
             f"took nothing for {self._timeout_s:g} s: {self._num_unsent} messages to it have not left; it is far "
             "behind, or does not call step()"
         )
-
-    def _note_wait(self, reason: str, start_ns: int) -> None:
-        end_ns = time.monotonic_ns()
-        seconds = (end_ns - start_ns) / 1e9
-        self._waiting_s[reason] += seconds
-        self._setting.note_wait(f"stage's {reason}", seconds)
-        self._trace.span(f"stage's {reason}", "wait", start_ns, end_ns)
 
     # --- any thread ----------------------------------------------------------------------------------------------
 

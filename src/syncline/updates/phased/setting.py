@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,6 @@ class PhasedSetting:
     """Between all ranks of the job."""
     stream: int
     """Of the messages between the two ranks of a pair."""
-    note_wait: Callable[[str, float], None]
-    """Adds to the seconds that the training thread waited, by reason."""
     versions: ControlStream | None
     """Between all ranks of the job, to tell that a step is stored; None if no versions are kept."""
 
