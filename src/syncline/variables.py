@@ -7,10 +7,15 @@ argument. What a launcher passes on to the ranks is the whole environment, from 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
+
+from syncline.errors import ConfigurationError
+
+BEHIND, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_METRICS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +123,21 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         meaning="the fewest ranks with which an elastic job goes on (default: 1); also `syncline run --min-ranks`",
     ),
     EnvironmentVariable(
+        name=METRICS,
+        argument="syncline run --metrics",
+        meaning="for Prometheus: [HOST:]PORT, to which each rank adds its number, or a folder for files",
+    ),
+    EnvironmentVariable(
+        name="SYNCLINE_LOG_DIR",
+        argument="syncline run --log-dir",
+        meaning="folder where the launcher writes each rank's output, rank-N.log",
+    ),
+    EnvironmentVariable(
+        name=BEHIND,
+        argument="syncline run --behind",
+        meaning="seconds without a finished step, or off: then rank 0 says who is behind (default: 60)",
+    ),
+    EnvironmentVariable(
         name="SYNCLINE_CHECK_STALE",
         argument="Sharded(overlap_forward=False)",
         meaning="1: what has not arrived when step() returns is NaN until it has, to find who reads it (default: off)",
@@ -133,6 +153,18 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
 ``CUDA_VISIBLE_DEVICES`` says, with ``LOCAL_RANK``, which GPU is measured, where nobody names one; ``XDG_RUNTIME_DIR``
 where the secret of a job lies that was given none, and ``XDG_CACHE_HOME`` (or ``HOME``) where networks are kept that
 were measured."""
+
+
+def behind_limit_s() -> float:
+    """Return for how many seconds no step may be finished before it is said who is behind; infinite: for ever."""
+    text = process_variables().get(BEHIND) or "60"
+    try:
+        limit_s = math.inf if text == "off" else float(text)
+    except ValueError:
+        limit_s = 0.0
+    if not limit_s > 0:
+        raise ConfigurationError(f"{BEHIND} must be a number of seconds, or off, not {text!r}")
+    return limit_s
 
 
 def process_variables() -> Mapping[str, str]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
+import syncline
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import open_part
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
@@ -451,6 +452,7 @@ def test_calls_steps_and_waits_of_a_group_are_spans(tmp_path: Path) -> None:
         held[0].wait()
         optimizer.step()
         group.barrier().wait()
+        assert json.dumps(syncline.metrics())
         return group.state.communicator.progress.num_steps
 
     assert min(run_groups(2, body, options=options)) >= 1  # the ranks are threads, whose optimizers count for both

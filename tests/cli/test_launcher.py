@@ -113,6 +113,14 @@ def test_survivors_may_say_what_they_saw_before_they_are_ended():
     assert "lost a peer" in error
 
 
+def test_each_rank_has_a_log_of_its_own(tmp_path):
+    script = "print('to see'); print('to fear', file=sys.stderr)"
+    code, out, _ = start(script, log_folder=tmp_path / "logs")
+    assert (code, out.count("to see")) == (0, 2)
+    for rank in range(2):
+        assert sorted((tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()) == ["to fear", "to see"]
+
+
 def test_survivors_go_on_where_they_may():
     code, out, error = start("if rank == 1: sys.exit(3)\nprint('done')", limits=Limits(grace_s=math.inf))
     assert code == 0

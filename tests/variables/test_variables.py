@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from syncline.cli.launcher.job import choose_host, choose_master
-from syncline.cli.launcher.launch import Request, _find_topology
-from syncline.cli.launcher.scratch import prepare_secret
+from syncline.cli.launcher.job import build_job, choose_host, choose_master
+from syncline.cli.launcher.launch import Request, _base_variables, _find_topology
+from syncline.cli.launcher.scratch import open_logs, prepare_secret
 from syncline.cli.main import _front
 from syncline.cli.path_diagnosis import choose_key
 from syncline.errors import ConfigurationError
 from syncline.members import Elastic
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.topology import Topology
-from syncline.variables import VARIABLES, is_coloured, process_variables
+from syncline.variables import VARIABLES, behind_limit_s, is_coloured, process_variables
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SECRETS = {"SYNCLINE_SECRET": "v" * 32, "SYNCLINE_SECRET_FILE": "{folder}/secret"}
@@ -73,7 +74,8 @@ LAUNCHERS = {
     if variable.argument == "init(rank=, world_size=)"
 }
 OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
-APART = {"SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS}
+OF_RUN = {"SYNCLINE_BEHIND": "20", "SYNCLINE_METRICS": "9470", "SYNCLINE_LOG_DIR": "logs"}
+APART = {"SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS, *OF_RUN}
 """Those with a test of their own."""
 
 
@@ -185,6 +187,30 @@ def test_arguments_of_run_go_before_its_variables(tmp_path: Path, monkeypatch: p
     assert _find_topology(Request(command=(), topology="demo-1-3"))[0].name == "demo-1-3"
     assert _find_topology(Request(command=(), num_ranks=3))[0].num_ranks == 3
     assert _find_topology(Request(command=()))[0].name == "flat-8"
+
+
+def test_what_run_is_told_of_watching_goes_before_its_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in OF_RUN.items():
+        monkeypatch.setenv(name, value)
+    told = _base_variables(Request(command=(), behind="30", metrics="9471"))
+    assert (told["SYNCLINE_BEHIND"], told["SYNCLINE_METRICS"]) == ("30", "9471")
+    assert behind_limit_s() == 20.0
+    for text, limit_s in (("off", math.inf), ("", 60.0)):
+        monkeypatch.setenv("SYNCLINE_BEHIND", text)
+        assert behind_limit_s() == limit_s
+    for text in ("0", "soon"):
+        monkeypatch.setenv("SYNCLINE_BEHIND", text)
+        with pytest.raises(ConfigurationError, match=f"SYNCLINE_BEHIND must be a number of seconds.*{text}"):
+            behind_limit_s()
+    monkeypatch.chdir(tmp_path)
+    job = build_job(Topology.flat(2), command=(), host=None, master=("a", 1), named_as=None)
+    assert open_logs(job, tmp_path / "asked", told)[1] == tmp_path / "asked" / "rank-1.log"
+    assert open_logs(job, None, told)[0] == tmp_path / "logs" / "rank-0.log"
+    assert open_logs(job, None, {}) == {}
+    with pytest.raises(ConfigurationError, match=r"--log-dir .*logs cannot be written there: File exists"):
+        open_logs(job, tmp_path / "logs" / "rank-0.log", {})
 
 
 def test_a_secret_file_goes_before_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from syncline.backend.inner_groups import InnerBackend, NcclBackend
 from syncline.backend.point_to_point import PointToPoint
 from syncline.fabric.progress import ELSEWHERE, STEP
 from syncline.last_words import note
+from syncline.pytorch.metrics import publish
 from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
 from syncline.tensors.checks import check_tensors
@@ -106,6 +107,8 @@ class GroupState:
             return
         atexit.register(self._close_at_exit)
         _watch_steps(self)
+        communicator.watch_ranks()
+        self._stop_metrics = publish(communicator.statistics, communicator.rank)
 
     @property
     def messages(self) -> PointToPoint:
@@ -175,6 +178,8 @@ class GroupState:
                 return
             self.is_closed = True
         atexit.unregister(self._close_at_exit)
+        if self.world is self:
+            self._stop_metrics()
         for part in tuple(self._parts):
             part._end(is_failing=is_failing)
         try:

@@ -31,6 +31,26 @@ SecretFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
 ]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write each rank's output to DIR/rank-N.log too; or SYNCLINE_LOG_DIR.", show_default=False
+    ),
+]
+Behind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="S",
+        help="Say who is behind after S seconds without a finished step (60), or off; or SYNCLINE_BEHIND.",
+        show_default=False,
+    ),
+]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PORT|DIR", help="Serve Prometheus, or write files for it; or SYNCLINE_METRICS.", show_default=False
+    ),
+]
 Foreground = Annotated[
     int | None, typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False)
 ]
@@ -66,6 +86,9 @@ def run(
     master: Master = None,
     secret_file: SecretFile = None,
     trace: Trace = None,
+    log_dir: LogDir = None,
+    behind: Behind = None,
+    metrics: Metrics = None,
     foreground: Foreground = None,
     on_preemption: OnPreemption = None,
     losses: RestartOptions,
@@ -95,6 +118,9 @@ def run(
         master=master,
         secret_file=secret_file,
         trace=trace,
+        log_folder=log_dir,
+        behind=behind,
+        metrics=metrics,
         terminal_rank=foreground,
         limits=losses.limits(),
         restarts=losses.restart_limits(),

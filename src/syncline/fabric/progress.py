@@ -49,10 +49,10 @@ class Progress:
         self._lock = threading.Lock()
         self._num_held = self._num_working = 0
         self._is_blocked = False
-        self._wait_name, self._wait_ns = "", 0
+        self._wait_name, self._wait_phase, self._wait_ns = "", ELSEWHERE, 0
         self.phase = self._phase_around = ELSEWHERE
         self._began_ns = self._phase_ns = time.monotonic_ns()
-        self._step_ns = 0
+        self._step_ns = self._first_step_ns = 0
         self.phase_s = dict.fromkeys(PHASES, 0.0)
         """Seconds in each phase, with the waits in it, until the last change."""
         self.waited_s: dict[str, float] = {}
@@ -61,6 +61,7 @@ class Progress:
         """Steps that are finished."""
         self.steps_s = 0.0
         """Seconds in them."""
+        self._waited_in_s = dict.fromkeys(PHASES, 0.0)
         self.on_span: SpanSink | None = None
 
     def __repr__(self) -> str:
@@ -77,9 +78,35 @@ class Progress:
         return (2 * self._num_calls + self.is_waiting) & MAX_VALUE
 
     @property
+    def num_calls(self) -> int:
+        """Calls that were begun."""
+        return self._num_calls
+
+    def own_s(self) -> tuple[dict[str, float], float]:
+        """Return the seconds in each phase without the waits in it, and the seconds waited in all, until now."""
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            waited_s = dict(self._waited_in_s)
+            if self._wait_ns:
+                waited_s[self._wait_phase] += (now_ns - self._wait_ns) / 1e9
+            spent_s = dict(self.phase_s)
+            spent_s[self.phase] += (now_ns - self._phase_ns) / 1e9
+        return {phase: max(0.0, spent_s[phase] - waited_s[phase]) for phase in PHASES}, sum(waited_s.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the training thread waits for others, as far as it is seen."""
+        return self._wait_ns > 0
+
+    @property
     def total_s(self) -> float:
         """Seconds since this began to count."""
         return (time.monotonic_ns() - self._began_ns) / 1e9
+
+    @property
+    def starting_s(self) -> float:
+        """Seconds until the first step began."""
+        return ((self._first_step_ns or time.monotonic_ns()) - self._began_ns) / 1e9
 
     def touch(self) -> None:
         """Count a call."""
@@ -92,6 +119,7 @@ class Progress:
         self.phase_s[before] += (now_ns - start_ns) / 1e9
         if phase != ELSEWHERE and not self._step_ns:
             self._step_ns = now_ns
+            self._first_step_ns = self._first_step_ns or now_ns
         if before != ELSEWHERE and self.on_span is not None:
             self.on_span(before, "compute", start_ns, now_ns)
         self._block("")
@@ -128,7 +156,9 @@ class Progress:
         """Count on from where another left off, as the job goes on with other connections."""
         self._began_ns, self.phase, self._phase_ns = before._began_ns, before.phase, before._phase_ns
         self.phase_s, self.waited_s = dict(before.phase_s), dict(before.waited_s)
-        self.num_steps, self.steps_s, self._step_ns = before.num_steps, before.steps_s, before._step_ns
+        self._waited_in_s = dict(before._waited_in_s)
+        self.num_steps, self.steps_s = before.num_steps, before.steps_s
+        self._step_ns, self._first_step_ns = before._step_ns, before._first_step_ns
         self._phase_around = before._phase_around
 
     def waiting(self, reason: str = "") -> AbstractContextManager[None]:
@@ -166,7 +196,7 @@ class Progress:
         with self._lock:
             self._is_blocked = bool(name)
             if name and not self._waiting:
-                self._wait_name = name
+                self._wait_name, self._wait_phase = name, self.phase
             self._turn()
 
     def _turn(self) -> None:
@@ -178,8 +208,9 @@ class Progress:
         start_ns, self._wait_ns = self._wait_ns, now_ns if is_waiting else 0
         if is_waiting:
             return
-        name = self._wait_name
-        self.waited_s[name] = self.waited_s.get(name, 0.0) + (now_ns - start_ns) / 1e9
+        name, seconds = self._wait_name, (now_ns - start_ns) / 1e9
+        self.waited_s[name] = self.waited_s.get(name, 0.0) + seconds
+        self._waited_in_s[self._wait_phase] += seconds
         if self.on_span is not None:
             self.on_span(name, "wait", start_ns, now_ns)
 
@@ -196,7 +227,7 @@ class _Wait:
         progress.touch()
         with progress._lock:
             if not progress._waiting:
-                progress._wait_name = self._reason or progress.phase
+                progress._wait_name, progress._wait_phase = self._reason or progress.phase, progress.phase
             progress._waiting[thread] = progress._waiting.get(thread, 0) + 1
             progress._turn()
 

@@ -284,6 +284,14 @@ class Fleet(FabricPlace):
         updates = tuple(one for one in counted if one is not None)
         return replace(self.communicator.statistics(), epoch=self.epoch.number, updates=updates)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of :meth:`statistics` by name, as :func:`syncline.metrics` does.
+
+        >>> fleet.metrics()["sent_bytes"]
+        0.0
+        """
+        return self.statistics().metrics()
+
     @checked
     def add_update(self, count: Callable[[], object | None], *, steps: Callable[[], Tally] | None = None) -> None:
         """Let :meth:`statistics` also tell what ``count`` returns, unless it is None.
@@ -304,6 +312,7 @@ class Fleet(FabricPlace):
     def _on_move(self) -> None:
         self._under_way = PendingCalls()
         self.communicator.count_by(self._tally)
+        self.communicator.watch_ranks()
         self._collectives = TensorCollectives(self.communicator)
         self._objects = ObjectCollectives(
             self._collectives, rank=self.rank, world_size=self.world_size, is_trusted=self._is_trusted

@@ -12,6 +12,7 @@ from syncline.pytorch.environment import Arguments, Environment, read_environmen
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.listening import choose_interface
+from syncline.pytorch.metrics import publish
 from syncline.pytorch.notices import Notice, OnPreemption, Preemption
 from syncline.pytorch.stores import open_store, store_of_group
 from syncline.pytorch.ways_in import Ways
@@ -114,6 +115,8 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         if is_current:
             enter_fleet(fleet)
+            stop = publish(fleet.statistics, fleet.rank)
+            fleet.on_close(lambda _: stop())
             if environment.on_preemption is not None:
                 fleet.preemption = Preemption(Notice[environment.on_preemption.upper()])
                 fleet.preemption.begin()

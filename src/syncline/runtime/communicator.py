@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Unpack
 
 from syncline.errors import SynclineError
@@ -15,10 +15,11 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
-from syncline.runtime.control import Failure, Tally
+from syncline.runtime.control import Failure, Tally, encode_pace
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.group import GroupFabric, place_in_job
+from syncline.runtime.lookout import REPORT_S, Lookout, PaceReport, all_links, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
@@ -29,6 +30,7 @@ from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
+from syncline.variables import behind_limit_s
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
@@ -375,6 +377,35 @@ class Communicator:
         finally:
             self._released()
 
+    def watch_ranks(self) -> None:
+        """Tell rank 0 every few seconds how this one fares; there, say on standard error who holds the others up."""
+        if self.world_size > 1:
+            self._loop.call_soon(self._begin_watch, behind_limit_s())
+
+    def _begin_watch(self, behind_s: float) -> None:
+        lookout = None
+        if self.rank == 0:
+            clock = self._loop.clock
+            lookout = Lookout(self.topology, self._fabric.describe_peer, behind_s=behind_s, now_s=clock.time())
+            num_links = len(all_links(self.topology))
+            self._engine.on_pace = lambda peer, body: lookout.hear(
+                peer, PaceReport.decode(body, num_links), clock.time()
+            )
+        self._tell_pace(lookout)
+
+    def _tell_pace(self, lookout: Lookout | None) -> None:
+        if self._is_closed or self._engine.failure is not None:
+            return
+        report = take_pace(self.progress, self._fabric.statistics(), self.topology)
+        now_s = self._loop.clock.time()
+        if lookout is not None:
+            lookout.hear(self.rank, report, now_s)
+            for line in lookout.look(now_s):
+                print(f"syncline: {line}", file=sys.stderr, flush=True)
+        elif not self._fabric.is_lost(0):
+            self._fabric.send_control(0, encode_pace(report.encode()))
+        self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
+
     def _flush_trace(self) -> None:
         if not self._is_closed:
             self.trace.flush()
@@ -403,7 +434,7 @@ class Communicator:
             self._engine,
             tuple(self._shared_memory.values()),
             topology=self.topology,
-            waited_s=MappingProxyType(dict(self.progress.waited_s)),
+            progress=self.progress,
             bucket_classes=self.connection_classes.of_buckets,
         )
 

@@ -7,6 +7,7 @@ BESIDE     to all, at half of an update rule's deadline: whom I wait for beside 
 FAILED     to all: I have given up, and why; whatever waits for me may stop waiting
 PARTING    to all, before LEAVING: how many steps (or collectives) I have made, for the errors of those who go on
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
+PACE       to the first, every few seconds: where my time went, so that it can say who holds others up
 =========  =============================================================================================
 
 All begin with the kind, the stream and the running number; the rest is text.
@@ -46,6 +47,7 @@ class ControlKind(IntEnum):
     LEAVING = 4
     PARTING = 5
     BESIDE = 6
+    PACE = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,11 @@ class Failure:
     """What the user can do about it, which stands at the end of what every caller reads."""
     is_hearsay: bool = False
     """Whether others say of that rank that it is lost: they and it may have lost each other, and both live."""
+
+
+def encode_pace(report: bytes) -> bytes:
+    """Encode a PACE message."""
+    return _HEAD.pack(ControlKind.PACE, 0, 0) + report
 
 
 def encode_description(stream: int, number: int, description: Description) -> bytes:

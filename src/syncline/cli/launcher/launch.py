@@ -16,6 +16,7 @@ from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import (
     check_trace_place,
     merge_trace_parts,
+    open_logs,
     prepare_secret,
     reserved_port,
     trace_parts,
@@ -27,7 +28,7 @@ from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
-from syncline.variables import process_variables
+from syncline.variables import BEHIND, METRICS, process_variables
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
 NOTICE_S = 25.0
@@ -47,6 +48,9 @@ class Request:
     master: str | None = None
     secret_file: Path | None = None
     trace: Path | None = None
+    log_folder: Path | None = None
+    behind: str | None = None
+    metrics: str | None = None
     terminal_rank: int | None = None
     limits: Limits = field(default_factory=Limits)
     restarts: RestartLimits = field(default_factory=RestartLimits)
@@ -76,9 +80,7 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
-    base = process_variables()
-    if request.on_preemption is not None:
-        base = {**base, ON_PREEMPTION: request.on_preemption}
+    base = _base_variables(request)
     limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     target = trace_target(job, request.trace, host) if request.trace else None
@@ -102,6 +104,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             environments=environments,
             labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
             limits=doors.limits(limits, request.restarts),
+            logs=open_logs(job, request.log_folder, base),
             terminal_rank=_terminal_rank(request, job),
             restarts=request.restarts,
             doors=doors.near,
@@ -111,6 +114,12 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
     if target:
         _save_trace(target, traces, terminal)
     return code
+
+
+def _base_variables(request: Request) -> Mapping[str, str]:
+    """Return this process's variables, with what was asked for as the ranks are told it."""
+    asked = {ON_PREEMPTION: request.on_preemption, BEHIND: request.behind, METRICS: request.metrics}
+    return {**process_variables(), **{name: value for name, value in asked.items() if value is not None}}
 
 
 def _newcomers(request: Request, join: str) -> Job:

@@ -102,6 +102,21 @@ def merge_trace_parts(parts: Mapping[int, Path], target: Path) -> int:
     return len(written)
 
 
+def open_logs(job: Job, asked: Path | None, environment: Mapping[str, str]) -> Mapping[int, Path]:
+    """Make the file of each rank's output, where these are asked for; those of an earlier job are replaced."""
+    if asked is None and not environment.get("SYNCLINE_LOG_DIR"):
+        return {}
+    folder = asked or Path(environment["SYNCLINE_LOG_DIR"])
+    logs = {process.rank: folder.absolute() / f"rank-{process.rank}.log" for process in job.processes}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in logs.values():
+            path.write_bytes(b"")
+    except OSError as error:
+        raise ConfigurationError(f"--log-dir {folder}: logs cannot be written there: {error.strerror}") from error
+    return logs
+
+
 def trace_target(job: Job, asked: Path, host: str | None) -> Path:
     """Name this launcher's trace: as asked, with the host's name in it where others write theirs too."""
     return asked if job.is_whole or host is None else asked.with_suffix(f".{host}{asked.suffix}")

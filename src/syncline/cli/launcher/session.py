@@ -52,6 +52,8 @@ class Session:
     environments: Mapping[int, Mapping[str, str]]
     labels: Mapping[int, str]
     limits: Limits
+    logs: Mapping[int, Path] = field(default_factory=dict)
+    """Where the output of each rank is written too."""
     terminal_rank: int | None = None
     """The rank whose standard output is the terminal itself, for a progress bar."""
     restarts: RestartLimits = field(default_factory=RestartLimits)
@@ -108,6 +110,8 @@ class Runner:
         self._supervisor = Supervisor(self._names, session.limits, now_s=self._loop.time())
         self.handles: dict[int, RankHandle] = {}
         self._streams: dict[int, list[_Stream]] = {}
+        self._unlogged: set[int] = set()
+        """Ranks whose logs cannot be written any more."""
         self._tails: dict[int, deque[str]] = {rank: deque(maxlen=NUM_KEPT_LINES) for rank in self._names}
         self._timer: asyncio.TimerHandle | None = None
         self._newcomers: set[int] = set()
@@ -178,10 +182,22 @@ class Runner:
             if is_error:
                 self._tails[rank].extend(lines)
             self._learn_number(rank)
+            self._log(rank, lines)
             label = "" if rank == self._session.terminal_rank else self._labels[rank]
             self._terminal.write_lines(lines, label=label, colour=colour_of(rank), is_error=is_error)
 
         return show
+
+    def _log(self, rank: int, lines: list[str]) -> None:
+        path = self._session.logs.get(rank)
+        if path is None or not lines or rank in self._unlogged:
+            return
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:  # a full disk must not end the job that is looked at
+            self._unlogged.add(rank)
+            self._terminal.say(f"the log {path} ends here: {error.strerror}", is_error=True)
 
     def _on_output(self, stream: _Stream) -> None:
         if stream.read(self._loop.time()) == b"":

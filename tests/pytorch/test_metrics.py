@@ -1,0 +1,92 @@
+"""Numbers for the tools that people watch: flat, JSON, and as Prometheus reads them."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import syncline
+from syncline.cli.launcher.scratch import reserved_port
+from syncline.errors import ConfigurationError
+from syncline.pytorch import metrics
+from syncline.pytorch.distribute import distribute
+from syncline.pytorch.fleet import Fleet
+from syncline.runtime import FleetStatistics
+
+
+def trained(fleet: Fleet) -> FleetStatistics:
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet=fleet)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert fleet.metrics().keys() >= fleet.statistics().metrics().keys() - {"waited_elsewhere_s"}
+    return fleet.statistics()
+
+
+@pytest.fixture(scope="module")
+def statistics() -> FleetStatistics:
+    from thread_fleets import run_fleets
+
+    found: FleetStatistics = run_fleets(2, trained)[0]
+    return found
+
+
+def test_metrics_are_flat_and_floats_and_goodput_has_its_parts(statistics: FleetStatistics) -> None:
+    found = statistics.metrics()
+    assert json.loads(json.dumps(found)) == found
+    assert {type(value) for value in found.values()} == {float}
+    assert found["steps"] == 3
+    assert 0 < found["goodput"] <= 1
+    assert found["starting_s"] + found["steps_s"] + found["between_steps_s"] == pytest.approx(found["total_s"])
+    own_s = sum(value for name, value in found.items() if name.startswith("own_"))
+    assert own_s + found["waited_s"] == pytest.approx(found["total_s"], rel=0.2)
+    assert found["calls_reduce_scatter"] == 3
+    assert found["uplink_h0_bytes"] > 0
+
+
+def test_there_are_none_without_a_job() -> None:
+    with pytest.raises(ConfigurationError, match="neither a fleet nor a process group"):
+        syncline.metrics()
+
+
+def test_prometheus_reads_them_at_a_port_and_in_a_file(
+    statistics: FleetStatistics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser: Any = pytest.importorskip("prometheus_client.parser")
+    texts = []
+    with reserved_port() as port:
+        monkeypatch.setenv("SYNCLINE_METRICS", str(port))
+        stop = metrics.publish(lambda: statistics, 0)
+        assert syncline.metrics() == statistics.metrics()
+        with pytest.raises(ConfigurationError, match=f"rank 0 serves at that port \\+ 0, and {port} cannot be had"):
+            metrics.publish(lambda: statistics, 0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            texts.append(answer.read().decode())
+        stop()
+    monkeypatch.setenv("SYNCLINE_METRICS", str(tmp_path / "files"))
+    metrics.publish(lambda: statistics, 1)()
+    texts.append((tmp_path / "files" / "syncline-1.prom").read_text())
+    for rank, text in enumerate(texts):
+        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        assert all(name.startswith("syncline_") for name in families)
+        (steps,) = families["syncline_steps"].samples
+        assert (steps.name, steps.labels, steps.value) == ("syncline_steps_total", {"rank": str(rank)}, 3.0)
+        phases = {sample.labels["phase"] for sample in families["syncline_own_seconds"].samples}
+        assert phases == {"elsewhere", "forward", "backward", "step"}
+
+
+def test_a_place_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    (tmp_path / "file").touch()
+    for place in ("99999", "a:b", str(tmp_path / "file")):
+        monkeypatch.setenv("SYNCLINE_METRICS", place)
+        with pytest.raises(ConfigurationError, match="SYNCLINE_METRICS"):
+            metrics.publish(lambda: pytest.fail("nobody asks"), 0)

@@ -1,0 +1,166 @@
+"""Who holds the others up, from what ranks tell; without ranks, and without time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from syncline.fabric.progress import PHASES, Progress
+from syncline.fabric.statistics import FabricStatistics
+from syncline.runtime.control import ControlError
+from syncline.runtime.lookout import Lookout, PaceReport, all_links, take_pace
+from syncline.topology import DirectedLink, Topology
+
+RACKS = Topology.parse(
+    "{topology: racks, switch: s, children: [{host: a, uplink: 80 Mbit/s}, {host: b, uplink: 80 Mbit/s}, "
+    "{host: c, uplink: 80 Mbit/s}]}"
+)
+LINKS = all_links(RACKS)
+HEALTHY = {"elsewhere": 0.02, "forward": 0.1, "backward": 0.2, "step": 0.1}
+"""Parts of each second; the rest is waited."""
+
+
+def name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def report(seconds: float, own: Mapping[str, float], **changes: object) -> PaceReport:
+    told = PaceReport(
+        phase="elsewhere",
+        is_waiting=False,
+        num_calls=int(10 * seconds),
+        num_steps=int(seconds),
+        total_s=seconds,
+        own_s=tuple(own[phase] * seconds for phase in PHASES),
+        waited_s=seconds * (1 - sum(own.values())),
+        steps_s=seconds,
+        link_bytes=(0,) * len(LINKS),
+    )
+    return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
+
+
+def said_of(own: Mapping[int, Mapping[str, float]], seconds: int = 20, **changes: object) -> list[tuple[float, str]]:
+    """What is said when each rank spends its time so, and when."""
+    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    said = []
+    for now_s in range(0, seconds + 1, 2):
+        for rank, parts in own.items():
+            lookout.hear(rank, report(now_s, parts, **changes), now_s)
+        said += [(now_s, line) for line in lookout.look(now_s)]
+    return said
+
+
+def healthy(**others: Mapping[str, float]) -> dict[int, Mapping[str, float]]:
+    return {0: HEALTHY, 1: HEALTHY, 2: HEALTHY} | {int(key[1:]): parts for key, parts in others.items()}
+
+
+def test_nothing_is_said_of_a_healthy_job() -> None:
+    assert not said_of(healthy())
+    a_little = {phase: 1.3 * part for phase, part in HEALTHY.items()}
+    assert not said_of(healthy(r1=a_little)), "it costs the others less than is worth a line"
+
+
+def test_a_slow_processor_is_named_within_fifteen_seconds() -> None:
+    ((at_s, line),) = said_of(healthy(r1={phase: 2.2 * part for phase, part in HEALTHY.items()}))
+    assert at_s <= 15
+    assert line == (
+        "rank 1 holds the others up (they wait 58% of the time, and it 8%): it computes slower than they do "
+        "(forward 2.2 x, backward 2.2 x, step 2.2 x)"
+    )
+
+
+def test_late_input_is_told_from_slow_computing() -> None:
+    ((_, line),) = said_of(healthy(r2=HEALTHY | {"elsewhere": 0.5}))
+    assert "rank 2 holds the others up" in line
+    assert line.endswith(
+        "50% of its time is outside of forward, backward and step, and 2% of theirs; its input is late, or it does "
+        "other work there"
+    )
+    both = {phase: 1.2 * part for phase, part in HEALTHY.items()} | {"elsewhere": 0.2}
+    ((_, line),) = said_of(healthy(r2=both))
+    assert "and it computes slower (forward 1.2 x" in line
+
+
+def test_a_group_whose_forward_passes_are_not_seen_is_not_said_to_read_its_input() -> None:
+    seen = {"elsewhere": 0.2, "forward": 0.0, "backward": 0.1, "step": 0.1}
+    ((_, line),) = said_of({0: seen, 1: seen | {"elsewhere": 0.6}})
+    assert line.endswith("60% of its time is outside of backward and step, and 20% of theirs")
+
+
+def test_one_line_comes_when_that_changes_and_one_when_it_is_over() -> None:
+    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    slow, said, spent = HEALTHY | {"forward": 0.5}, [], {0: [0.0] * 4, 1: [0.0] * 4, 2: [0.0] * 4}
+    for now_s in range(2, 80, 2):
+        for rank, own_s in spent.items():
+            parts = slow if (rank, now_s < 40) == (1, True) else HEALTHY
+            own_s[:] = [so_far + 2 * parts[phase] for so_far, phase in zip(own_s, PHASES, strict=True)]
+            told = report(now_s, HEALTHY, own_s=tuple(own_s), waited_s=now_s - sum(own_s))
+            lookout.hear(rank, told, now_s)
+        said += lookout.look(now_s)
+    assert [line[:15] for line in said] == ["rank 1 holds th", "rank 1 holds no"]
+
+
+def test_a_full_link_is_named_where_no_rank_is_slow() -> None:
+    idle = dict.fromkeys(PHASES, 0.1)
+    number = LINKS.index(DirectedLink("b", "up"))
+    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 20, 2):
+        for rank in range(3):
+            moved = [0] * len(LINKS)
+            moved[number] = int(3e6 * now_s)
+            lookout.hear(rank, report(now_s, idle, link_bytes=tuple(moved)), now_s)
+        said += lookout.look(now_s)
+    assert said == [
+        "the link of b up holds the ranks up: 90% of 80 Mbit/s is used, and they wait 60% of the time",
+    ]
+
+
+def test_after_a_minute_without_a_step_it_is_said_who_is_behind_and_where() -> None:
+    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 200, 2):
+        for rank in range(3):
+            is_waiting = rank != 1
+            lookout.hear(rank, report(3, HEALTHY, phase="backward", is_waiting=is_waiting, num_calls=7 + rank), now_s)
+        said += lookout.look(now_s)
+    assert said == [f"no step was finished for {s} s: rank 1 is behind, in backward; 2 wait" for s in (60, 120)]
+
+
+def test_a_rank_that_is_silent_and_ranks_that_all_wait_are_told_as_they_are() -> None:
+    lookout = Lookout(RACKS, name, behind_s=20.0, now_s=0.0)
+    waiting = report(3, HEALTHY, is_waiting=True)
+    for rank in range(3):
+        lookout.hear(rank, waiting, 0.0)
+    assert lookout.look(20.0) == ["no step was finished for 20 s: all 3 ranks wait"]
+    lookout = Lookout(RACKS, name, behind_s=20.0, now_s=0.0)
+    lookout.hear(0, waiting, 0.0)
+    lookout.hear(1, report(3, HEALTHY), 0.0)
+    lookout.hear(0, waiting, 20.0)
+    silent = "rank 1 said nothing for 20 s, and was outside of forward, backward and step before"
+    assert lookout.look(20.0) == [f"no step was finished for 20 s: {silent}; 1 wait"]
+
+
+def test_long_work_for_which_nobody_waits_is_no_trouble() -> None:
+    assert not said_of(healthy(), seconds=300, num_steps=3)
+
+
+def test_a_report_travels_and_nonsense_is_refused() -> None:
+    progress = Progress()
+    with progress.stepping(0):
+        pass
+    moved = FabricStatistics(
+        rank=0,
+        time_s=0.0,
+        connections=(),
+        unexpected_bytes=0,
+        pending_receives=0,
+        refused_connections=0,
+        lost_peers=(),
+    )
+    told = take_pace(progress, moved, RACKS)
+    assert told.num_steps == 1
+    assert PaceReport.decode(told.encode(), len(LINKS)) == told
+    for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
+        with pytest.raises(ControlError, match="of its pace"):
+            PaceReport.decode(nonsense, len(LINKS))
