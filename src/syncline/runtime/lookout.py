@@ -242,13 +242,16 @@ class Lookout:
         excess = {phase: max(0.0, slow.own[phase] - usual[phase]) for phase in PHASES}
         computing = [phase for phase in (FORWARD, BACKWARD, STEP) if usual[phase] > 0]
         ratios = ", ".join(f"{phase} {slow.own[phase] / usual[phase]:.1f} x" for phase in computing)
-        theirs = sum(usual[phase] for phase in computing)
-        is_slower = sum(slow.own[phase] for phase in computing) >= LEAST_FACTOR * theirs > 0
-        if is_slower or excess[ELSEWHERE] < 0.3 * sum(excess.values()):
+        apart_part = excess[ELSEWHERE] / sum(excess.values())
+        if FORWARD not in computing:  # what a group sees of computing tells of what it does not see
+            theirs = sum(usual[phase] for phase in computing)
+            is_slower = sum(slow.own[phase] for phase in computing) >= 1.5 * theirs > 0
+            apart_part *= not (is_slower and apart_part < 0.9)
+        if apart_part < 0.3:
             return f"it computes slower than they do ({ratios})"
         parts = slow.own[ELSEWHERE], usual[ELSEWHERE]
         apart = f"{parts[0]:.0%} of its time is outside of {self._phases()}, and {parts[1]:.0%} of theirs"
-        if excess[ELSEWHERE] < 0.7 * sum(excess.values()):
+        if apart_part < 0.7:
             return f"{apart}, and it computes slower ({ratios})"
         return f"{apart}; its input is late, or it does other work there" if FORWARD in computing else apart
 
