@@ -63,6 +63,8 @@ class Progress:
         """Seconds in them."""
         self._waited_in_s = dict.fromkeys(PHASES, 0.0)
         self.on_span: SpanSink | None = None
+        self.watcher: object = None
+        """Who tells rank 0 of this: where members change, several have it one after another."""
 
     def __repr__(self) -> str:
         return f"<Progress: {self._num_calls} calls, {self.phase}{', waiting' * self.is_waiting}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,6 @@ class Communicator:
         """Where the training thread is; who waits in any other way than by a :class:`Work` says so here."""
         if self.trace.enabled:
             self.progress.on_span = self.trace.span
-            loop.call_soon(self._flush_trace)
         self._plans = Plans(topology, planner, slice_bytes=slice_bytes)
         self.slice_bytes = self._plans.slice_bytes
         """About how large a slice is between machines."""
@@ -92,6 +92,8 @@ class Communicator:
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
         self._engine.user_stream = self.user_stream
         loop.on_crash(self._engine.crash)
+        if self.trace.enabled:
+            loop.call_soon(self._flush_trace)
 
     @classmethod
     def connect(
@@ -379,6 +381,7 @@ class Communicator:
 
     def watch_ranks(self) -> None:
         """Tell rank 0 every few seconds how this one fares; there, say on standard error who holds the others up."""
+        self.progress.watcher = self
         if self.world_size > 1:
             self._loop.call_soon(self._begin_watch, behind_limit_s())
 
@@ -394,14 +397,15 @@ class Communicator:
         self._tell_pace(lookout)
 
     def _tell_pace(self, lookout: Lookout | None) -> None:
-        if self._is_closed or self._engine.failure is not None:
+        if self._is_closed or self._engine.failure is not None or self.progress.watcher is not self:
             return
         report = take_pace(self.progress, self._fabric.statistics(), self.topology)
         now_s = self._loop.clock.time()
         if lookout is not None:
             lookout.hear(self.rank, report, now_s)
             for line in lookout.look(now_s):
-                print(f"syncline: {line}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    print(f"syncline: {line}", file=sys.stderr, flush=True)
         elif not self._fabric.is_lost(0):
             self._fabric.send_control(0, encode_pace(report.encode()))
         self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
