@@ -319,7 +319,7 @@ class LocalStepsUpdater(WholeUpdater):
         flight, self._flight = self._flight, None
         start_s = time.monotonic()
         self._num_waits += not flight.round.is_over
-        with self.collectives.waiting("round"):
+        with self.collectives.communicator.progress.waiting("round"):
             means = flight.round.wait()
         self._waited_s += time.monotonic() - start_s
         self._num_rounds += 1
