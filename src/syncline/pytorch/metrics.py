@@ -60,7 +60,7 @@ def publish(take: Take, rank: int) -> Callable[[], None]:
     return end
 
 
-def _tell_prometheus(take: Take, rank: int) -> Callable[[], object]:
+def _tell_prometheus(take: Take, rank: int) -> Callable[[], None]:
     place = process_variables().get(METRICS)
     if not place:
         return lambda: None
@@ -81,12 +81,18 @@ def _tell_prometheus(take: Take, rank: int) -> Callable[[], object]:
             raise ConfigurationError(
                 f"{METRICS}={place}: rank {rank} serves at that port + {rank}, and {port + rank} cannot be had: {error}"
             ) from error
-        return lambda: (server.shutdown(), server.server_close(), thread.join())
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return end
     path = Path(place) / f"syncline-{rank}.prom"
     return _write_often(lambda: prometheus_client.write_to_textfile(str(path), registry), path)
 
 
-def _write_often(write: Callable[[], None], path: Path) -> Callable[[], object]:
+def _write_often(write: Callable[[], None], path: Path) -> Callable[[], None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
@@ -154,6 +160,6 @@ class Collector:
                 family.add_metric([str(rank), *([value_of] if label else [])], value)
             yield family
         for name, (meaning, value) in gauged.items():
-            family = GaugeMetricFamily(f"syncline_{name}", meaning, labels=["rank"])
-            family.add_metric([str(rank)], value)
-            yield family
+            gauge = GaugeMetricFamily(f"syncline_{name}", meaning, labels=["rank"])
+            gauge.add_metric([str(rank)], value)
+            yield gauge
