@@ -9,7 +9,7 @@ import atexit
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol
@@ -106,9 +106,7 @@ class GroupState:
             world._parts.add(self)
             return
         atexit.register(self._close_at_exit)
-        _watch_steps(self)
-        communicator.watch_ranks()
-        self._stop_metrics = publish(communicator.statistics, communicator.rank)
+        self._stop_metrics = _watch(self)
 
     @property
     def messages(self) -> PointToPoint:
@@ -202,10 +200,12 @@ class GroupState:
 _worlds: weakref.WeakSet[GroupState] = weakref.WeakSet()
 
 
-def _watch_steps(world: GroupState) -> None:
-    """Count the steps of all optimizers as those of ``world``."""
+def _watch(world: GroupState) -> Callable[[], None]:
+    """Count the steps of all optimizers as those of ``world``, and let it be seen; return what ends its metrics."""
     _worlds.add(world)
     _register()
+    world.communicator.watch_ranks()
+    return publish(world.communicator.statistics, world.communicator.rank)
 
 
 @cache
