@@ -155,17 +155,20 @@ async def dial(
     The keys are those of the connection's frames, if they are authenticated.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
-    After a try that may have been let in, for all that is known here, the next one asks to go on with it; where the
-    peer does not know it, or knows it only then, the one after that begins anew, or asks again.
+    A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
+    a handshake, and each one twice as long as the one before. After a try that may have been let in, for all that is
+    known here, the next one asks to go on with it; where the peer does not know it, or knows it only then, the one
+    after that begins anew, or asks again.
     """
-    pause_s, began_s = FIRST_PAUSE_S, asyncio.get_running_loop().time()
+    pause_s, try_s, began_s = FIRST_PAUSE_S, options.handshake_s, asyncio.get_running_loop().time()
     unsure: Dialer | None = None
     goes_on = False
     for number in count(1):
         resumption = Resumption(number, unsure.connection_id, 0) if unsure is not None and goes_on else None
         dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
+        try_s *= 2
         try:
-            async with asyncio.timeout(options.handshake_s):
+            async with asyncio.timeout(try_s):
                 sock, _ = await dial_once(options, own_address, dialer, address)
             first = unsure if unsure is not None and goes_on else dialer
             return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)

@@ -203,7 +203,8 @@ class _Mesh:
         """Wait until every connection is there; raise a clear error if not."""
         classes = range(CONTROL_CLASS, self._options.num_classes)
         dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
-        await self._run(*dials, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing)
+        with self._reopener.patient(timeout_s):
+            await self._run(*dials, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing)
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open what was expected, these among them, and mark all; sizes become those of several classes."""

@@ -8,6 +8,7 @@ rank 0, and rank 0 tells all, in keys that hold the nonce of whom they are for, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -36,6 +37,8 @@ class Presence:
         self._nonce = nonce
         self._silence_s = silence_s
         self._now_s = now_s
+        self._writing = threading.Lock()
+        self._rests = False
         self._num_beats = 0
         self._beat_s = float("-inf")
         self._pulses: dict[int, object] = {}
@@ -51,7 +54,9 @@ class Presence:
             self._moved_s = dict.fromkeys(self._moved_s, now_s)
         self._beat_s = now_s
         self._num_beats += 1
-        self._records.set(f"pulse/{self._rank}", [self._nonce, self._num_beats])
+        with self._writing:  # another thread may let this rank rest, and the last word is that
+            if not self._rests:
+                self._records.set(f"pulse/{self._rank}", [self._nonce, self._num_beats])
         return [rank for rank in watched if self._is_gone(rank, now_s)]
 
     def vouch(self, ranks: Iterable[int]) -> None:
@@ -65,7 +70,9 @@ class Presence:
 
     def rest(self) -> None:
         """Let nobody expect the pulse to go on: this rank is connected to all others, which now see for themselves."""
-        self._records.set(f"pulse/{self._rank}", [self._nonce, -1])
+        with self._writing:
+            self._rests = True
+            self._records.set(f"pulse/{self._rank}", [self._nonce, -1])
 
     def heard(self) -> str | None:
         """Return why some rank gave up, if one did."""

@@ -157,7 +157,7 @@ class Rendezvous:
         """Tell the others that this rank is connected to all of them."""
         assert self._presence is not None, "there was a meeting"
         with contextlib.suppress(TimeoutError, RendezvousError):
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(SILENCE_S):  # whoever does not hear it takes this rank for dead
                 await on_thread(self._presence.rest, threading.Event())
 
     def meet_blocking(

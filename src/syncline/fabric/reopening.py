@@ -10,10 +10,11 @@ sends again what the other has not got. A connection that breaks again and again
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,7 +97,7 @@ class Reopener:
         self._own_address = own_address
         self._addresses = addresses
         self._trace = trace
-        self._limit_s = min(LIMIT_S, options.dead_s / 2)
+        self._limit_s = self._usual_limit_s = min(LIMIT_S, options.dead_s / 2)
         self._lines: dict[tuple[int, int], _Line] = {}
         self._num_forged: dict[int, int] = {}
         self._logged_s = float("-inf")
@@ -108,6 +109,15 @@ class Reopener:
     def use_terms(self, terms: Terms) -> None:
         """Dial by these terms from now on."""
         self._terms = terms
+
+    @contextlib.contextmanager
+    def patient(self, limit_s: float) -> Iterator[None]:
+        """Give connections so long while all ranks still connect: whoever is busy with that answers late."""
+        self._limit_s = max(limit_s, self._usual_limit_s)
+        try:
+            yield
+        finally:
+            self._limit_s = self._usual_limit_s
 
     def opened(
         self, peer: int, connection_class: int, connection_id: bytes, keys: FrameKeys | None, *, number: int
@@ -239,7 +249,7 @@ class Reopener:
         raise _GoneError
 
     def _connect_s(self, attempt: int) -> float:
-        return CONNECT_S * self._limit_s / LIMIT_S * (1 << attempt // 2)
+        return CONNECT_S * self._usual_limit_s / LIMIT_S * (1 << attempt // 2)
 
     def _go_on(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> bool:
         """Use a new socket, unless that broke already."""
