@@ -36,10 +36,11 @@ RULES: dict[str, Callable[[], Any]] = {
     "clustered": lambda: syncline.Clustered(clusters=SITES, measures=False),
     "forecast": lambda: syncline.Clustered(clusters=SITES, measures=False, forecast=1.0),
     "local": syncline.LocalSteps,
+    "quarters": lambda: syncline.LocalSteps(fragments=4),
     "in-turn": lambda: syncline.LocalSteps(fragments=1, overlap=False),
     "diloco": lambda: syncline.LocalSteps(fragments=1, overlap=False, outer=syncline.Nesterov()),
     "sites": lambda: syncline.LocalSteps(parties=SITES),
-    "sites-diloco": lambda: syncline.LocalSteps(parties=SITES, outer=syncline.Nesterov()),
+    "sites-in-turn": lambda: syncline.LocalSteps(parties=SITES, fragments=1, overlap=False),
 }
 NUM_SEQUENCES = 2
 SHAPE = GPTShape(width=96, num_layers=3, num_heads=4, context_length=48)
@@ -81,7 +82,7 @@ def losses(method: str, seed: int, options: argparse.Namespace) -> list[float]:
     corpus = load_corpus()
     parts = corpus.training.tensor_split(len(SITES) * len(SITES[0]))
     held_out = corpus.validation_batch(num_sequences=32, context_length=SHAPE.context_length)
-    communicators = communicators_in_memory(len(parts), timeout_s=300.0)
+    communicators = communicators_in_memory(len(parts), syncline.Topology.load("two-sites"), timeout_s=300.0)
     torch.manual_seed(seed)
     models = [GPT(SHAPE) for _ in parts]  # all go on from the first one's parameters
 

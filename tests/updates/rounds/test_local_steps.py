@@ -43,6 +43,7 @@ class Alone:
 
     def __init__(self, rule: LocalSteps, num_ranks: int, make) -> None:
         self.rule = rule
+        self.num_fragments = min(rule.fragments, rule.period)
         self.models = [make_model() for _ in range(num_ranks)]
         self.optimizers = [make(model.parameters()) for model in self.models]
         named = trained_parameters(self.models[0], self.optimizers[0])
@@ -52,7 +53,7 @@ class Alone:
         self.fragments = self.divide([plan.num_bytes for plan in plans])
         self.starts = [self.values(0, number) for number in range(len(plans))]
         self.velocities = [torch.zeros_like(values) for values in self.starts]
-        self.samples = torch.zeros(rule.fragments, num_ranks, dtype=torch.float64)
+        self.samples = torch.zeros(self.num_fragments, num_ranks, dtype=torch.float64)
         self.steps = [0] * num_ranks
         self.flight = None
         self.num_rounds = 0
@@ -60,7 +61,7 @@ class Alone:
     def divide(self, sizes: list[int]) -> list[list[int]]:
         ends = list(itertools.accumulate(sizes))
         middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
-        number = self.rule.fragments
+        number = self.num_fragments
         return [
             [bucket for bucket, middle in enumerate(middles) if int(middle * number / ends[-1]) == fragment]
             for fragment in range(number)
@@ -85,7 +86,7 @@ class Alone:
                 optimizer.step()
                 optimizer.zero_grad()
                 self.samples[:, rank] += size_of(rank, step)
-        sends = [number * self.rule.fragments // self.rule.period for number in (step, step + 1)]
+        sends = [number * self.num_fragments // self.rule.period for number in (step, step + 1)]
         if sends[1] > sends[0]:
             self.land()
             self.send()
@@ -94,12 +95,12 @@ class Alone:
 
     def end(self) -> None:
         self.land()
-        for _ in range(self.rule.fragments):
+        for _ in range(self.num_fragments):
             self.send()
             self.land()
 
     def send(self) -> None:
-        fragment = self.num_rounds % self.rule.fragments
+        fragment = self.num_rounds % self.num_fragments
         self.num_rounds += 1
         sent = [[self.values(rank, one) for rank in range(len(self.models))] for one in self.fragments[fragment]]
         self.flight = self.fragments[fragment], sent, self.samples[fragment].tolist()

@@ -84,7 +84,7 @@ class LocalSteps:
 
     period: Count = 16
     outer: Nesterov | None = None
-    fragments: Count = 4
+    fragments: Count = 16
     overlap: bool = True
     parties: Replicate | None = None
     bucket_bytes: Count = 512 * 1024
